@@ -25,6 +25,7 @@ from bench.machine import describe_machine
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.ops.base import (
     CAST,
     DEQUANTIZE,
@@ -38,7 +39,6 @@ from polyaccel.ops.base import (
 )
 from polyaccel.ops.native.library import describe_native
 from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
-from polyaccel.types import DType, ReduceOp
 
 _ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 _STEP = 3

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from polyaccel.errors import PolyaccelError as PolyaccelError
     from polyaccel.frontend import add_config_arguments as add_config_arguments
     from polyaccel.frontend import initialize as initialize
-    from polyaccel.torch.engine import TorchEngine as TorchEngine
+    from polyaccel.torch.engine.torch_engine import TorchEngine as TorchEngine
 
 _HOMES = {
     "Config": "polyaccel.config",
     "ConfigError": "polyaccel.errors",
     "PolyaccelError": "polyaccel.errors",
-    "TorchEngine": "polyaccel.torch.engine",
+    "TorchEngine": "polyaccel.torch.engine.torch_engine",
     "add_config_arguments": "polyaccel.frontend",
     "get_accelerator": "polyaccel.accelerators",
     "init_distributed": "polyaccel.comm",

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from polyaccel.config import Config
     from polyaccel.jax.engine import JaxEngine
-    from polyaccel.torch.api.data import ShardedDataLoader
-    from polyaccel.torch.engine import TorchEngine
+    from polyaccel.torch.data import ShardedDataLoader
+    from polyaccel.torch.engine.torch_engine import TorchEngine
 
     ConfigSource: TypeAlias = str | Path | Mapping[str, Any] | Config
     OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]

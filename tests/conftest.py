@@ -19,7 +19,7 @@ from polyaccel.comm import destroy_process_group, is_initialized
 from polyaccel.comm.discovery import GLOO_INTERFACE
 from polyaccel.comm.launchers.request import VARIABLES
 from polyaccel.comm.torch_group import initialized_world
-from polyaccel.engine.console import ConsoleHandler
+from polyaccel.observability.console import ConsoleHandler
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
 

@@ -16,7 +16,7 @@ import torch
 
 from bench.collectives.peer import time_case
 from polyaccel import comm
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 SIZES = {"4 KiB": 4 << 10, "64 MiB": 64 << 20}
 _SMALL_NBYTES = 1 << 20

@@ -26,12 +26,12 @@ from bench.collectives.teams import Peers, Team
 from bench.machine import describe_machine
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
-from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.torch.communicator import new_group, tensor_of
 from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType
 
 _KIB = 1024
 _SIZES = tuple(nbytes * _KIB for nbytes in (4, 64, 1024, 16 * 1024, 64 * 1024, 256 * 1024))

@@ -18,7 +18,7 @@ import torch
 
 from polyaccel import comm
 from polyaccel.comm.wrappers import hierarchical
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 _CALLS = 10
 _WAYS = {"direct": 0, "passed on": sys.maxsize}

@@ -105,9 +105,9 @@ def train(job: Job, result: Path) -> None:
 
 def _watched() -> list[float]:
     """One number, the seconds that this process has spent in noticing from now on."""
-    from polyaccel.torch.adapter import TorchAdapter
-    from polyaccel.torch.params.gradients import GradientAccess
-    from polyaccel.torch.params.ownership import OwnedParameters
+    from polyaccel.torch.sharding.gradients import GradientAccess
+    from polyaccel.torch.sharding.module_adapter import TorchAdapter
+    from polyaccel.torch.sharding.ownership import OwnedParameters
 
     spent = [0.0]
 

@@ -23,9 +23,9 @@ from bench.steps.cases import SHAPES, VARIANTS, Case, Job
 from bench.steps.launch import figures_of
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
-from polyaccel.job_auth import job_secret_from_env
-from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
-from polyaccel.launch.memory_server.start import KeeperProcess
+from polyaccel.job.auth import job_secret_from_env
+from polyaccel.job.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.job.memory_server.start import KeeperProcess
 
 _LIMIT_S = 900.0
 _MIB = 1 << 20

@@ -29,11 +29,11 @@ from bench.table import make_console, make_table
 from polyaccel.cli.plan.command import parse_size
 from polyaccel.cli.tune import TunedJob, tune_job
 from polyaccel.config import load_config, resolve_config
-from polyaccel.tuning.candidates import Candidate, candidates
-from polyaccel.tuning.cost_model import CostEstimate
-from polyaccel.tuning.records import TrialLog, TrialRecord
-from polyaccel.tuning.trials import TrialPlan, run_trial
-from polyaccel.tuning.tuner import TuneResult, best_of
+from polyaccel.planner.autotune.candidates import Candidate, candidates
+from polyaccel.planner.autotune.cost_model import CostEstimate
+from polyaccel.planner.autotune.records import TrialLog, TrialRecord
+from polyaccel.planner.autotune.trials import TrialPlan, run_trial
+from polyaccel.planner.autotune.tuner import TuneResult, best_of
 
 _RANKS = 2
 _WHERE = ("--nproc", str(_RANKS), "--grace-period", "1")

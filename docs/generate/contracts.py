@@ -33,10 +33,10 @@ SECTIONS = {
         *("polyaccel.comm.collectives.single", "polyaccel.comm.backends.torch.backend"),
     ),
     "Tier": ("polyaccel.offload.tier",),
-    "Storage": ("polyaccel.checkpoint.storage",),
+    "Storage": ("polyaccel.checkpoint.storage.base",),
     "Launcher": ("polyaccel.launch.base", "polyaccel.launch.plan"),
-    "Monitor": ("polyaccel.engine.metrics",),
-    "Buffers and element types": ("polyaccel.buffer", "polyaccel.types"),
+    "Monitor": ("polyaccel.observability.metrics",),
+    "Buffers and element types": ("polyaccel.core.buffer", "polyaccel.core.types"),
     "Kernels": (
         *("polyaccel.ops.base", "polyaccel.ops.optimizers"),
         *("polyaccel.ops.numpy.kernels", "polyaccel.ops.torch.kernels"),

@@ -199,7 +199,7 @@ READ_BY_NAME = (
     "checkpoint.use_node_local_storage",
     "checkpoint.parallel_write",
     "checkpoint.checkpoint_serialization",
-    "checkpoint.writer",
+    "checkpoint.save.writer",
     "datastates_ckpt",
     "aio.block_size",
     "aio.queue_depth",

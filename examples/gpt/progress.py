@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from polyaccel.engine.metrics import StepMetrics
+from polyaccel.observability.metrics import StepMetrics
 
 _LINES_EVERY_S = 10.0
 

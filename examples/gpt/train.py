@@ -31,7 +31,7 @@ from windows import Windows
 
 import polyaccel
 from polyaccel import PolyaccelError, TorchEngine, comm
-from polyaccel.engine.metrics import JsonlMonitor, StepMetrics
+from polyaccel.observability.metrics import JsonlMonitor, StepMetrics
 
 _PROMPT = b"def "
 _SAMPLE_NBYTES = 400

@@ -25,7 +25,7 @@ from model import SHAPES, generate, initial_params, loss
 import polyaccel
 from polyaccel import PolyaccelError, comm
 from polyaccel.comm.default import default_communicator
-from polyaccel.engine.metrics import JsonlMonitor
+from polyaccel.observability.metrics import JsonlMonitor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))  # what does not depend on the framework
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from polyaccel.engine.metrics import StepMetrics
+from polyaccel.observability.metrics import StepMetrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))
 

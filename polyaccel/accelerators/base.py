@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DeviceId, DType
+from polyaccel.core.types import Probe as Probe  # every kind of plugin answers a probe
 from polyaccel.errors import PluginContractError
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.matmul_autotune import MatrixChoice
-from polyaccel.types import DeviceId, DType
-from polyaccel.types import Probe as Probe  # every kind of plugin answers a probe
 
 
 @dataclass(frozen=True, slots=True)

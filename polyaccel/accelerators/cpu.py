@@ -16,13 +16,13 @@ import numpy as np
 from polyaccel.accelerators.base import Accelerator, Capabilities, MemoryStats, NullStream, Probe, Stream
 from polyaccel.accelerators.memory import host
 from polyaccel.accelerators.memory.host import HostArrays
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.matmul_autotune import MatrixChoice
 from polyaccel.ops.native.kernels import native_kernels
 from polyaccel.ops.native.library import host_threads
-from polyaccel.types import DeviceId, DType
 
 
 @cache

@@ -9,8 +9,8 @@ from typing import ClassVar
 from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, Probe
 from polyaccel.accelerators.torch_device import TorchAccelerator
+from polyaccel.core.types import DType
 from polyaccel.ops.base import KernelTable
-from polyaccel.types import DType
 
 _NVIDIA = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so*")
 _AMD = ("/dev/kfd",)

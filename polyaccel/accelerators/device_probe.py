@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from polyaccel.types import Probe
+from polyaccel.core.types import Probe
 
 DEVICE_PRIORITY = 100
 

@@ -18,10 +18,10 @@ import numpy as np
 from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Accelerator, Capabilities, DeviceQueue, MemoryStats, Stream
 from polyaccel.accelerators.memory.numpy import allocate_numpy
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
-from polyaccel.types import DeviceId, DType
 
 _STATE = b"polyaccel jax seed "
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, Event, MemoryStats, Probe, Stream
 from polyaccel.accelerators.torch_device import TorchAccelerator, TorchEvent
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError
-from polyaccel.types import DeviceId, DType
 
 
 class MpsStream(Stream):

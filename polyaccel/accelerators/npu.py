@@ -8,7 +8,7 @@ from typing import ClassVar
 from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, Probe
 from polyaccel.accelerators.torch_device import TorchAccelerator
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 _DEVICES = "/dev/davinci[0-9]*"
 

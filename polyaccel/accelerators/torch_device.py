@@ -19,10 +19,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Event, MemoryStats, Stream
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
-from polyaccel.types import DeviceId, DType
 
 if TYPE_CHECKING:
     import torch

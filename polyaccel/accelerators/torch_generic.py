@@ -16,7 +16,7 @@ from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, DeviceQueue, MemoryStats, Probe, Stream
 from polyaccel.accelerators.memory.torch import allocate_torch, torch_dtype
 from polyaccel.accelerators.torch_device import TorchAccelerator
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 _NAMED_OTHERWISE = {
     "current_device": "current_device_index",

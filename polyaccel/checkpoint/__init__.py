@@ -1,13 +1,13 @@
 """Checkpoints in global coordinates: saved by any number of ranks, read by any other number."""
 
-from polyaccel.checkpoint.commit import Commit
-from polyaccel.checkpoint.manifest import BlobEntry, Manifest
-from polyaccel.checkpoint.pieces import TensorPiece
-from polyaccel.checkpoint.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.save_protocol import TagValidation
-from polyaccel.checkpoint.storage import FileStorage, Storage
-from polyaccel.checkpoint.tensors import Piece, TensorEntry
-from polyaccel.checkpoint.writer import save_checkpoint
+from polyaccel.checkpoint.format.commit import Commit
+from polyaccel.checkpoint.format.manifest import BlobEntry, Manifest
+from polyaccel.checkpoint.format.pieces import TensorPiece
+from polyaccel.checkpoint.format.tensors import Piece, TensorEntry
+from polyaccel.checkpoint.load.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
+from polyaccel.checkpoint.save.protocol import TagValidation
+from polyaccel.checkpoint.save.writer import save_checkpoint
+from polyaccel.checkpoint.storage.base import FileStorage, Storage
 
 __all__ = [
     "BlobEntry",

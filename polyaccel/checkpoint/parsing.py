@@ -11,8 +11,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
-from polyaccel.types import DType
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """Elements or bytes."""

@@ -10,18 +10,25 @@ from functools import partial
 from typing import Any
 
 from polyaccel.accelerators.memory.host import memory_stats
-from polyaccel.checkpoint.async_save import client
-from polyaccel.checkpoint.async_save.image import Image
 from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
+from polyaccel.checkpoint.format.save_folders import (
+    adopt,
+    clear_leftovers,
+    end_hold,
+    lock_folder,
+    new_folder,
+    note_owner,
+)
 from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
-from polyaccel.checkpoint.per_node.node_topology import StorageNodes
-from polyaccel.checkpoint.per_node.save_thread import SavingThread, communicator_beside
-from polyaccel.checkpoint.per_node.saving import save_places, write_per_node
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
-from polyaccel.checkpoint.save_folders import adopt, clear_leftovers, end_hold, lock_folder, new_folder, note_owner
-from polyaccel.checkpoint.save_protocol import SaveContents, SavePart, TagValidation, abandon, agree_on_parts
-from polyaccel.checkpoint.storage import Storage, open_storage
-from polyaccel.checkpoint.writer import write_parts
+from polyaccel.checkpoint.save import async_client
+from polyaccel.checkpoint.save.async_image import Image
+from polyaccel.checkpoint.save.node_topology import StorageNodes
+from polyaccel.checkpoint.save.per_node import save_places, write_per_node
+from polyaccel.checkpoint.save.per_node_thread import SavingThread, communicator_beside
+from polyaccel.checkpoint.save.protocol import SaveContents, SavePart, TagValidation, abandon, agree_on_parts
+from polyaccel.checkpoint.save.writer import write_parts
+from polyaccel.checkpoint.storage.base import Storage, open_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
@@ -169,7 +176,7 @@ class Saver:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a file of that length is to be written in the background."""
-        if not self.policy.in_background or not client.can_save_in_background():
+        if not self.policy.in_background or not async_client.can_save_in_background():
             return False
         most = self.policy.staging_nbytes
         if most is None:
@@ -192,8 +199,8 @@ class _UnderWay:
     def __init__(self, communicator: Communicator, tag: str, storage: Storage, folder: str) -> None:
         self._communicator = communicator
         self._tag, self._storage, self._folder = tag, storage, folder
-        self._pending: client.Save | None = None
-        self._outcomes: list[client.SaveOutcome | None] = []
+        self._pending: async_client.Save | None = None
+        self._outcomes: list[async_client.SaveOutcome | None] = []
 
     @classmethod
     def begin(
@@ -213,10 +220,10 @@ class _UnderWay:
             clear_leftovers(storage)
             storage.check_space(nbytes)
             folder = new_folder(storage, tag)
-            adopt(client.owner())
+            adopt(async_client.owner())
             lock_folder(storage, f"{tag}/{folder}")
             try:
-                note_owner(storage, f"{tag}/{folder}", client.owner())
+                note_owner(storage, f"{tag}/{folder}", async_client.owner())
             except BaseException:
                 end_hold(storage, f"{tag}/{folder}")
                 raise
@@ -226,7 +233,7 @@ class _UnderWay:
         save = cls(communicator, tag, storage, folder)
 
         def hand_over() -> None:
-            save._pending = client.start(
+            save._pending = async_client.start(
                 part,
                 filled(part),
                 rank=communicator.rank,
@@ -277,7 +284,7 @@ class _UnderWay:
             read=images[0].reading(part.layout),
         )
         save._pending = SavingThread(write)
-        client.register_pending(save._pending)
+        async_client.register_pending(save._pending)
         return save
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
@@ -286,7 +293,7 @@ class _UnderWay:
         assert self._pending is not None  # unless `begin` raised
         mine = self._pending.outcome(timeout_s)
         told = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
-        self._outcomes = [None if each is None else client.SaveOutcome(*each) for each in told]
+        self._outcomes = [None if each is None else async_client.SaveOutcome(*each) for each in told]
         if all(outcome is not None for outcome in self._outcomes):
             end_hold(self._storage, f"{self._tag}/{self._folder}")
             return True

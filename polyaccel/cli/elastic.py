@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyaccel.errors import ConfigError, LaunchError
-from polyaccel.job_auth import SECRET_VARIABLE
+from polyaccel.job.auth import SECRET_VARIABLE
 from polyaccel.launch.base import ElasticHosts, Job
 
 _RESTARTS = 3

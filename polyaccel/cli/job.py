@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
-from polyaccel.job_auth import SECRET_VARIABLE
+from polyaccel.job.auth import SECRET_VARIABLE
 from polyaccel.launch.base import JOB_ID, Job
 from polyaccel.launch.environment_file import read_environment
 from polyaccel.launch.hosts import (

@@ -18,7 +18,7 @@ from polyaccel.cli.job import is_far, job_of
 from polyaccel.cli.options import add_options
 from polyaccel.cli.streams import flush_output
 from polyaccel.errors import LaunchError
-from polyaccel.job_auth import SECRET_VARIABLE
+from polyaccel.job.auth import SECRET_VARIABLE
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import Job, Launcher, LaunchPlan
 from polyaccel.launch.program import check_not_nested, how_to_attach

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyaccel.errors import LaunchError, PolyaccelError
-from polyaccel.trial_env import TRIAL_VARIABLE
+from polyaccel.job.trial_env import TRIAL_VARIABLE
 
 if TYPE_CHECKING:
     from polyaccel.comm.benchmark.table import CollectiveTimings
-    from polyaccel.tuning.hardware_probe import HardwareRates
-    from polyaccel.tuning.tuner import TuneResult
+    from polyaccel.planner.autotune.hardware_probe import HardwareRates
+    from polyaccel.planner.autotune.tuner import TuneResult
 
 _DESCRIPTION = """\
 Find the fastest settings of CONFIG with which a training fits its devices: ZeRO stage, micro-batch and accumulation,
@@ -111,12 +111,12 @@ def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None
     """Tune a job, with other values of the config's `section` autotuning, write the results and tell them; what was
     found, and the folder of the results. Raises PolyaccelError, ConfigError for the config."""
     from polyaccel.config.load import read_tree
-    from polyaccel.planning.assumptions import planned_config
-    from polyaccel.tuning.candidates import own_candidate
-    from polyaccel.tuning.records import TrialLog
-    from polyaccel.tuning.results import BEST_FILE, table_of, write_results
-    from polyaccel.tuning.trials import TrialPlan
-    from polyaccel.tuning.tuner import TuneRequest, tune
+    from polyaccel.planner.assumptions import planned_config
+    from polyaccel.planner.autotune.candidates import own_candidate
+    from polyaccel.planner.autotune.records import TrialLog
+    from polyaccel.planner.autotune.results import BEST_FILE, table_of, write_results
+    from polyaccel.planner.autotune.trials import TrialPlan
+    from polyaccel.planner.autotune.tuner import TuneRequest, tune
 
     if TRIAL_VARIABLE in os.environ:
         raise PolyaccelError(
@@ -162,7 +162,7 @@ def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None
 
 
 def _rates(results: Path) -> HardwareRates:
-    from polyaccel.tuning.hardware_probe import HardwareRates, rates_here
+    from polyaccel.planner.autotune.hardware_probe import HardwareRates, rates_here
 
     file = results / RATES_FILE
     with suppress(OSError, ValueError, TypeError):

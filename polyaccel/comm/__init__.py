@@ -36,4 +36,4 @@ from polyaccel.comm.flight_recorder.summary import reset_log as reset_log
 from polyaccel.comm.init.setup import connect as connect
 from polyaccel.comm.init.setup import destroy_process_group as destroy_process_group
 from polyaccel.comm.init.setup import init_distributed as init_distributed
-from polyaccel.types import ReduceOp as ReduceOp
+from polyaccel.core.types import ReduceOp as ReduceOp

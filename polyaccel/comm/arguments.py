@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from zlib import crc32
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, ShardingError
-from polyaccel.types import DType, ReduceOp
 
 MOST_SHOWN = 8
 """Counts, or messages of a batch, that a text shows."""

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import StridedParts, check_members
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.objects import ObjectCollectives
 from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import Work
-from polyaccel.deadline import Deadline
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.deadline import Deadline
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
-from polyaccel.types import DType, ReduceOp
 
 API_VERSION = (3, 0)
 DEFAULT_TIMEOUT_S = 600.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import (
     MOST_SHOWN,
     Counts,
@@ -19,8 +18,9 @@ from polyaccel.comm.arguments import (
     shown_counts,
 )
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, ShardingError
-from polyaccel.types import DType, ReduceOp
 
 
 class Operation(str, Enum):

@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import pieces_of
 from polyaccel.comm.collective import EQUAL_PARTS, MESSAGES, UNEVEN_PARTS, Collective, Operation, ended
 from polyaccel.comm.work import CombinedWork, Work
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import CommError
 
 _MESSAGES = frozenset({Operation.SEND, Operation.RECV})

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
+from polyaccel.core.mesh import Mesh
 from polyaccel.errors import CommError
-from polyaccel.mesh import Mesh
 
 
 class _Axes(NamedTuple):

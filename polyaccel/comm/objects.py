@@ -2,8 +2,8 @@
 
 [Note: No pickle of a peer]
 Whoever can reach a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend reads one:
-values travel as `polyaccel.tagged_json` writes them, and whatever arrives becomes a plain value or a CommError. Users'
-own object collectives carry other values only where ranks share a secret (`comm.api.objects`).
+values travel as `polyaccel.core.tagged_json` writes them, and whatever arrives becomes a plain value or a CommError.
+Users' own object collectives carry other values only where ranks share a secret (`comm.api.objects`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from polyaccel import tagged_json
 from polyaccel.comm.composed import ComposedCollectives
+from polyaccel.core import tagged_json
 from polyaccel.errors import CommError
 
 MOST_OBJECT_NBYTES = 1 << 30
@@ -57,7 +57,7 @@ class ObjectCollectives(ComposedCollectives):
         """Every rank's `value`, in rank order: None, bool, int, float, str, bytes, and lists, tuples and dicts with str
         keys of these.
 
-        Values travel as `polyaccel.tagged_json` writes them. Raises CommError on this rank for a value that is not
+        Values travel as `polyaccel.core.tagged_json` writes them. Raises CommError on this rank for a value that is not
         plain.
         """
         return [self._received(data, rank) for rank, data in enumerate(self._bytes_of_all(value))]

@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from polyaccel import job_auth
 from polyaccel.comm.base import Communicator
-from polyaccel.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
+from polyaccel.core.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
+from polyaccel.job import auth
 
 _agreed: bytes | None = None
-_alone = secrets.token_bytes(job_auth.MAC_NBYTES)
+_alone = secrets.token_bytes(auth.MAC_NBYTES)
 
 
 def job_secret(communicator: Communicator) -> bytes | None:
@@ -29,7 +29,7 @@ def job_secret(communicator: Communicator) -> bytes | None:
     `communicator` has its own secret. Raises CommError for a secret that can be guessed."""
     if communicator.world_size == 1:
         return _alone
-    return job_auth.job_secret_from_env(os.environ) or _agreed
+    return auth.job_secret_from_env(os.environ) or _agreed
 
 
 def negotiate_job_secret(communicator: Communicator) -> None:
@@ -37,9 +37,7 @@ def negotiate_job_secret(communicator: Communicator) -> None:
     sees the same files. Collective. See [Note: A secret among one user's ranks]."""
     global _agreed
     _agreed = None
-    if communicator.world_size == 1 or any(
-        communicator.all_gather_object(bool(job_auth.job_secret_from_env(os.environ)))
-    ):
+    if communicator.world_size == 1 or any(communicator.all_gather_object(bool(auth.job_secret_from_env(os.environ)))):
         return
     _agreed = shared_secret(communicator.rank, communicator.all_gather_object)
 
@@ -62,7 +60,7 @@ def _leave() -> str | None:
     """Write a new secret where only this user's processes can read it. Returns its name; None if that cannot be."""
     name = f"secret-{secrets.token_hex(16)}"
     try:
-        atomic_write_private(_file(name), secrets.token_bytes(job_auth.MAC_NBYTES))
+        atomic_write_private(_file(name), secrets.token_bytes(auth.MAC_NBYTES))
     except OSError:
         return None
     return name
@@ -73,10 +71,10 @@ def _read(name: str) -> bytes | None:
     try:
         file = os.open(_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(file, "rb") as opened:
-            secret = opened.read(job_auth.MAC_NBYTES + 1)
+            secret = opened.read(auth.MAC_NBYTES + 1)
     except OSError:
         return None
-    return secret if len(secret) == job_auth.MAC_NBYTES else None
+    return secret if len(secret) == auth.MAC_NBYTES else None
 
 
 def _file(name: str) -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 
 
 class SharedMemory(ABC):

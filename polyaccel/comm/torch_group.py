@@ -35,12 +35,12 @@ from time import sleep
 from typing import Any
 from urllib.parse import urlsplit
 
-from polyaccel import job_auth
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.gloo_shutdown import join_gloo_threads_at_exit
 from polyaccel.comm.host_address import listening_socket
-from polyaccel.deadline import Deadline
+from polyaccel.core.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
+from polyaccel.job import auth
 
 _meetings = count()
 _ASKING_S = 1.0  # for who is there, once the time is over
@@ -188,11 +188,11 @@ def own_part(store: Any, rank: int, world_size: int, deadline: Deadline) -> Any:
 
 def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
     keys = [f"polyaccel/{topic}/{peer}" for peer in range(world_size)]
-    secret = job_auth.job_secret_from_env(os.environ)
+    secret = auth.job_secret_from_env(os.environ)
 
     def exchange() -> list[bytes]:
         note = text.encode()
-        store.set(keys[rank], note if secret is None else job_auth.sign(secret, keys[rank], note))
+        store.set(keys[rank], note if secret is None else auth.sign(secret, keys[rank], note))
         store.wait(keys, deadline.remaining())
         return [bytes(store.get(key)) for key in keys]
 
@@ -213,12 +213,12 @@ def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, dea
         ) from error
     if secret is None:
         return [note.decode(errors="replace") for note in notes]
-    opened = [job_auth.verify(secret, key, note) for key, note in zip(keys, notes, strict=True)]
+    opened = [auth.verify(secret, key, note) for key, note in zip(keys, notes, strict=True)]
     strange = [peer for peer, note in enumerate(opened) if note is None]
     if strange:
         raise CommError(
             f"the notes of ranks {strange} do not have the seal of this job ({topic})",
-            hint=f"set {job_auth.SECRET_VARIABLE} to the same text on every rank, or unset it everywhere",
+            hint=f"set {auth.SECRET_VARIABLE} to the same text on every rank, or unset it everywhere",
             missing_ranks=strange,
         )
     return [(note or b"").decode(errors="replace") for note in opened]
@@ -241,7 +241,7 @@ def _who_is_there(store: Any, keys: list[str], secret: bytes | None) -> tuple[li
         notes = Deadline(_ASKING_S).run("who is there", ask)
     except RuntimeError:
         return None, ""
-    cut = 0 if secret is None else job_auth.MAC_NBYTES
+    cut = 0 if secret is None else auth.MAC_NBYTES
     present = [f"rank {peer} ({note[cut:].decode(errors='replace')[:80]})" for peer, note in notes.items()]
     return [peer for peer in range(len(keys)) if peer not in notes], f"here is {', '.join(present) or 'nobody'}"
 

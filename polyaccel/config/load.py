@@ -19,7 +19,7 @@ from polyaccel.config.legacy import migrate_deprecated
 from polyaccel.config.root import Config
 from polyaccel.config.validation import pop_unsupported, validate_tree
 from polyaccel.errors import ConfigError, InvariantError, Problem
-from polyaccel.trial_env import deep_merge, trial_changes
+from polyaccel.job.trial_env import deep_merge, trial_changes
 
 Source = str | Path | Mapping[str, Any] | Config
 MAX_DEPTH = 64

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from polyaccel.config.root import Config
+from polyaccel.core.mesh import Mesh, MeshAxis
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.mesh import Mesh, MeshAxis
 
 
 def mesh_of(config: Config, world_size: int) -> Mesh:

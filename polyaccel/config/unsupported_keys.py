@@ -167,10 +167,16 @@ ABSENT: tuple[Absent, ...] = (
         'set "checkpoint": {"storage": "node_local"}, which has a second copy too',
     ),
     _alone(
-        f"checkpoint.writer{BELOW}", None, "DeepSpeed's fast checkpoint writer", 'name a plugin in "checkpoint.storage"'
+        f"checkpoint.writer{BELOW}",
+        None,
+        "DeepSpeed's fast checkpoint writer",
+        'name a plugin in "checkpoint.storage"',
     ),
     _alone(
-        f"datastates_ckpt{BELOW}", None, "the DataStates checkpoint writer", 'name a plugin in "checkpoint.storage"'
+        f"datastates_ckpt{BELOW}",
+        None,
+        "the DataStates checkpoint writer",
+        'name a plugin in "checkpoint.storage"',
     ),
     # Models cut over ranks, and rewritten ones.
     _alone(

@@ -8,8 +8,8 @@ from importlib import metadata
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.core.mesh import Mesh
 from polyaccel.errors import PolyaccelError
-from polyaccel.mesh import Mesh
 from polyaccel.registry import PluginGroup, find_plugin
 
 _PACKAGES = ("polyaccel", "torch", "jax", "numpy", "safetensors", "transformers")

@@ -11,21 +11,21 @@ from typing import Any
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, Storage, open_checkpoint
 from polyaccel.checkpoint.in_memory.replicas import Replicas
-from polyaccel.checkpoint.save_protocol import SaveContents
+from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.checkpoint.saver import Saver
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
+from polyaccel.core.mesh import Mesh
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.metrics import ExpertFigures, MetricSink
 from polyaccel.engine.progress import EngineSettings, RunProgress
 from polyaccel.engine.rank_consistency import warn_of_uneven_batches
 from polyaccel.engine.recording import StepRecorder
-from polyaccel.engine.stats.work import WorkCounter
-from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
-from polyaccel.mesh import Mesh
 from polyaccel.observability.alerts.watching import RunAlarms
+from polyaccel.observability.metrics import ExpertFigures, MetricSink
+from polyaccel.observability.stats.work import WorkCounter
+from polyaccel.observability.timing import PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group

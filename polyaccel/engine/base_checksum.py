@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.comm.base import Communicator
-from polyaccel.engine.state import TrainedState
+from polyaccel.core.buffer import Buffer
 from polyaccel.ops.native.checksum import crc32
+from polyaccel.zero.trained_state import TrainedState
 
 _CHUNK_NBYTES = 16 << 20
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, its bits reversed

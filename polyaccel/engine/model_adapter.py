@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
-from polyaccel.buffer import Buffer
-from polyaccel.types import ParamSpec
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ParamSpec
 from polyaccel.zero.buckets.params import ParamListener
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.recording import Reporting, StepRecorder
-from polyaccel.engine.state import TrainedState
 from polyaccel.errors import ConfigError, Problem
+from polyaccel.observability.metrics import StepMetrics
+from polyaccel.zero.trained_state import TrainedState
 from polyaccel.zero.update.optimizer_step import StepResult
 
 

@@ -14,8 +14,8 @@ from logging import getLogger
 from typing import Any
 
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import ParamSpec
 from polyaccel.errors import ShardingError
-from polyaccel.types import ParamSpec
 
 log = getLogger(__name__)
 

@@ -10,16 +10,16 @@ from logging import getLogger
 from polyaccel.accelerators.base import Accelerator, MemoryStats
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.state import TrainedMemory
-from polyaccel.engine.stats.calls import CallCounter
-from polyaccel.engine.stats.device_phase_timer import DevicePhaseTimer
-from polyaccel.engine.stats.memory import by_purpose, memory_in_use
-from polyaccel.engine.stats.work import WorkCounter
-from polyaccel.engine.timing import OUTSIDE, PhaseTimer
+from polyaccel.job.readiness import STEP, report_to_launcher
 from polyaccel.observability.alerts.watching import RunAlarms
+from polyaccel.observability.metrics import ExpertFigures, MetricSink, StepMetrics
+from polyaccel.observability.stats.calls import CallCounter
+from polyaccel.observability.stats.device_phase_timer import DevicePhaseTimer
+from polyaccel.observability.stats.memory import by_purpose, memory_in_use
+from polyaccel.observability.stats.work import WorkCounter
+from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
-from polyaccel.readiness import STEP, report_to_launcher
+from polyaccel.zero.trained_state import TrainedMemory
 from polyaccel.zero.update.optimizer_step import StepResult
 
 log = getLogger(__name__)

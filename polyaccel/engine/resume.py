@@ -4,7 +4,7 @@
 A load changes nothing on any rank before every rank has found all that it is going to take over: names and shapes fit,
 plain values are what their owners take, and every piece of a file that will be read has its checksum. Only then does it
 bring the pieces into the buffers of the engine: from the memory that they were verified in where they all fit, else by
-a second reading, verified too ([Note: Passes] in `checkpoint.cooperative_read.reading`). What fails there (a file that
+a second reading, verified too ([Note: Passes] in `checkpoint.load.cooperative.reading`). What fails there (a file that
 changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved until a
 load has succeeded.
 """
@@ -22,20 +22,20 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
 from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
-from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.comm.base import Communicator
+from polyaccel.core.block import Block
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.tagged_json import bytes_in
+from polyaccel.core.types import DType
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.groups import SavedGroups, hyperparameters, load_groups, match_groups
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.state import TrainedState, over_stages
 from polyaccel.errors import CheckpointError
-from polyaccel.mesh.block import Block
-from polyaccel.tagged_json import bytes_in
-from polyaccel.types import DType
 from polyaccel.zero.plan.layout import Slot
+from polyaccel.zero.trained_state import TrainedState, over_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from polyaccel.interop.torch_operation_of_jax import JaxOperation
 from polyaccel.jax.program.function import require_no_parameter
 from polyaccel.jax.pytree import as_array, named_leaves
 from polyaccel.jax.views import CopyCount, address_of
-from polyaccel.torch.params.leaf_modules import set_z3_leaf_module
+from polyaccel.torch.sharding.leaf_modules import set_z3_leaf_module
 
 
 def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:

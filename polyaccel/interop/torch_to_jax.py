@@ -31,7 +31,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.interop.dlpack_torch_jax import Handover, narrow
 from polyaccel.interop.jax_operation_of_torch import HostOperation, describe, require_unwritten
 from polyaccel.jax.views import CopyCount
-from polyaccel.torch.fsdp.sharded import require_unsharded
+from polyaccel.torch.sharding.sharded import require_unsharded
 
 _SEEDING = Lock()  # torch's generator is one for all threads
 

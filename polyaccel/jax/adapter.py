@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.params import Leaf
 from polyaccel.jax.program.stacking import Stacking, repeated_blocks
 from polyaccel.jax.pytree import as_array, dtype_of, named_leaves
 from polyaccel.jax.views import ParamViews, array_over
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.update.optimizers import SliceOptimizer
 

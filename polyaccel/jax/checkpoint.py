@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
-from polyaccel.checkpoint.imported import IMPORTED
-from polyaccel.checkpoint.save_protocol import SaveContents
-from polyaccel.checkpoint.views.custom_load import CustomLoadReader
-from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
-from polyaccel.engine.imported import own_scalars, own_schedule_state, state_names
+from polyaccel.checkpoint.format.imported import IMPORTED
+from polyaccel.checkpoint.load.custom_load import CustomLoadReader
+from polyaccel.checkpoint.load.name_map import NameMap, RenamedReader
+from polyaccel.checkpoint.save.protocol import SaveContents
+from polyaccel.engine.imported_states import own_scalars, own_schedule_state, state_names
 from polyaccel.engine.resume import LoadPlan, SavedValues, TrainingRun, check_names, validate_state_dict, wanted_state
-from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.custom_loading import OwnTree
 from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.stacking import Stacking
+from polyaccel.zero.trained_state import over_stages
 
 _OPTAX = "optax"
 
@@ -63,7 +63,7 @@ def load_run(
     custom: OwnTree | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Take over a checkpoint's state. Collective. Returns its path and the client state. `custom` makes the
-    parameters, see [Note: A user's own loading] in `checkpoint.views.custom_load`.
+    parameters, see [Note: A user's own loading] in `checkpoint.load.custom_load`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.views.custom_load import GivenValue, GivenValues, call_load_fn, saved_values
+from polyaccel.checkpoint.load.custom_load import GivenValue, GivenValues, call_load_fn, saved_values
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.pytree import dtype_of, named_leaves
 

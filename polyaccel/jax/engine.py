@@ -22,12 +22,14 @@ import jax.numpy as jnp
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.save_protocol import SaveContents
-from polyaccel.checkpoint.views.name_map import NameMap
+from polyaccel.checkpoint.load.name_map import NameMap
+from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.base import Engine
+from polyaccel.engine.policies.modules import RecomputePolicy, recompute_policy_of
+from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.resume import TrainingRun
-from polyaccel.engine.timing import OUTSIDE
+from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
@@ -41,9 +43,7 @@ from polyaccel.jax.program.indexing import looked_up
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.views import CopyCount, fence
-from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
-from polyaccel.policies.watching import profile_settings_of
-from polyaccel.runtime import EngineBuilder
+from polyaccel.observability.timing import OUTSIDE
 
 log = getLogger(__name__)
 

@@ -14,6 +14,8 @@ from polyaccel.comm.default import is_initialized, own_thread_communicator
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import build_schedule
+from polyaccel.engine.policies.modules import RecomputePolicy, recompute_policy_of
+from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.modules import as_function
@@ -27,8 +29,6 @@ from polyaccel.jax.pytree import require_only_params
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.pipeline.select import select_schedule
-from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
-from polyaccel.runtime import EngineBuilder, build
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
-from polyaccel.engine.stats.work import WorkCounter
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.observability.profiles.report import ProfileSettings, report_profile
 from polyaccel.observability.profiles.tree import ProfileNode, tree_of
-from polyaccel.types import DType, ParamSpec
+from polyaccel.observability.stats.work import WorkCounter
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.01

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.jax.elementwise.evaluate import NotElementwise
 from polyaccel.jax.optax_optimizer import OptaxOptimizer, TracedTransformation
 from polyaccel.jax.views import array_over
-from polyaccel.types import DType
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 
 

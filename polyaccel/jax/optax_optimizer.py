@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import ShardingError
 from polyaccel.jax.elementwise.evaluate import Elements, NotElementwise, Number, Value, evaluate
 from polyaccel.jax.elementwise.graph import Atom, Graph, function_name, structure_of
 from polyaccel.jax.elementwise.tree import buffer_names, state_leaves
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.views import array_over
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 

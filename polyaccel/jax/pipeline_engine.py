@@ -12,7 +12,9 @@ from zlib import crc32
 import jax
 import jax.numpy as jnp
 
+from polyaccel.core.types import DType
 from polyaccel.engine.rank_consistency import require_same_training
+from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
 from polyaccel.jax.pipeline.exchange import ArrayExchange
@@ -27,8 +29,6 @@ from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
-from polyaccel.runtime import EngineBuilder
-from polyaccel.types import DType
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 _FORWARD, _WEIGHT = PipelineOp.FORWARD, PipelineOp.BACKWARD_WEIGHT

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
-from polyaccel.types import DType
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64")}
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from polyaccel.accelerators.memory.jax import wait_for
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import ShardingError
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.program.batches import as_inputs
@@ -16,7 +17,6 @@ from polyaccel.jax.program.function import LossFn, LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.views import CopyCount
-from polyaccel.runtime import EngineBuilder
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer

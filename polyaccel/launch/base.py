@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
-from polyaccel.types import Probe
 
 JOB_ID = "POLYACCEL_JOB_ID"
 """The variable with the id of the job that a process belongs to. Every process that a rank starts inherits it."""

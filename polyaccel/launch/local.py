@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from typing import ClassVar
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.supervise import Supervisor
-from polyaccel.types import Probe
 
 
 class LocalLauncher(Launcher):

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
+from polyaccel.job.ports import free_port, is_free
 from polyaccel.launch.affinity import find_cores, split_cores, usable_cpus
 from polyaccel.launch.base import Job, LaunchPlan, RankSpec
 from polyaccel.launch.program import check_not_nested, debugged, rank_environment
-from polyaccel.ports import free_port, is_free
 
 LOOPBACK = "127.0.0.1"  # the number, because some machines cannot look up even "localhost"
 

@@ -13,8 +13,8 @@ from time import monotonic, sleep
 from typing import IO
 
 from polyaccel.errors import LaunchError
+from polyaccel.job.readiness import READY_FD_VARIABLE, ReadinessPipe
 from polyaccel.launch.base import RankSpec
-from polyaccel.readiness import READY_FD_VARIABLE, ReadinessPipe
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WAIT_POLL_S = 0.005

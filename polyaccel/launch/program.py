@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
-from polyaccel.job_auth import SECRET_VARIABLE
+from polyaccel.job.auth import SECRET_VARIABLE
 from polyaccel.launch.base import JOB_ID, Job
 from polyaccel.launch.hosts import is_here
 

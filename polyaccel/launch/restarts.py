@@ -14,11 +14,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from polyaccel.job_auth import SECRET_VARIABLE, job_secret_from_env
+from polyaccel.job.auth import SECRET_VARIABLE, job_secret_from_env
+from polyaccel.job.memory_server.protocol import KEEPER_VARIABLE
 from polyaccel.launch.base import Job, JobResult, Launcher, noop
 from polyaccel.launch.hosts import first_slots, is_here
-from polyaccel.launch.memory_server.keepers import Keepers, say
-from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.launch.keepers import Keepers, say
 
 RESTART_VARIABLE = "POLYACCEL_RESTART_COUNT"
 """The variable with how often the job was started before."""

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from polyaccel.engine.console import OwnHandler
-from polyaccel.engine.metrics import cut_unfinished_line
+from polyaccel.observability.console import OwnHandler
+from polyaccel.observability.metrics import cut_unfinished_line
 
 _MOST_CHARACTERS = 4000
 

@@ -10,11 +10,11 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from polyaccel import tagged_json
 from polyaccel.comm.base import Communicator
-from polyaccel.engine.metrics import JsonlMonitor, Monitor
+from polyaccel.core import tagged_json
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.observability.dashboard.document import write_page
+from polyaccel.observability.metrics import JsonlMonitor, Monitor
 from polyaccel.observability.run_dir import LOG_FILE, MOST_RANK_FILES, RANKS_FOLDER, REPORT_FILE, RUN_FILE
 from polyaccel.observability.run_log import RunLog
 from polyaccel.observability.stream import MonitorStream

@@ -11,8 +11,8 @@ from logging import getLogger
 from pathlib import Path
 from time import monotonic
 
-from polyaccel.engine.metrics import Alarm, Event, Monitor, StepMetrics
 from polyaccel.errors import PolyaccelError
+from polyaccel.observability.metrics import Alarm, Event, Monitor, StepMetrics
 
 log = getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer, CountedBuffer, WriteCount
+from polyaccel.core.buffer import Buffer, CountedBuffer, WriteCount
+from polyaccel.core.types import DType
 from polyaccel.errors import InvariantError
 from polyaccel.offload.state_file import StateFile
-from polyaccel.types import DType
 
 _TILE_NBYTES = 16 * 2**20
 """Copies go through host memory in tiles of this size."""

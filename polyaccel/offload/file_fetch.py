@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.offload.state_file import Access, StateFile
 from polyaccel.offload.tier import Fetch
 from polyaccel.offload.transfers import Transfers

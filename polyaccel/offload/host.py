@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import InvariantError
 from polyaccel.offload.tier import HostMemory, Tier, TierOptions
-from polyaccel.types import DType
 
 
 class HostTier(Tier):

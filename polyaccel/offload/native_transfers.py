@@ -8,7 +8,7 @@ import os
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.transfers import PythonTransfers, Transfer, Transfers, cut_short
 from polyaccel.ops.native.library import native

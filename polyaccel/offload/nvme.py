@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.offload.file_fetch import DirectFetch, PieceBuffers, StagedFetch
@@ -20,7 +21,6 @@ from polyaccel.offload.prefetch_pipeline import Walk
 from polyaccel.offload.state_file import StateFile, padded
 from polyaccel.offload.tier import Fetch, HostMemory, Tier, TierOptions
 from polyaccel.offload.transfers import Transfers
-from polyaccel.types import DType
 
 _log = getLogger(__name__)
 _THREADS = 4  # a group has about three files, and some are read while others are written

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import OffloadError
 from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.offload.state_file import padded
 from polyaccel.offload.tier import TierOptions
 from polyaccel.offload.transfers import Transfers
-from polyaccel.types import DType
 
 
 class Loan:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import OffloadError
 from polyaccel.offload.transfers import Transfer, Transfers, memory_of, read_all, write_all
 

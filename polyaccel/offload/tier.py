@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.buffer import Buffer
-from polyaccel.types import DType
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 
 
 @dataclass(frozen=True, slots=True)

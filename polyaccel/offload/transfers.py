@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 
 
 class Transfer(ABC):

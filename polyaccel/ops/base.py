@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import PluginContractError, ShardingError
-from polyaccel.types import DType, ReduceOp
 
 F = TypeVar("F", bound=Callable[..., Any])
 

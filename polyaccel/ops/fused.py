@@ -10,10 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import CAST, UPDATE, Formula, KernelTable, Rule, StochasticRounding
-from polyaccel.types import DType
 
 COMPUTED_IN_FLOAT32 = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
 

@@ -19,9 +19,9 @@ from logging import getLogger
 from pathlib import Path
 from typing import Literal, get_args
 
+from polyaccel.core.user_dirs import cache_folder
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.base import MATRIX_OPS
-from polyaccel.user_dirs import cache_folder
 
 MatrixChoice = Literal["auto", "on", "off"]
 VARIABLE = "POLYACCEL_MATRIX_KERNELS"

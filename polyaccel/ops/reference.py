@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.ops.base import Rule
 from polyaccel.ops.numpy.kernels import NumpyMath
-from polyaccel.types import DType, ReduceOp
 
 Float64s = npt.NDArray[np.float64]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from polyaccel import deadline
-from polyaccel.deadline import DeadlineExceeded, run_within
+from polyaccel.core import deadline
+from polyaccel.core.deadline import DeadlineExceeded, run_within
+from polyaccel.core.types import Probe
 from polyaccel.errors import PluginContractError, PolyaccelError
 from polyaccel.registry.installed import Listed, PluginGroup, PluginInfo, listed, only, summary
 from polyaccel.registry.loading import load, stated_api
-from polyaccel.types import Probe
 
 T = TypeVar("T")
 PROBE_LIMIT_S = 30.0

@@ -11,10 +11,10 @@ import tempfile
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, Launcher
 from polyaccel.testkit.comparison import equal
-from polyaccel.types import Probe
 
 _WRITE = "import os; open(os.path.join({folder!r}, os.environ['RANK']), 'w').write(os.environ['WORLD_SIZE'])"
 _WAIT = (

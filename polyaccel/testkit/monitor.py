@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 from unittest import SkipTest
 
-from polyaccel.engine.metrics import Monitor, StepMetrics
+from polyaccel.core.types import Probe
 from polyaccel.errors import ConfigError
+from polyaccel.observability.metrics import Monitor, StepMetrics
 from polyaccel.testkit.comparison import equal, refused, same_numbers
-from polyaccel.types import Probe
 
 _STEP = StepMetrics(
     step=1,

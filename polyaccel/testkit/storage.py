@@ -10,12 +10,12 @@ from threading import Thread
 from unittest import SkipTest
 
 from polyaccel.accelerators.memory.host import memory_stats, reset_peak
-from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.core.types import Probe
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.comparison import equal, refused, same_bytes, shown
 from polyaccel.testkit.growth import keeps_nothing
 from polyaccel.testkit.progress import doing
-from polyaccel.types import Probe
 
 _MIB = 1 << 20
 _OPEN_FILES = Path("/proc/self/fd")

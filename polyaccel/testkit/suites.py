@@ -21,10 +21,10 @@ from unittest import SkipTest
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import choose_accelerator, host_accelerator
-from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.comm.base import CommBackend, Communicator
-from polyaccel.engine.metrics import Monitor
 from polyaccel.launch.base import Launcher
+from polyaccel.observability.metrics import Monitor
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.testkit.accelerator import AcceleratorContract

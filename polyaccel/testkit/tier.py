@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, Probe
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import SCALE
@@ -17,7 +18,6 @@ from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.comparison import equal, refused, same_numbers
 from polyaccel.testkit.growth import keeps_nothing
 from polyaccel.testkit.kernels.contract import encode
-from polyaccel.types import DType, Probe
 
 T = TypeVar("T")
 _F32 = DType.FLOAT32

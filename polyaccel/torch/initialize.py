@@ -18,36 +18,36 @@ from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
+from polyaccel.engine.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
+from polyaccel.engine.policies.watching import profile_settings_of
+from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.pipeline.select import chosen_placement
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
-from polyaccel.policies.watching import profile_settings_of
-from polyaccel.runtime import EngineBuilder, build
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
-from polyaccel.torch.api.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
 from polyaccel.torch.api.optimizer_proof import check_sliceable
 from polyaccel.torch.context_parallel import SequenceSettings, apply_context_parallel
+from polyaccel.torch.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.deferred_init.values import is_deferred, prepare
-from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.engine_registry import load
+from polyaccel.torch.engine.pipeline_engine import PipelineEngine
+from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.experts.balance import loss_free_balancer
 from polyaccel.torch.experts.load_metrics import ExpertLoadMetrics
 from polyaccel.torch.experts.models import has_experts, spread_experts
-from polyaccel.torch.fsdp.sharded import require_unsharded
-from polyaccel.torch.params.leaf_modules import mark_configured_leaves
-from polyaccel.torch.params.specs import convert_buffers, require_own_memory
-from polyaccel.torch.params.tensor_shard import cuts_of
 from polyaccel.torch.pipeline.measured_blocks import measured_blocks
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline.stage_module import StageModule, cut_of
-from polyaccel.torch.pipeline_engine import PipelineEngine
 from polyaccel.torch.settings import ModuleSettings, TileSettings
+from polyaccel.torch.sharding.engine_registry import load
+from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
+from polyaccel.torch.sharding.sharded import require_unsharded
+from polyaccel.torch.sharding.specs import convert_buffers, require_own_memory
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel.make_plan import plan_by
 from polyaccel.torch.tensor_parallel.megatron_compat import cut_as_megatron_says, mesh_sizes, require_groups
 from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
-from polyaccel.torch.tiles.models import TiledModel
+from polyaccel.torch.tiled.models import TiledModel
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 

@@ -30,11 +30,11 @@ from polyaccel.ops.matmul_autotune import MatrixChoice, matrix_choice
 from polyaccel.torch.experts.layer import StackedExperts
 from polyaccel.torch.experts.models import ExpertParallelExperts
 from polyaccel.torch.experts.products import GroupedProducts
-from polyaccel.torch.fsdp.pending import PendingParameter
-from polyaccel.torch.fsdp.sharded import ShardedParameter
-from polyaccel.torch.params.gradients import kind_of
+from polyaccel.torch.sharding.gradients import kind_of
+from polyaccel.torch.sharding.pending import PendingParameter
+from polyaccel.torch.sharding.sharded import ShardedParameter
 from polyaccel.torch.tensor_parallel.layers import SharedModule
-from polyaccel.torch.tiles.logits import TiledHead
+from polyaccel.torch.tiled.logits import TiledHead
 
 LEAST_WORK = 1 << 22
 """Multiplications below which a product is left to torch under "auto". A layer's three calls take about 0.15 ms longer

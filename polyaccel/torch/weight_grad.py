@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polyaccel.buffer import Buffer
-from polyaccel.torch.backward import LaterProduct
+from polyaccel.core.buffer import Buffer
 from polyaccel.torch.linears import DIFFERENTIABLE, LinearForward, MatmulKernels, is_ordinary, matrix
+from polyaccel.torch.sharding.backward import LaterProduct
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 _HOMES = {
     "GatheredParameters": "polyaccel.torch.api.gathered",
     "Init": "polyaccel.torch.deferred_init.init",
-    "register_external_parameter": "polyaccel.torch.params.units",
-    "set_leaf_modules": "polyaccel.torch.params.leaf_modules",
-    "set_units": "polyaccel.torch.params.units",
-    "unregister_external_parameter": "polyaccel.torch.params.units",
-    "unset_leaf_modules": "polyaccel.torch.params.leaf_modules",
+    "register_external_parameter": "polyaccel.torch.sharding.units",
+    "set_leaf_modules": "polyaccel.torch.sharding.leaf_modules",
+    "set_units": "polyaccel.torch.sharding.units",
+    "unregister_external_parameter": "polyaccel.torch.sharding.units",
+    "unset_leaf_modules": "polyaccel.torch.sharding.leaf_modules",
     "unwrap_model_for_generation": "polyaccel.torch.api.gathered",
 }
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
 from polyaccel.zero.buckets.gradients import GradientBucket, GradientWriter

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError, ShardingError
-from polyaccel.types import DType
 from polyaccel.zero.engine import ZeroEngine
 
 PARAM, GRAD = "param", "grad"

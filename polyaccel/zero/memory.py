@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan

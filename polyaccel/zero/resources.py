@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator, Stream
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.offload.tier import Tier
-from polyaccel.types import DType
 from polyaccel.zero.plan.bucket_plan import BucketPlan, PlannedBuffer, TrainedBucketPlan
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.plan.placement import Place

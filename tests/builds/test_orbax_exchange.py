@@ -15,9 +15,9 @@ from exchange_memory_job import COUNT, NUMEL
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint.convert.elements import read
 from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
-from polyaccel.exchange.elements import read
 from polyaccel.testkit.ranks.threads import run_threads
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="make test-exchange has an environment with it")

@@ -21,15 +21,17 @@ import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.async_save import client
-from polyaccel.checkpoint.save_protocol import SaveContents
+from polyaccel.checkpoint.save import async_client
+from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.checkpoint.saver import SavePolicy, Saver
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
-pytestmark = pytest.mark.skipif(not client.can_save_in_background(), reason="this system has no memory without a name")
+pytestmark = pytest.mark.skipif(
+    not async_client.can_save_in_background(), reason="this system has no memory without a name"
+)
 NUMPY = CpuAccelerator("numpy")
 NUMEL = 1000
 
@@ -82,10 +84,10 @@ def _faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch.syspath_prepend(str(folder))
     jobs = Path(sys.modules["faulty_storage"].__file__ or "").parent
     patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(jobs)]))
-    client.stop()  # the next one is started with that path
+    async_client.stop()  # the next one is started with that path
     yield
     patch.undo()
-    client.stop()
+    async_client.stop()
 
 
 def save(communicator: Communicator, place: Path, tag: str, value: float, **options: Any) -> None:
@@ -240,7 +242,7 @@ def test_a_process_that_is_killed_is_told_of_and_started_again(tmp_path: Path) -
     def train(communicator: Communicator, model: Any) -> None:
         engine = engine_of(model, 0)
         step(engine, communicator, 0)
-        beside = client._process().pid
+        beside = async_client._process().pid
         os.kill(beside, signal.SIGSTOP)
         engine.save_checkpoint(str(tmp_path), tag="lost")
         os.kill(beside, signal.SIGKILL)

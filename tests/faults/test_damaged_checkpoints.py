@@ -17,9 +17,9 @@ from parity_models import SMALL_BUCKET, grouped, make_config, on_threads, parity
 
 import polyaccel
 from polyaccel.checkpoint import FileStorage
-from polyaccel.checkpoint.commit import read_commit
+from polyaccel.checkpoint.format.commit import read_commit
 from polyaccel.errors import CheckpointError, PolyaccelError
-from polyaccel.torch.states.random_states import RandomStates
+from polyaccel.torch.checkpoint.random_states import RandomStates
 
 REFUSED = Ends("names the file, on all ranks, and a tag that is whole", "as before the call; another tag loads")
 

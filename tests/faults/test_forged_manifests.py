@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import Commit, FileStorage, TensorPiece, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.commit import read_commit, read_latest, write_commit
-from polyaccel.checkpoint.manifest import Manifest
+from polyaccel.checkpoint.format.commit import read_commit, read_latest, write_commit
+from polyaccel.checkpoint.format.manifest import Manifest
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
 

@@ -12,15 +12,16 @@ import pytest
 from fault_table import TABLE, Ends, sample
 from forging import COUNT, forged, garbled, random_of
 
-from polyaccel import comm, tagged_json
+from polyaccel import comm
 from polyaccel.comm.backends.local.thread_group import DictBoard
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.desync import as_text, find_desync
 from polyaccel.comm.flight_recorder.dump import read_dump
 from polyaccel.comm.flight_recorder.watchdog import WatchedProcess, describe_missing_ranks, have_ended, read_notes
 from polyaccel.comm.rendezvous.unix_rendezvous import _take
+from polyaccel.core import tagged_json
 from polyaccel.errors import CommError
-from polyaccel.job_auth import SECRET_VARIABLE, sign
+from polyaccel.job.auth import SECRET_VARIABLE, sign
 from polyaccel.testkit.ranks.threads import run_threads
 
 NOTE: dict[str, Any] = {

@@ -18,9 +18,9 @@ from polyaccel.accelerators.detect import choose_accelerator
 from polyaccel.accelerators.mps import MpsAccelerator
 from polyaccel.cli.doctor import command as doctor
 from polyaccel.comm.init.setup import init_distributed
+from polyaccel.core.types import Probe
 from polyaccel.errors import PluginContractError
 from polyaccel.registry import PluginGroup, PluginInfo, find_plugin, probe_all, probe_plugin, probing
-from polyaccel.types import Probe
 
 LIMIT_S = 0.2
 ENDING = Ends("names the plugin, its package and the line where it waits", "the next best device", "at the limit")

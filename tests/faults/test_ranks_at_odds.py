@@ -13,10 +13,10 @@ from fault_table import TABLE, Ends, sample
 from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.torch_group import join_default_group
-from polyaccel.deadline import Deadline
+from polyaccel.core.deadline import Deadline
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ReduceOp
 
 F32, I32 = DType.FLOAT32, DType.INT32
 CALLS: dict[str, Callable[[Communicator], object]] = {

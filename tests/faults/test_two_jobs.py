@@ -16,11 +16,11 @@ from fault_table import TABLE, Ends, sample
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.commit import read_latest
-from polyaccel.checkpoint.owner import ABANDONED_AFTER_S, OwnerNote, ProcessIdentity
-from polyaccel.checkpoint.save_folders import OWNER, save_folders
+from polyaccel.checkpoint.format.commit import read_latest
+from polyaccel.checkpoint.format.save_folders import OWNER, save_folders
+from polyaccel.checkpoint.storage.owner import ABANDONED_AFTER_S, OwnerNote, ProcessIdentity
+from polyaccel.core.types import DType
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 NUMPY = CpuAccelerator("numpy")
 WHOLE = Ends("none", "the tag is one job's checkpoint, whole", code="0")

@@ -10,10 +10,9 @@ ROOT = Path(__file__).parents[2] / "polyaccel"
 READERS = (
     "config",  # defines the keys
     "cli",  # shows them
-    "planning",  # plans for them
-    "tuning",  # changes them
-    "policies",  # makes values of them
-    "runtime.py",
+    "planner",  # plans for them, changes them
+    "engine/policies",  # makes values of them
+    "engine/runtime.py",
     "torch/initialize.py",
     "jax/initialize.py",
 )

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.comm.base import CommBackend
-from polyaccel.engine.metrics import Monitor
+from polyaccel.core.types import Probe
 from polyaccel.launch.base import Launcher
+from polyaccel.observability.metrics import Monitor
 from polyaccel.offload.tier import Tier
-from polyaccel.types import Probe
 
 CONTRACTS: dict[str, type[Any]] = {
     "polyaccel.accelerators": Accelerator,

@@ -58,7 +58,7 @@ import polyaccel, numpy
 import polyaccel.zero.engine
 from polyaccel.accelerators import npu, get_accelerator
 if TYPE_CHECKING:
-    from polyaccel.buffer import Buffer
+    from polyaccel.core.buffer import Buffer
 def later():
     from polyaccel.comm import base as comm_base
 """
@@ -66,8 +66,8 @@ def later():
         "polyaccel",
         "polyaccel.accelerators",
         "polyaccel.accelerators.npu",
-        "polyaccel.buffer",
         "polyaccel.comm.base",
+        "polyaccel.core.buffer",
         "polyaccel.zero.engine",
     ]
 

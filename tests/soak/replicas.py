@@ -29,7 +29,7 @@ from time import monotonic, perf_counter
 RANKS = Path(__file__).with_name("replica_ranks.py")
 LIMIT_S = 300.0
 VICTIMS = {"rank 0": 3, "rank 1": 3, "both ranks": 1, "a writer": 4, "the keeper": 3, "the keeper, then a rank": 1}
-WRITER, KEEPER = "checkpoint.async_save.process", "launch.memory_server.process"
+WRITER, KEEPER = "checkpoint.save.async_process", "job.memory_server.process"
 
 
 class Job:

@@ -14,9 +14,9 @@ from torch import nn
 
 import polyaccel
 from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint.convert.exporting import chosen
+from polyaccel.checkpoint.convert.importing import imported
 from polyaccel.comm.base import Communicator
-from polyaccel.exchange.exporting import chosen
-from polyaccel.exchange.importing import imported
 from polyaccel.testkit.ranks.threads import run_threads
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "deepspeed"

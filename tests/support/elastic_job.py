@@ -103,7 +103,7 @@ def keepers() -> list[int]:
     found = []
     for pid, path in arguments.items():
         with suppress(OSError):
-            if b"polyaccel.launch.memory_server.process\0polyaccel-keeper-" in path.read_bytes():
+            if b"polyaccel.job.memory_server.process\0polyaccel-keeper-" in path.read_bytes():
                 found.append(pid)
     return found
 

@@ -6,8 +6,8 @@ import socket
 from contextlib import suppress
 from threading import Thread
 
-from polyaccel.launch.memory_server.client import KeeperClient
-from polyaccel.launch.memory_server.process import EntryStore, listen, serve
+from polyaccel.job.memory_server.client import KeeperClient
+from polyaccel.job.memory_server.process import EntryStore, listen, serve
 
 SECRET = b"a secret of the job's ranks"
 

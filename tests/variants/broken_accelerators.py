@@ -24,10 +24,10 @@ from polyaccel.accelerators.base import (
 )
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import CAST, QUANTIZE, REDUCE, SCALE, SQUARE_SUMS, UPDATE, KernelTable
-from polyaccel.types import DeviceId, DType
 
 
 class BrokenDevice(Broken, CpuAccelerator):

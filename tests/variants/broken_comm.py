@@ -15,8 +15,8 @@ from polyaccel.comm.backends.torch.backend import GlooBackend
 from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.work import DONE, CombinedWork, DoneWork, Work
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
-from polyaccel.types import DType, ReduceOp
 
 
 class Lie(Communicator):

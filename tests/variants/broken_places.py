@@ -10,15 +10,15 @@ from typing import Any, TextIO
 
 from variant_table import Broken, named
 
-from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.storage import FileStorage, Storage
-from polyaccel.engine.metrics import JsonlMonitor, Monitor, StepMetrics
+from polyaccel.checkpoint.storage.base import FileStorage, Storage
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.base import Job, JobResult, Launcher, noop
 from polyaccel.launch.local import LocalLauncher
+from polyaccel.observability.metrics import JsonlMonitor, Monitor, StepMetrics
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.tier import Fetch, Tier
-from polyaccel.types import DType
 
 
 class BrokenStorage(Broken, FileStorage):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from polyaccel import comm
 from polyaccel.comm.benchmark.measure import SpeedMeter
 from polyaccel.comm.benchmark.table import bus_factor
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 from polyaccel_deepspeed.commands import OPS, bench_parser
 from polyaccel_deepspeed.initialize import init_distributed
 

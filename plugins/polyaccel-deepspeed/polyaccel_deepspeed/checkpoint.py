@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import CheckpointReader, open_checkpoint
-from polyaccel.checkpoint.tensors import BUFFER, PARAM
+from polyaccel.checkpoint.convert.exporting import chosen, default_kinds
+from polyaccel.checkpoint.convert.formats import safetensors, torch_bin
+from polyaccel.checkpoint.format.tensors import BUFFER, PARAM
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, ShardingError
-from polyaccel.exchange.exporting import chosen, default_kinds
-from polyaccel.exchange.formats import safetensors, torch_bin
-from polyaccel.torch.states.checkpoint import client_state_of
-from polyaccel.types import DType
+from polyaccel.torch.checkpoint.load import client_state_of
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -136,7 +136,7 @@ def tune(given: argparse.Namespace, argv: Sequence[str], job: Job) -> Path | Non
     """Find the best settings of `job`, whose command had the words `argv`; the file of the best config, None where
     nothing fits. Raises PolyaccelError."""
     from polyaccel.cli.tune import TunedJob, tune_job
-    from polyaccel.tuning import results
+    from polyaccel.planner.autotune import results
     from polyaccel_deepspeed.config import log_changes, normalise
 
     file = config_of(given.arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyaccel.checkpoint.storage import FileStorage, Storage
+from polyaccel.checkpoint.storage.base import FileStorage, Storage
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 _CONTENT = """#!/usr/bin/env python

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.params import leaf_modules
+from polyaccel.torch.sharding import leaf_modules
 from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
 
 F = TypeVar("F", bound=Callable[..., Any])

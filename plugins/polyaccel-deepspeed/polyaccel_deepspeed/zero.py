@@ -20,7 +20,7 @@ from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.api import gathered
 from polyaccel.torch.deferred_init.init import Init as DeferredInit
 from polyaccel.torch.deferred_init.init import is_constructing
-from polyaccel.torch.params.ownership import record_of
+from polyaccel.torch.sharding.ownership import record_of
 from polyaccel_deepspeed.engine.parameters import describe_parameter
 
 

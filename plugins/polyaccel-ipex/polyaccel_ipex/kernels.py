@@ -16,10 +16,10 @@ import intel_extension_for_pytorch  # type: ignore[import-not-found]  # its impo
 import torch
 
 from polyaccel.accelerators.memory.torch import wrap_torch
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.ops.base import CAST, UPDATE, KernelTable, Rule, StochasticRounding
 from polyaccel.ops.optimizers import ADAGRAD, ADAM, ADAMW, MOMENTUM, NESTEROV, SGD
-from polyaccel.types import DType
 
 _GRAIN_NUMEL = 512  # of the extension's loops; whole vectors of any type
 

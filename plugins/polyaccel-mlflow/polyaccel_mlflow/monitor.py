@@ -10,9 +10,9 @@ from pathlib import Path
 from time import time
 from typing import Any, ClassVar
 
-from polyaccel.engine.metrics import Monitor
+from polyaccel.core.types import Probe
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.types import Probe
+from polyaccel.observability.metrics import Monitor
 
 _OPTIONS = ("tracking_uri", "experiment", "run_name")
 _REFUSED = re.compile(r"[^\w\-. /:]")

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Probe
 from polyaccel.accelerators.npu import NpuAccelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.ops.base import CAST, UPDATE, KernelTable, Rule, StochasticRounding, UpdateFn
 from polyaccel.ops.optimizers import ADAMW
-from polyaccel.types import DType
 
 
 class AscendAccelerator(NpuAccelerator):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from polyaccel.accelerators.base import Capabilities, Probe
 from polyaccel.accelerators.torch_device import TorchAccelerator
+from polyaccel.core.types import DType
 from polyaccel.ops.base import SCALE, KernelTable
-from polyaccel.types import DType
 
 if TYPE_CHECKING:
-    from polyaccel.buffer import Buffer
+    from polyaccel.core.buffer import Buffer
 
 
 class SimdevAccelerator(TorchAccelerator):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from polyaccel.accelerators.base import MemoryStats
-from polyaccel.cgroup import memory_free_nbytes
+from polyaccel.core.cgroup import memory_free_nbytes
 
 HostArrays = Literal["torch", "numpy"]
 """Whose arrays buffers in host memory are made of."""

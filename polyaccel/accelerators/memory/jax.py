@@ -21,8 +21,8 @@ import numpy as np
 
 from polyaccel.accelerators.memory.host import ALIGNMENT_NBYTES
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
-from polyaccel.buffer import Buffer, CountedBuffer, WriteCount
-from polyaccel.types import DeviceId, DType
+from polyaccel.core.buffer import Buffer, CountedBuffer, WriteCount
+from polyaccel.core.types import DeviceId, DType
 
 _handles = count(1)
 _PLACE_NBYTES = 1 << 40

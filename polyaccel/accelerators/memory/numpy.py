@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from polyaccel.accelerators.memory.host import aligned_shift, spare_nbytes
-from polyaccel.buffer import Buffer, CountedBuffer, WriteCount
+from polyaccel.core.buffer import Buffer, CountedBuffer, WriteCount
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
-from polyaccel.types import DeviceId, DType
 
 Array = npt.NDArray[Any]
 

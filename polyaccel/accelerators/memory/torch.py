@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from polyaccel.accelerators.memory.host import aligned_shift, spare_nbytes
-from polyaccel.buffer import Buffer, CountedBuffer, WriteCount
+from polyaccel.core.buffer import Buffer, CountedBuffer, WriteCount
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
-from polyaccel.types import DeviceId, DType
 
 _TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
 _PAGED_NBYTES = 2**18

@@ -15,10 +15,10 @@ import os
 from dataclasses import dataclass, field
 
 from polyaccel.accelerators.memory.host import memory_stats
-from polyaccel.checkpoint.async_save.image import Image
 from polyaccel.checkpoint.in_memory.parts import PartKey
+from polyaccel.checkpoint.save.async_image import Image
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.job.memory_server.client import KeeperClient
 
 
 class NoRoom(CheckpointError):

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from polyaccel.checkpoint.collective_call import run_on_all
 from polyaccel.checkpoint.in_memory.storage import ApartStorage, KeptStorage
-from polyaccel.checkpoint.per_node.node_topology import StorageNodes
+from polyaccel.checkpoint.save.node_topology import StorageNodes
 from polyaccel.comm.base import Communicator
-from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.job.memory_server.client import KeeperClient
 
 T = TypeVar("T")
 _WHO = "place"

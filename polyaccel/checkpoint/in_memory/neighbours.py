@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import struct
 
-from polyaccel.checkpoint.async_save.image import Image
 from polyaccel.checkpoint.in_memory.images import DoubleBuffer, MemoryBudget
 from polyaccel.checkpoint.in_memory.parts import PartKey
-from polyaccel.checkpoint.per_node.neighbor_copies import TurnExchange, chunk_buffers, copy_turns
-from polyaccel.checkpoint.per_node.node_topology import StorageNodes
-from polyaccel.checkpoint.per_node.save_thread import communicator_beside
+from polyaccel.checkpoint.save.async_image import Image
+from polyaccel.checkpoint.save.neighbor_copies import TurnExchange, chunk_buffers, copy_turns
+from polyaccel.checkpoint.save.node_topology import StorageNodes
+from polyaccel.checkpoint.save.per_node_thread import communicator_beside
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
+from polyaccel.job.memory_server.client import KeeperClient, KeeperGone
 
 _LENGTHS = struct.Struct("<QQ")
 _LABEL = "replicas between hosts"

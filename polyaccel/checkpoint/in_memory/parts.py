@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyaccel.checkpoint.manifest import BlobEntry
+from polyaccel.checkpoint.format.manifest import BlobEntry
+from polyaccel.checkpoint.format.pieces import RankFile
 from polyaccel.checkpoint.parsing import json_object
-from polyaccel.checkpoint.pieces import RankFile
 from polyaccel.errors import CheckpointError
 
 _PART = re.compile(r"parts/([\d.]+)/([\w-]+)/(\d{12})-(\d{6})/(\d{6})")

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from secrets import token_hex
 
 from polyaccel.checkpoint.collective_call import on_rank_0
-from polyaccel.checkpoint.commit import MANIFEST, Commit, write_commit
+from polyaccel.checkpoint.format.commit import MANIFEST, Commit, write_commit
+from polyaccel.checkpoint.format.manifest import Manifest
+from polyaccel.checkpoint.format.pieces import RankFile
+from polyaccel.checkpoint.format.save_folders import rank_file
+from polyaccel.checkpoint.format.scalars import decode_plain
 from polyaccel.checkpoint.in_memory.keepers import HostKeepers
 from polyaccel.checkpoint.in_memory.parts import PartKey, PartNote, begun_of, files_of, parts_of
 from polyaccel.checkpoint.in_memory.storage import KeptStorage
-from polyaccel.checkpoint.manifest import Manifest
-from polyaccel.checkpoint.per_node.node_topology import StorageNodes
-from polyaccel.checkpoint.pieces import RankFile
-from polyaccel.checkpoint.save_folders import rank_file
-from polyaccel.checkpoint.save_protocol import manifest_of, require_files
-from polyaccel.checkpoint.scalars import decode_plain
+from polyaccel.checkpoint.save.node_topology import StorageNodes
+from polyaccel.checkpoint.save.protocol import manifest_of, require_files
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.job.memory_server.client import KeeperClient
 
 _LOOKING = "looking for a replica"
 _MAKING = "making a checkpoint of a replica"

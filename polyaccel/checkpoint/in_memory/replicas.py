@@ -16,12 +16,12 @@ from polyaccel.checkpoint.in_memory.keepers import HostKeepers
 from polyaccel.checkpoint.in_memory.parts import files_of
 from polyaccel.checkpoint.in_memory.recovery import RecoverableStep, as_checkpoint, drop_others, find_survivor
 from polyaccel.checkpoint.in_memory.writer import ReplicaWriter
-from polyaccel.checkpoint.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.save_protocol import SaveContents
-from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.load.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
+from polyaccel.checkpoint.save.protocol import SaveContents
+from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.job.memory_server.client import KeeperClient
 
 _log = logging.getLogger(__name__)
 _engines = count()

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from weakref import finalize
 
-from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.core.types import Probe
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.memory_server.client import KeeperClient
-from polyaccel.launch.memory_server.protocol import seal_length
-from polyaccel.launch.memory_server.start import can_keep
-from polyaccel.types import Probe
+from polyaccel.job.memory_server.client import KeeperClient
+from polyaccel.job.memory_server.protocol import seal_length
+from polyaccel.job.memory_server.start import can_keep
 
 _NAME = "polyaccel-replica"
 

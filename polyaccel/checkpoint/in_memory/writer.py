@@ -22,19 +22,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from polyaccel.checkpoint.async_save.image import Image
+from polyaccel.checkpoint.format.pieces import MAX_PIECE_NBYTES, FileLayout, PieceSpec, RankFile, TensorPiece
+from polyaccel.checkpoint.format.save_folders import rank_file
+from polyaccel.checkpoint.format.scalars import encode_plain
+from polyaccel.checkpoint.format.tensors import PARAM, Piece, TensorEntry
 from polyaccel.checkpoint.in_memory.images import BufferSlot, DoubleBuffer, MemoryBudget, NoRoom
 from polyaccel.checkpoint.in_memory.neighbours import NeighbourCopies
 from polyaccel.checkpoint.in_memory.parts import PartKey, PartNote, begun_of, files_of, parts_of
-from polyaccel.checkpoint.per_node.node_topology import StorageNodes
-from polyaccel.checkpoint.pieces import MAX_PIECE_NBYTES, FileLayout, PieceSpec, RankFile, TensorPiece
-from polyaccel.checkpoint.save_folders import rank_file
-from polyaccel.checkpoint.save_protocol import SaveContents
-from polyaccel.checkpoint.scalars import encode_plain
-from polyaccel.checkpoint.tensors import PARAM, Piece, TensorEntry
+from polyaccel.checkpoint.save.async_image import Image
+from polyaccel.checkpoint.save.node_topology import StorageNodes
+from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, PolyaccelError
-from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
+from polyaccel.job.memory_server.client import KeeperClient, KeeperGone
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

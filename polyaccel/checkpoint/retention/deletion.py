@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from polyaccel.checkpoint.commit import MARKER, Commit, read_commit, read_latest, read_manifest, tag_names
+from polyaccel.checkpoint.format.commit import MARKER, Commit, read_commit, read_latest, read_manifest, tag_names
+from polyaccel.checkpoint.format.save_folders import save_folders
 from polyaccel.checkpoint.retention.rules import Retention, SavedTag, TagState
-from polyaccel.checkpoint.save_folders import save_folders
-from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

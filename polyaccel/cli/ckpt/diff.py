@@ -7,11 +7,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from polyaccel.checkpoint.convert.diff import Difference, difference
+from polyaccel.checkpoint.convert.locate import opened
+from polyaccel.checkpoint.convert.verifying import checked_nbytes
 from polyaccel.cli.ckpt.shown import add_storage, print_table, progress
-from polyaccel.exchange.diff import Difference, difference
-from polyaccel.exchange.locate import opened
-from polyaccel.exchange.verifying import checked_nbytes
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 _MOST_SHOWN = 8
 

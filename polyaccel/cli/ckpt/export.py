@@ -8,12 +8,12 @@ from importlib import metadata
 from pathlib import Path
 
 from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, chosen, default_kinds
+from polyaccel.checkpoint.convert.locate import opened
 from polyaccel.cli.ckpt.shown import add_storage, progress, size
 from polyaccel.cli.plan.command import parse_size
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, ShardingError
-from polyaccel.exchange.exporting import ExportTensor, Progress, chosen, default_kinds
-from polyaccel.exchange.locate import opened
-from polyaccel.types import DType
 
 FORMATS = ("safetensors", "bin", "dcp", "orbax")
 GROUP = "polyaccel.exporters"
@@ -55,19 +55,19 @@ def run(args: argparse.Namespace) -> int:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     with progress(f"exporting {reader.tag}", nbytes) as told:
         if args.format == "safetensors":
-            from polyaccel.exchange.formats import safetensors
+            from polyaccel.checkpoint.convert.formats import safetensors
 
             names = safetensors.write(out, tensors, args.max_shard_size, told)
         elif args.format == "bin":
-            from polyaccel.exchange.formats import torch_bin
+            from polyaccel.checkpoint.convert.formats import torch_bin
 
             names = torch_bin.write(out, tensors, args.max_shard_size, told)
         elif args.format == "orbax":
-            from polyaccel.exchange.formats import orbax
+            from polyaccel.checkpoint.convert.formats import orbax
 
             names = orbax.write(out, tensors, told)
         elif other is None:
-            from polyaccel.exchange.formats import torch_dcp_write
+            from polyaccel.checkpoint.convert.formats import torch_dcp_write
 
             names = torch_dcp_write.write(out, reader, tensors, told)
         else:

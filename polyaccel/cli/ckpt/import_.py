@@ -10,11 +10,11 @@ from importlib import metadata
 from math import prod
 from pathlib import Path
 
-from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.checkpoint.convert.exporting import BUFFER
+from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, imported
+from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.cli.ckpt.shown import progress, size
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import BUFFER
-from polyaccel.exchange.importing import ImportTensor, Incoming, imported
 
 GROUP = "polyaccel.importers"
 """Entry points of packages that read more formats: functions from a path to an `Incoming`."""
@@ -96,23 +96,23 @@ def _as_buffer(tensor: ImportTensor, patterns: Sequence[str]) -> ImportTensor:
 def _reader(name: str) -> Callable[[Path], Incoming]:
     """The function that reads a format. Raises CheckpointError with the names there are."""
     if name == "safetensors":
-        from polyaccel.exchange.formats import safetensors
+        from polyaccel.checkpoint.convert.formats import safetensors
 
         return safetensors.read
     if name == "bin":
-        from polyaccel.exchange.formats import torch_bin
+        from polyaccel.checkpoint.convert.formats import torch_bin
 
         return torch_bin.read
     if name == "dcp":
-        from polyaccel.exchange.formats import torch_dcp
+        from polyaccel.checkpoint.convert.formats import torch_dcp
 
         return torch_dcp.read
     if name == "orbax":
-        from polyaccel.exchange.formats import orbax
+        from polyaccel.checkpoint.convert.formats import orbax
 
         return orbax.read
     if name == "flax":
-        from polyaccel.exchange.formats import flax_msgpack
+        from polyaccel.checkpoint.convert.formats import flax_msgpack
 
         return flax_msgpack.read
     points = metadata.entry_points(group=GROUP)

@@ -10,9 +10,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorEntry
+from polyaccel.checkpoint.convert.locate import opened
 from polyaccel.cli.ckpt.ls import step_of
 from polyaccel.cli.ckpt.shown import add_storage, print_table, size
-from polyaccel.exchange.locate import opened
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from polyaccel.checkpoint.convert.locate import opened
+from polyaccel.checkpoint.convert.resharding import resharded
+from polyaccel.checkpoint.convert.verifying import checked_nbytes
 from polyaccel.cli.ckpt.shown import add_storage, progress, size
-from polyaccel.exchange.locate import opened
-from polyaccel.exchange.resharding import resharded
-from polyaccel.exchange.verifying import checked_nbytes
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint.convert.locate import listed, split
+from polyaccel.checkpoint.convert.verifying import checked_nbytes, verified
 from polyaccel.cli.ckpt.shown import add_storage, progress, size
-from polyaccel.exchange.locate import listed, split
-from polyaccel.exchange.verifying import checked_nbytes, verified
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

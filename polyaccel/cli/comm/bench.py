@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from polyaccel.cli.options import add_options
 
 if TYPE_CHECKING:
-    from polyaccel.types import DType
+    from polyaccel.core.types import DType
 
 _DESCRIPTION = """\
 Measure the collectives of the communicator that a training would have: the time of a call, its size over that time
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from polyaccel.comm.benchmark.measure import all_cases, sizes
     from polyaccel.comm.benchmark.table import OPERATIONS
     from polyaccel.comm.discovery import list_sources
-    from polyaccel.types import DType
+    from polyaccel.core.types import DType
 
     operations = OPERATIONS if args.operations is None else args.operations.split(",")
     wanted = list(all_cases(operations, sizes(args.smallest, max(args.smallest, args.largest), args.factor)))

@@ -30,9 +30,9 @@ _CONTRACTS = {
     PluginGroup.ACCELERATORS: ("polyaccel.accelerators.base", "Accelerator"),
     PluginGroup.COMM: ("polyaccel.comm.base", "CommBackend"),
     PluginGroup.TIERS: ("polyaccel.offload.tier", "Tier"),
-    PluginGroup.STORAGE: ("polyaccel.checkpoint.storage", "Storage"),
+    PluginGroup.STORAGE: ("polyaccel.checkpoint.storage.base", "Storage"),
     PluginGroup.LAUNCHERS: ("polyaccel.launch.base", "Launcher"),
-    PluginGroup.MONITORS: ("polyaccel.engine.metrics", "Monitor"),
+    PluginGroup.MONITORS: ("polyaccel.observability.metrics", "Monitor"),
 }
 _SHARED = "shm"
 _ALONE = "local"

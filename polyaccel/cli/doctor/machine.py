@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from polyaccel.cgroup import memory_limit_nbytes
+from polyaccel.core.cgroup import memory_limit_nbytes
 
 _SHARED_MEMORY = Path("/dev/shm")
 _CPUINFO = Path("/proc/cpuinfo")

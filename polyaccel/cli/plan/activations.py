@@ -8,10 +8,10 @@ from typing import Any
 
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
+from polyaccel.core.mesh import Mesh
+from polyaccel.engine.policies.modules import cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.errors import PolyaccelError
-from polyaccel.mesh import Mesh
-from polyaccel.planning.activations import ActivationNeeds
-from polyaccel.policies.modules import cut_rules_of, module_rules_of, recompute_policy_of
+from polyaccel.planner.activations import ActivationNeeds
 
 
 def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[ActivationNeeds, ...]:
@@ -40,8 +40,8 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
             hint="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
             value=tuple(others),
         )
-    from polyaccel.torch.activation_checkpointing.memory_estimate import foretell_activations
-    from polyaccel.torch.params.meta_shapes import model_of_directory
+    from polyaccel.torch.estimate.activation_memory import foretell_activations
+    from polyaccel.torch.estimate.meta_shapes import model_of_directory
 
     def share(model: Any) -> None:
         """Do to a model what `initialize` does on the first rank."""
@@ -85,6 +85,6 @@ def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
         apply_context_parallel(model, FakeCommunicator(ranks, host_accelerator()), settings)
     if config.tiled_compute.enabled:
         from polyaccel.torch.settings import TileSettings
-        from polyaccel.torch.tiles.models import TiledModel
+        from polyaccel.torch.tiled.models import TiledModel
 
         TiledModel(model, TileSettings(**config.tiled_compute.model_dump(exclude={"enabled"})))

@@ -17,9 +17,9 @@ from polyaccel.errors import PolyaccelError
 if TYPE_CHECKING:
     from polyaccel.cli.plan.tables import Plan
     from polyaccel.config import ResolvedConfig
-    from polyaccel.mesh import Mesh
-    from polyaccel.planning.forecast import Forecast
-    from polyaccel.planning.model import ModelShape
+    from polyaccel.core.mesh import Mesh
+    from polyaccel.planner.forecast import Forecast
+    from polyaccel.planner.model import ModelShape
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -176,8 +176,8 @@ def run(args: argparse.Namespace) -> int:
     from polyaccel.cli.plan.tables import Plan, print_plan
     from polyaccel.comm.benchmark.table import CollectiveTimings
     from polyaccel.config.meshes import mesh_of
-    from polyaccel.planning.assumptions import planned_config
-    from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, copies_of_state, forecasts
+    from polyaccel.planner.assumptions import planned_config
+    from polyaccel.planner.forecast import cheapest_first, checkpoint_nbytes, copies_of_state, forecasts
 
     asked = {"tensor": args.tensor, "sequence": args.sequence}
     planned = planned_config(args.config, args.world_size, {axis: size for axis, size in asked.items() if size})
@@ -223,14 +223,14 @@ def run(args: argparse.Namespace) -> int:
 def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
     """The model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers. Only a
     module or a directory needs torch. Raises PolyaccelError."""
-    from polyaccel.planning.model import parse_count, shape_of_count
-    from polyaccel.policies.modules import module_rules_of
-    from polyaccel.types import DType
+    from polyaccel.core.types import DType
+    from polyaccel.engine.policies.modules import module_rules_of
+    from polyaccel.planner.model import parse_count, shape_of_count
 
     rules = module_rules_of(config)
     tensor_ranks, expert_ranks = mesh.size_of(("tensor",)), mesh.size_of(("expert",))
     if Path(text).is_dir():
-        from polyaccel.torch.params.meta_shapes import shape_of_directory
+        from polyaccel.torch.estimate.meta_shapes import shape_of_directory
 
         return shape_of_directory(Path(text), rules, _sharing(config, mesh))
     count = parse_count(text)
@@ -248,14 +248,14 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
             hint="write my_package.model:build, a directory with a config.json, or 1.3B",
             value=text,
         )
-    from polyaccel.torch.params.meta_shapes import shape_of_function
+    from polyaccel.torch.estimate.meta_shapes import shape_of_function
 
     return shape_of_function(text, rules, _sharing(config, mesh))
 
 
 def _sharing(config: ResolvedConfig, mesh: Mesh) -> Callable[[Any], None]:
     """What makes of a torch model what a rank of `mesh` has of it."""
-    from polyaccel.policies.modules import cut_rules_of
+    from polyaccel.engine.policies.modules import cut_rules_of
     from polyaccel.torch.experts.models import cut_expert_shapes
     from polyaccel.torch.tensor_parallel.shapes import shared_by
 

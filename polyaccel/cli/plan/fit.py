@@ -15,13 +15,13 @@ from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, sh
 from polyaccel.comm.benchmark.table import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import data_ranks
-from polyaccel.planning.assumptions import PlannedConfig
-from polyaccel.planning.model import ModelShape
-from polyaccel.tuning.candidates import Candidate, candidates, own_candidate
-from polyaccel.tuning.cost_model import CostEstimate, CostModel, Pass
-from polyaccel.tuning.hardware_probe import USUAL, HardwareRates, rates_here
-from polyaccel.tuning.records import read_trials
-from polyaccel.tuning.tuner import in_order
+from polyaccel.planner.assumptions import PlannedConfig
+from polyaccel.planner.autotune.candidates import Candidate, candidates, own_candidate
+from polyaccel.planner.autotune.cost_model import CostEstimate, CostModel, Pass
+from polyaccel.planner.autotune.hardware_probe import USUAL, HardwareRates, rates_here
+from polyaccel.planner.autotune.records import read_trials
+from polyaccel.planner.autotune.tuner import in_order
+from polyaccel.planner.model import ModelShape
 
 _SHOWN, _SHOWN_TOO_LARGE = 12, 3
 _OPERATIONS = 6

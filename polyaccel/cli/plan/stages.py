@@ -15,13 +15,13 @@ from polyaccel.cli.plan.activations import share_layers, share_sequences
 from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
+from polyaccel.engine.policies.modules import module_rules_of, recompute_policy_of
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.select import select_schedule
 from polyaccel.pipeline.table import PipelineTable
-from polyaccel.planning.activations import StageNeeds
-from polyaccel.planning.assumptions import PlannedConfig
-from polyaccel.planning.forecast import Forecast, Setting, forecasts
-from polyaccel.policies.modules import module_rules_of, recompute_policy_of
+from polyaccel.planner.activations import StageNeeds
+from polyaccel.planner.assumptions import PlannedConfig
+from polyaccel.planner.forecast import Forecast, Setting, forecasts
 from polyaccel.zero.plan.placement import Place
 
 _LEGEND = (
@@ -69,8 +69,8 @@ def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTabl
             hint="leave --sequence-length out",
             value=expert_ranks,
         )
+    from polyaccel.torch.estimate.stage_memory import estimate_stage_memory
     from polyaccel.torch.experts.models import cut_expert_shapes, has_experts
-    from polyaccel.torch.stage_memory import estimate_stage_memory
 
     def spread(model: Any) -> None:
         if has_experts(model):
@@ -94,7 +94,7 @@ def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTabl
 
 def _builder(args: argparse.Namespace, stages: int) -> Callable[[], Any]:
     """What makes the model that `args.model` names, a directory or `module:function`."""
-    from polyaccel.torch.params.meta_shapes import model_of_directory, model_of_function
+    from polyaccel.torch.estimate.meta_shapes import model_of_directory, model_of_function
 
     if Path(args.model).is_dir():
         return lambda: model_of_directory(Path(args.model))

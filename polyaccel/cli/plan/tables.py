@@ -13,9 +13,9 @@ from polyaccel.comm.benchmark.table import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.planning.activations import ActivationNeeds
-from polyaccel.planning.forecast import SETTINGS, CheckpointMemory, Forecast, state_names
-from polyaccel.planning.model import ModelShape
+from polyaccel.planner.activations import ActivationNeeds
+from polyaccel.planner.forecast import SETTINGS, CheckpointMemory, Forecast, state_names
+from polyaccel.planner.model import ModelShape
 from polyaccel.zero.plan.memory import Purpose
 from polyaccel.zero.plan.placement import Place
 

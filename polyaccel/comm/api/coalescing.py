@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_equal_parts
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import CombinedWork, Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.types import DType, ReduceOp
 
 
 def all_reduce_coalesced(

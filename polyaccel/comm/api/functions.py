@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.api import coalescing, objects
 from polyaccel.comm.base import Communicator, message_from, message_to
 from polyaccel.comm.default import default_communicator, is_initialized
 from polyaccel.comm.discovery import local_rank
 from polyaccel.comm.work import DONE, CombinedWork, Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import CommError, ShardingError
-from polyaccel.types import ReduceOp
 
 
 class NonMember:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from polyaccel import job_auth, tagged_json
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.secret import job_secret
+from polyaccel.core import tagged_json
 from polyaccel.errors import CommError
+from polyaccel.job import auth
 
 _UNSEALED, _SEALED = b"u", b"s"
 _PLAIN, _PICKLE = b"v", b"p"
 _HINT = (
-    f"start the ranks by `polyaccel run`, or set {job_auth.SECRET_VARIABLE} to one random text on every rank, "
+    f"start the ranks by `polyaccel run`, or set {auth.SECRET_VARIABLE} to one random text on every rank, "
     "or send plain values: None, bool, int, float, str, bytes, and lists, tuples and dicts of these"
 )
 
@@ -52,7 +53,7 @@ class _Exchange:
         if self._secret is None:
             return self._communicator.all_gather_bytes(_UNSEALED + data)
         return self._communicator.all_gather_bytes(
-            _SEALED + job_auth.sign(self._secret, self._context(self._communicator.rank), data)
+            _SEALED + auth.sign(self._secret, self._context(self._communicator.rank), data)
         )
 
     def opened(self, rank: int, message: bytes) -> Any:
@@ -63,11 +64,11 @@ class _Exchange:
             if how != _UNSEALED:
                 raise CommError(f"{who} is sealed, and this rank has no secret", hint=_HINT, value=rank)
         else:
-            inside = job_auth.verify(self._secret, self._context(rank), data) if how == _SEALED else None
+            inside = auth.verify(self._secret, self._context(rank), data) if how == _SEALED else None
             if inside is None:
                 raise CommError(
                     f"{who} does not have the seal of this job",
-                    hint=f"set {job_auth.SECRET_VARIABLE} to the same text on every rank; where it is, "
+                    hint=f"set {auth.SECRET_VARIABLE} to the same text on every rank; where it is, "
                     "a stranger wrote to the ranks' connection",
                     value=rank,
                 )

@@ -14,11 +14,11 @@ from datetime import datetime, timezone
 from statistics import median
 from time import perf_counter
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator, message_from, message_to
 from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings, SpeedRow, speed_table
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError
-from polyaccel.types import DType
 
 SMALLEST_NBYTES, LARGEST_NBYTES = 1 << 10, 64 << 20
 _ROUND_S = 2e-3

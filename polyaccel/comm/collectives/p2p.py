@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from zlib import crc32
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import pieces_of
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, MESSAGES, UNEVEN_PARTS, Collective, Operation
 from polyaccel.comm.collectives.reduction import reduce_parts
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import Work
-from polyaccel.types import DType, ReduceOp
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 
 _SMALL_NBYTES = 32 << 10  # up to here one round of whole copies beats two rounds of pieces
 _PHASES = 2  # rounds of messages within a collective, each with tags of its own

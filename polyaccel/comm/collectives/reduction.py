@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.ops.base import REDUCE, SCALE
-from polyaccel.types import DType, ReduceOp
 
 _NARROW = frozenset({DType.BFLOAT16, DType.FLOAT16})
 _CHUNK_NUMEL = 1 << 16  # 256 KiB of float32: a wide sum stays in the cache of a core

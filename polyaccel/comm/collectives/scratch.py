@@ -5,8 +5,8 @@ from __future__ import annotations
 from threading import Lock
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
-from polyaccel.types import DType
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 
 _ROUND_NUMEL = 1024
 

@@ -34,8 +34,8 @@ from polyaccel.comm.collective import MESSAGES
 from polyaccel.comm.flight_recorder.record import Entry, FlightRecorder
 from polyaccel.comm.flight_recorder.watchdog import uncaught
 from polyaccel.comm.host_address import start_of
+from polyaccel.core.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 from polyaccel.errors import CommError
-from polyaccel.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 
 _log = logging.getLogger(__name__)
 

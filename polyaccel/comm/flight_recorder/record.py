@@ -27,8 +27,8 @@ from polyaccel.comm.flight_recorder.watchdog import (
 from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError, CommTimeout
-from polyaccel.types import DType
 
 _log = logging.getLogger(__name__)
 

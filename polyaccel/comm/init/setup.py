@@ -27,7 +27,7 @@ from polyaccel.comm.init.interfaces import name_interfaces
 from polyaccel.comm.secret import negotiate_job_secret
 from polyaccel.comm.torch_group import initialized_world
 from polyaccel.errors import CommError, HostsDifferError
-from polyaccel.readiness import JOINED, WAITS, enable_stack_dump_signal, report_to_launcher
+from polyaccel.job.readiness import JOINED, WAITS, enable_stack_dump_signal, report_to_launcher
 from polyaccel.registry import PROBE_LIMIT_S
 
 _log = logging.getLogger(__name__)

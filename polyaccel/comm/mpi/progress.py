@@ -17,9 +17,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.collectives.p2p import Message, Steps
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import CommError
 
 _EAGER_POLLS = 20  # a message that is about to arrive is not worth a call of the scheduler

@@ -12,12 +12,12 @@ from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from polyaccel import tagged_json
 from polyaccel.comm import host_address
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import LOOPBACK, MEETING_VARIABLES, LaunchedRank, Request, meeting_port
+from polyaccel.core import tagged_json
 from polyaccel.errors import CommError, CommTimeout, PolyaccelError
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 _TAG = 29500
 _LOOK_EVERY_S = 0.001

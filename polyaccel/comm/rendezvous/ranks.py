@@ -14,13 +14,14 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from polyaccel import job_auth, tagged_json
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import LOOPBACK
 from polyaccel.comm.rendezvous.unix_rendezvous import all_gather_on_host
 from polyaccel.comm.secret import shared_secret
 from polyaccel.comm.torch_group import has_torch, join_default_group, store_all_gather
+from polyaccel.core import tagged_json
 from polyaccel.errors import CommError
+from polyaccel.job import auth
 
 _meetings = count()
 
@@ -70,8 +71,8 @@ class RendezvousGroup:
         A stranger cannot know them where the ranks share a secret: POLYACCEL_JOB_SECRET, or a file of this user's on
         one host (see [Note: A secret among one user's ranks]). Elsewhere who reads the store can.
         """
-        own = job_auth.job_secret_from_env(os.environ)
-        said = self.exchange([own is not None, secrets.token_hex(job_auth.MAC_NBYTES) if self.rank == 0 else ""])
+        own = auth.job_secret_from_env(os.environ)
+        said = self.exchange([own is not None, secrets.token_hex(auth.MAC_NBYTES) if self.rank == 0 else ""])
         common = own if any(has for has, _ in said) else shared_secret(self.rank, self.exchange)
         return hmac.digest(common or b"none", f"token {said[0][1]}".encode(), "sha256")
 

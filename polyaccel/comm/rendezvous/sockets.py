@@ -19,14 +19,14 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import NamedTuple
 
-from polyaccel import job_auth
 from polyaccel.comm.host_address import address_facing, means_this_host, own_addresses
 from polyaccel.comm.launchers.request import LOOPBACK
 from polyaccel.comm.rendezvous.ranks import RendezvousGroup
 from polyaccel.errors import CommError, CommTimeout
+from polyaccel.job import auth
 
 _RANK_NBYTES = 4
-_HELLO_NBYTES = job_auth.MAC_NBYTES + _RANK_NBYTES
+_HELLO_NBYTES = auth.MAC_NBYTES + _RANK_NBYTES
 
 
 class _Endpoint(NamedTuple):
@@ -168,15 +168,15 @@ def _received(caller: socket.socket, most: int) -> bytes:
 
 def _hello(token: bytes, doors: Sequence[_Endpoint], rank: int, peer: int) -> bytes:
     """`rank`'s first bytes to `peer`."""
-    return job_auth.sign(token, _place(doors, rank, peer), rank.to_bytes(_RANK_NBYTES, "little"))
+    return auth.sign(token, _place(doors, rank, peer), rank.to_bytes(_RANK_NBYTES, "little"))
 
 
 def _rank_in(token: bytes, hello: bytes, doors: Sequence[_Endpoint], awaited: set[int], peer: int) -> int | None:
     """Which of the `awaited` ranks has sent this to `peer`; None for anybody else."""
-    rank = int.from_bytes(hello[job_auth.MAC_NBYTES :], "little")
+    rank = int.from_bytes(hello[auth.MAC_NBYTES :], "little")
     if len(hello) != _HELLO_NBYTES or rank not in awaited:
         return None
-    return rank if job_auth.verify(token, _place(doors, rank, peer), hello) is not None else None
+    return rank if auth.verify(token, _place(doors, rank, peer), hello) is not None else None
 
 
 def _place(doors: Sequence[_Endpoint], rank: int, peer: int) -> str:

@@ -17,8 +17,8 @@ from selectors import EVENT_READ, DefaultSelector
 from time import sleep
 from typing import Any
 
-from polyaccel import tagged_json
-from polyaccel.deadline import Deadline
+from polyaccel.core import tagged_json
+from polyaccel.core.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
 _MOST_NBYTES = 1 << 20

@@ -29,14 +29,14 @@ from itertools import accumulate, chain, pairwise
 from struct import pack, unpack
 from typing import ClassVar
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Counts, check_members
 from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import DONE, Background, DeferredWork, Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError
-from polyaccel.types import DType
 
 _SMALL_NBYTES = 32 << 10  # up to here two all-reduces of the whole beat three collectives of parts
 # A part of an all-to-all may be so long for each message that passing it on saves a rank, a host: longer ones are not

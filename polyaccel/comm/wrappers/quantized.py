@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import UNEVEN_PARTS, Collective, Operation, ended
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import CombinedWork, Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, REDUCE, SCALE
-from polyaccel.types import DType, ReduceOp
 
 Bits = Literal[4, 8]
 _CODES: dict[Bits, DType] = {4: DType.UINT8, 8: DType.INT8}

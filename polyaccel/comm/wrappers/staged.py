@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, Collective, Operation, ended
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import CombinedWork, Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
-from polyaccel.types import DType
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 
 _OF_ONE = frozenset({Operation.ALL_REDUCE, Operation.BROADCAST})
 _IN_SOURCE = frozenset({Operation.REDUCE_SCATTER, Operation.SCATTER})

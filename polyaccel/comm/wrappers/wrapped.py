@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation
 from polyaccel.comm.work import Work
-from polyaccel.types import DType
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 
 
 class WrappedCommunicator(Communicator):

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
+from polyaccel.core.types import DType
+from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
@@ -25,8 +27,6 @@ from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.program.function import LossFn
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.views import CopyCount
-from polyaccel.runtime import EngineBuilder
-from polyaccel.types import DType
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.update.optimizers import SliceOptimizer
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, numpy_dtype
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.program import Held

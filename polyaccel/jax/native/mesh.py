@@ -25,7 +25,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.comm.discovery import meeting_address
 from polyaccel.errors import CommError, ShardingError
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 AXIS = "data"
 WHOLE = PartitionSpec()

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from polyaccel.core.types import DType, ParamSpec, ReduceOp
 from polyaccel.jax.native.mesh import AXIS, CUT, WHOLE, DeviceMesh
 from polyaccel.jax.native.optimizers import SliceUpdate
 from polyaccel.jax.native.rows import RoundingKeys, Rows, rounded, rounding_keys
 from polyaccel.jax.program.batches import WeakNumbers, as_weak
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.ops.jax.updates import precise_sum
-from polyaccel.types import DType, ParamSpec, ReduceOp
 from polyaccel.zero.plan.layout import Bucket, ShardLayout
 from polyaccel.zero.plan.policy import Placement, StepPolicy, ZeroPolicy
 

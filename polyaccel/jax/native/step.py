@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.optimizers import SliceUpdate, stacked

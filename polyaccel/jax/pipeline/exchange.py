@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.jax.pytree import as_array
 from polyaccel.jax.views import array_over
 from polyaccel.pipeline.messages import StageMessage
-from polyaccel.types import DType
 
 
 class ArrayExchange:

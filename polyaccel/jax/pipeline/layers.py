@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
+from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.types import DType
 
 Layer = Callable[[Any, Any, Any], Any]
 """`layer(params, value, rng)` -> the value that the next layer gets, any pytree of arrays."""

@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import ConfigError, InvariantError, Problem
 from polyaccel.ops.native.library import native
-from polyaccel.types import DType
 
 _TARGET = "polyaccel_call"
 _MESSAGE_NBYTES = 4096

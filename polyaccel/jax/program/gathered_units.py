@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.jax.program.params import Leaf, ShardedParams
 
 Body = Callable[[Sequence[Any], Sequence[Any]], list[Any]]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.jax.program.calls import CallTable
-from polyaccel.types import DType
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.gather_schedule import SyncPoint
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from polyaccel.core.types import ParamSpec
 from polyaccel.errors import ShardingError
-from polyaccel.types import ParamSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from polyaccel.core.types import Probe
+from polyaccel.job.ports import free_port
 from polyaccel.launch.base import JOB_ID, Job, JobResult, Launcher, LaunchPlan, RankSpec, noop
 from polyaccel.launch.commands.task import JOB_VARIABLE
 from polyaccel.launch.hosts import is_here, without_user
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import RankProcess, exit_code, start_rank
 from polyaccel.launch.supervise import JobFailure, Supervisor
-from polyaccel.ports import free_port
-from polyaccel.types import Probe
 
 _FIRST_PORT, _PORTS = 20000, 9000
 """Where ranks meet on a host whose free ports cannot be asked for: outside what systems hand out."""

@@ -7,10 +7,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
+from polyaccel.core.types import Probe
 from polyaccel.launch.base import Job
 from polyaccel.launch.commands.base import CommandLauncher
 from polyaccel.launch.commands.task import JOB_VARIABLE
-from polyaccel.types import Probe
 
 
 class MpiLauncher(CommandLauncher):

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from time import monotonic
 from typing import ClassVar
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, RankSpec, noop
 from polyaccel.launch.hosts import is_here
@@ -31,9 +32,8 @@ from polyaccel.launch.remote.agent import LauncherChannel
 from polyaccel.launch.remote.supervise import ANSWER_S
 from polyaccel.launch.signals import ENDING, PASSED_ON, SignalInbox
 from polyaccel.launch.supervise import Supervisor
-from polyaccel.types import Probe
 
-_AGENT = "polyaccel.launch.elastic.torch.agent"
+_AGENT = "polyaccel.launch.elastic.torch_agent"
 _NAME = "the elastic agent"
 _LEAVES_S = 5.0
 """An agent whose launcher has hung up tells the others, and ends within this time."""

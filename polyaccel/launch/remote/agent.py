@@ -16,12 +16,12 @@ from time import monotonic
 from typing import ClassVar
 
 from polyaccel.errors import LaunchError, PolyaccelError
+from polyaccel.job.ports import free_port
 from polyaccel.launch.base import Job
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.remote.control_messages import END, PAUSE, SIGNAL, SILENCE_S, word
 from polyaccel.launch.supervise import Supervisor
-from polyaccel.ports import free_port
 
 _OUTPUT = 1
 _CHUNK_NBYTES = 1 << 16

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import ClassVar
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.hosts import is_here
@@ -17,7 +18,6 @@ from polyaccel.launch.remote.control_messages import shell_word
 from polyaccel.launch.remote.inputs import AgentPipe
 from polyaccel.launch.remote.ssh import agent_command, ssh_address, ssh_options
 from polyaccel.launch.remote.supervise import HostConnection, HostsSupervisor, plan_ways
-from polyaccel.types import Probe
 
 _MORE_OPTIONS = "PDSH_SSH_ARGS_APPEND"
 _OPTIONS = "PDSH_SSH_ARGS"

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.hosts import is_here
 from polyaccel.launch.remote.supervise import HostConnection, HostsSupervisor, plan_ways
-from polyaccel.types import Probe
 
 _AGENT = "polyaccel.launch.remote.agent"
 # Nobody answers questions; a connection over which nothing comes is given up after nine seconds.

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from polyaccel.engine.metrics import Alarm
-from polyaccel.engine.stats.memory import shown
 from polyaccel.observability.alerts.robust import MonotonicGrowth
 from polyaccel.observability.alerts.settings import AlarmSettings, RankFigures
+from polyaccel.observability.metrics import Alarm
+from polyaccel.observability.stats.memory import shown
 
 _IN_A_ROW = 3
 """Looks in a row that must find the same, so that one pause of a machine is no alarm."""

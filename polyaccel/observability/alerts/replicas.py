@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from zlib import crc32
 
-from polyaccel.engine.metrics import Alarm
-from polyaccel.engine.state import TrainedParams
 from polyaccel.observability.alerts.settings import DigestReport, RankFigures
+from polyaccel.observability.metrics import Alarm
 from polyaccel.zero.buckets.replicas import Replica
+from polyaccel.zero.trained_state import TrainedParams
 
 PIECE_NUMEL = 1 << 18
 

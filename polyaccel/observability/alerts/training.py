@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import fsum, isfinite, nan
 
-from polyaccel.engine.metrics import Alarm, StepMetrics
 from polyaccel.observability.alerts.robust import Window
 from polyaccel.observability.alerts.settings import AlarmSettings
+from polyaccel.observability.metrics import Alarm, StepMetrics
 
 _LEAST_LOSS, _LEAST_NORM = 0.01, 0.1
 """Shares of the median that are noise in any case."""

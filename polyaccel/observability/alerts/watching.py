@@ -9,13 +9,13 @@ from logging import getLogger
 from polyaccel.accelerators.base import MemoryStats
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
-from polyaccel.engine.metrics import Alarm, MetricSink, StepMetrics
-from polyaccel.engine.state import TrainedParams
-from polyaccel.engine.timing import PhaseTimer
 from polyaccel.observability.alerts.machines import MachineAlarms
 from polyaccel.observability.alerts.replicas import ReplicaDigests, alarms_of_digests
 from polyaccel.observability.alerts.settings import AlarmSettings, RankFigures
 from polyaccel.observability.alerts.training import TrainingAlarms
+from polyaccel.observability.metrics import Alarm, MetricSink, StepMetrics
+from polyaccel.observability.timing import PhaseTimer
+from polyaccel.zero.trained_state import TrainedParams
 
 log = getLogger(__name__)
 _WAITING = ("reduce", "publish")

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from polyaccel.engine.metrics import Monitor, StepMetrics
+from polyaccel.core.types import Probe
 from polyaccel.errors import InvariantError
+from polyaccel.observability.metrics import Monitor, StepMetrics
 from polyaccel.observability.monitors.options import checked, made_folder, probe_of, required
-from polyaccel.types import Probe
 
 
 class CometMonitor(Monitor):

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from polyaccel.engine.metrics import Monitor, cut_unfinished_line
 from polyaccel.errors import InvariantError
+from polyaccel.observability.metrics import Monitor, cut_unfinished_line
 from polyaccel.observability.monitors.options import checked, output_folder
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9.-]+")

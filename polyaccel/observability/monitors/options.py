@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.types import Probe
 
 
 def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:

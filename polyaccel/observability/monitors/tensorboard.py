@@ -7,10 +7,10 @@ from pathlib import Path
 from time import time
 from typing import Any, ClassVar
 
-from polyaccel.engine.metrics import Monitor
+from polyaccel.core.types import Probe
 from polyaccel.errors import InvariantError
+from polyaccel.observability.metrics import Monitor
 from polyaccel.observability.monitors.options import checked, output_folder, probe_of, required
-from polyaccel.types import Probe
 
 _WRITER = "tensorboard.summary.writer.event_file_writer"
 _READER = "tensorboard.backend.event_processing.event_accumulator"

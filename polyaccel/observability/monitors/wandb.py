@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
-from polyaccel.engine.metrics import Monitor
+from polyaccel.core.types import Probe
 from polyaccel.errors import InvariantError
+from polyaccel.observability.metrics import Monitor
 from polyaccel.observability.monitors.options import checked, made_folder, probe_of, required
-from polyaccel.types import Probe
 
 _STEP = "step"
 

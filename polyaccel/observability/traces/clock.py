@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import time
 
 from polyaccel.comm.base import Communicator
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 _ROUNDS = 8
 

@@ -6,10 +6,10 @@ from collections.abc import Generator, Sequence
 from time import time
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.offload.tier import Fetch, Tier, TierOptions
-from polyaccel.types import DType
 
 
 class TracedTier(Tier):

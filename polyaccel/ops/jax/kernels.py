@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
@@ -27,7 +28,6 @@ from polyaccel.ops.base import (
 )
 from polyaccel.ops.jax.updates import narrowed, precise_sum, updated
 from polyaccel.ops.rounding import halves
-from polyaccel.types import ReduceOp
 
 
 def jax_kernels() -> KernelTable:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
@@ -28,7 +29,6 @@ from polyaccel.ops.base import (
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.native.library import CArray, CRounding, Native, native
 from polyaccel.ops.rounding import halves
-from polyaccel.types import DType, ReduceOp
 
 # The codes of csrc/kernels/kernels.h.
 TYPES = {

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
@@ -29,7 +30,6 @@ from polyaccel.ops.base import (
     code_bits,
 )
 from polyaccel.ops.rounding import bfloat16_bits, float16_bits, random_bits
-from polyaccel.types import ReduceOp
 
 Array = npt.NDArray[Any]
 _CHUNK_NUMEL = 1 << 16

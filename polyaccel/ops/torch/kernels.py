@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
@@ -42,7 +43,6 @@ from polyaccel.ops.base import (
 )
 from polyaccel.ops.optimizers import ADAM, ADAMW
 from polyaccel.ops.torch.rounding import write_weights
-from polyaccel.types import ReduceOp
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other
 # devices have no such cache but do have launch costs; there a chunk only bounds the scratch memory.

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import triton
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
@@ -35,7 +36,6 @@ from polyaccel.ops.torch.rounding import signed
 from polyaccel.ops.triton.blocks import add_up, dequantize_blocks, partial_square_sums, quantize_blocks
 from polyaccel.ops.triton.numbers import BFLOAT16, FLOAT16, NOTHING, PLAIN
 from polyaccel.ops.triton.updates import SWEEPS, sweep
-from polyaccel.types import DType
 
 _log = logging.getLogger(__name__)
 

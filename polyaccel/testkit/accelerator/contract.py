@@ -19,6 +19,7 @@ import numpy as np
 
 from polyaccel.accelerators.base import Accelerator, Capabilities, Probe
 from polyaccel.comm.init.backends import comm_backend
+from polyaccel.core.types import DType
 from polyaccel.errors import PluginNotFound, ShardingError
 from polyaccel.testkit.accelerator.kernels import KernelsContract
 from polyaccel.testkit.accelerator.memory import MemoryContract, contents
@@ -27,7 +28,6 @@ from polyaccel.testkit.comparison import equal, refused, same_bytes, same_number
 from polyaccel.testkit.contract import BrokenPromise
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.testkit.training.numpy_training import check_stages
-from polyaccel.types import DType
 
 
 class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):

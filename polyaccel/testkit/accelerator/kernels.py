@@ -9,6 +9,7 @@ from unittest import SkipTest
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.ops.base import ALL_OPS, CAST, DEQUANTIZE, GROUPED_OPS, MATRIX_OPS, QUANTIZE, REDUCE, SCALE
 from polyaccel.testkit.accelerator.memory import BEYOND_A_CHUNK, SMALL_SIZES, contents
 from polyaccel.testkit.comparison import equal, same_numbers
@@ -22,7 +23,6 @@ from polyaccel.testkit.kernels.contract import (
     check_stochastic_rounding,
 )
 from polyaccel.testkit.kernels.grouped import check_grouped_products
-from polyaccel.types import DType, ReduceOp
 
 
 class KernelsContract(ABC):

@@ -9,13 +9,13 @@ from unittest import SkipTest
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.reference import Float64s, to_float64
 from polyaccel.testkit.comparison import equal, refused, same_bytes, same_numbers
 from polyaccel.testkit.kernels.contract import encode
 from polyaccel.testkit.progress import doing
-from polyaccel.types import DType
 
 ALIGNMENT_NBYTES = 64
 SMALL_SIZES = (0, 1, 5, 31, 64, 1000)

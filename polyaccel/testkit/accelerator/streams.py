@@ -13,12 +13,12 @@ from unittest import SkipTest
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator, Event, Stream
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.testkit.accelerator.memory import contents
 from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.testkit.kernels.contract import encode
 from polyaccel.testkit.progress import doing
-from polyaccel.types import DType
 
 _NUMEL = 1 << 20
 _ATTEMPTS = 7

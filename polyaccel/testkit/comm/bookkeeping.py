@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import DoneWork, Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.testkit.growth import host_nbytes, keeps_nothing
-from polyaccel.types import DType
 
 T = TypeVar("T")
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from polyaccel.comm.api import functions
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, PolyaccelError, ShardingError
 from polyaccel.testkit.comm.bookkeeping import (
     calls_keep_no_memory,
@@ -48,7 +49,6 @@ from polyaccel.testkit.comm.uneven import (
 )
 from polyaccel.testkit.comm.values import SIZES, combined, dtypes_of, expect, get, put, refused, values_of
 from polyaccel.testkit.comparison import equal, same_numbers
-from polyaccel.types import DType, ReduceOp
 
 
 class CommContract(ABC):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.testkit.comm.values import SIZES, combined, dtypes_of, expect, get, put, values_of
 from polyaccel.testkit.comparison import same_numbers
-from polyaccel.types import DType, ReduceOp
 
 
 def all_reduce_combines_everywhere(comm: Communicator) -> int:

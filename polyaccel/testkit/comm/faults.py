@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType, ReduceOp
 
 FAULTY = 1
 COMM_TIMEOUT_S = 10.0  # a rank that does its part may stand still for seconds on a busy machine

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import StridedParts
 from polyaccel.comm.base import Communicator, message_from, message_to
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, ShardingError
 from polyaccel.testkit.comm.values import SIZES, combined, dtypes_of, expect, put, refused, values_of
-from polyaccel.types import DType, ReduceOp
 
 Counts = list[int]
 _KINDS: dict[str, Callable[[int, int], int]] = {

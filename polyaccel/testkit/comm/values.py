@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import PolyaccelError
 from polyaccel.testkit import comparison
 from polyaccel.testkit.progress import doing
-from polyaccel.types import DType, ReduceOp
 
 Array = npt.NDArray[Any]
 SIZES = (0, 1, 7, 640, 20_011)  # the last is beyond what backends call small

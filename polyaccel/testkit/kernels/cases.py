@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.ops import reference
 from polyaccel.ops.base import CAST, REDUCE, SCALE, UPDATE, KernelTable, Op, Rule, StateRole, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
 from polyaccel.ops.reference import Float64s
-from polyaccel.types import DType, ReduceOp
 
 _F = DType.FLOAT32
 _TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)

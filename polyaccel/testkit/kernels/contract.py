@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.ops import reference
 from polyaccel.ops.base import (
     DEQUANTIZE,
@@ -36,7 +37,6 @@ from polyaccel.ops.rounding import random_bits
 from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.testkit.kernels.cases import KernelCase
 from polyaccel.testkit.progress import doing
-from polyaccel.types import DType
 
 _EPSILON = {DType.FLOAT64: 2.0**-52, DType.FLOAT32: 2.0**-23, DType.BFLOAT16: 2.0**-7, DType.FLOAT16: 2.0**-10}
 _SMALLEST = 2.0**-24  # of float16, below which its spacing is no longer relative

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.core.types import DType
 from polyaccel.ops import reference
 from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_WEIGHT_GRAD, KernelTable, Op
 from polyaccel.ops.reference import Float64s
 from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.testkit.kernels.contract import encode
 from polyaccel.testkit.progress import doing
-from polyaccel.types import DType
 
 _EPSILON = 2.0**-23
 

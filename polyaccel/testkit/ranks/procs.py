@@ -34,7 +34,7 @@ from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.comm.init.backends import comm_backend
 from polyaccel.comm.init.threads import DEFAULT_TIMEOUT_S, blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 from polyaccel.testkit.progress import listen
 
 _START_TIMEOUT_S = 60.0

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
-from polyaccel.mesh import Mesh
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.comparison import same_numbers
 from polyaccel.testkit.progress import doing
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.params import ParamListener
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.bucket_plan import plan_step

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.accelerators.detect import set_accelerator
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.testkit.comparison import same_numbers
 from polyaccel.testkit.progress import doing
-from polyaccel.types import DType
 
 _STEPS = 10
 _BATCH = 4

@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
+from polyaccel.engine.policies.modules import RecomputePolicy
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.observability.traces.recorder import RunTrace
-from polyaccel.planning.recomputation import Level, PassCosts, choose_levels, describe
-from polyaccel.policies.modules import RecomputePolicy
+from polyaccel.planner.recomputation import Level, PassCosts, choose_levels, describe
 from polyaccel.torch.activation_checkpointing.measuring import PassRecorder
 from polyaccel.torch.activation_checkpointing.operations import DEFAULT, contexts_for, kept_operations
 from polyaccel.torch.activation_checkpointing.plans import ModulePlans
@@ -46,8 +46,8 @@ from polyaccel.torch.activation_checkpointing.regions import (
     configured,
     is_inside_region,
 )
-from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.profiling.unit_spans import span_again
+from polyaccel.torch.sharding.units import find_blocks
 
 log = getLogger(__name__)
 

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from polyaccel.accelerators.base import Accelerator, Event
 from polyaccel.accelerators.torch_device import TorchStream
 from polyaccel.comm.base import Communicator
-from polyaccel.policies.modules import RecomputePolicy
+from polyaccel.engine.policies.modules import RecomputePolicy
 
 log = getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.errors import ShardingError
-from polyaccel.planning.recomputation import BYTES_COST, CallCosts, PassCosts
+from polyaccel.planner.recomputation import BYTES_COST, CallCosts, PassCosts
 from polyaccel.torch.profiling.operations import formulas
 
 Memory = dict[StorageWeakRef, int]

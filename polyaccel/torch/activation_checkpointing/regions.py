@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
-from polyaccel.policies.modules import RecomputePolicy
+from polyaccel.engine.policies.modules import RecomputePolicy
 from polyaccel.torch.activation_checkpointing.inputs import InputStore
 from polyaccel.torch.activation_checkpointing.plans import ModulePlans
 from polyaccel.torch.activation_checkpointing.state import RegionState

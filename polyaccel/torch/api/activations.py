@@ -11,8 +11,8 @@ from typing import Any
 from polyaccel.accelerators import get_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.config import load_config
+from polyaccel.engine.policies.modules import recompute_policy_of
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.policies.modules import recompute_policy_of
 from polyaccel.torch.activation_checkpointing.regions import PLAIN, RecomputedRegions, configured, present_regions
 
 _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import dtype_of, wrap_torch
+from polyaccel.checkpoint.format.torch_values import packed, unpacked
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import CheckpointError
 from polyaccel.ops.base import SCALE
 from polyaccel.torch.api.optimizer_proof import NUMBER_STATES
-from polyaccel.torch.packing import packed, unpacked
-from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.update.optimizers import Group, PeerState, Shard, SliceOptimizer
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.ownership import ParameterOwner, record_of
+from polyaccel.torch.sharding.ownership import ParameterOwner, record_of
 from polyaccel.zero.fragments import GRAD, PARAM, flush_reductions, fragment, read_whole, write_fragment, write_whole
 
 

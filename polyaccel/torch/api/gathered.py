@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.ownership import ParameterOwner, has_changed, is_handed_out, note_version, record_of
-from polyaccel.torch.params.units import register_external_parameter
+from polyaccel.torch.sharding.ownership import ParameterOwner, has_changed, is_handed_out, note_version, record_of
+from polyaccel.torch.sharding.units import register_external_parameter
 from polyaccel.zero.buckets.user_writes import writers_of
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.groups import get_sequence_data_parallel_group
+from polyaccel.core.types import ReduceOp
 from polyaccel.torch.experts import gates
 from polyaccel.torch.experts.layer import Mixture
-from polyaccel.types import ReduceOp
 
 
 def loss_free_balancer(model: nn.Module, ranks: Callable[[], Communicator]) -> Callable[[bool], None] | None:

@@ -14,11 +14,11 @@ from polyaccel.comm.collective import Collective
 from polyaccel.comm.flight_recorder.log import CommLog
 from polyaccel.comm.work import CombinedWork, Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
-from polyaccel.engine.metrics import ExpertFigures
+from polyaccel.core.types import ReduceOp
+from polyaccel.observability.metrics import ExpertFigures
 from polyaccel.torch.experts.gates import tokens_of
 from polyaccel.torch.experts.layer import Mixture
 from polyaccel.torch.experts.models import ExpertParallelExperts, are_experts
-from polyaccel.types import ReduceOp
 
 
 class ExpertLoadMetrics:

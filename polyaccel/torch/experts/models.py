@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from polyaccel.comm.base import Communicator
+from polyaccel.core.block import Block
 from polyaccel.errors import ShardingError
-from polyaccel.mesh.block import Block
 from polyaccel.torch.experts.products import GroupedProducts, computed
 from polyaccel.torch.experts.routing import route
 from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_dispatch
-from polyaccel.torch.params.tensor_shard import TensorShard, local_slice
+from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.layers import present
 from polyaccel.torch.tensor_parallel.parallelize import WholeValues, keep_part
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks, even_parts

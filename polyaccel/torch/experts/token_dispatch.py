@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from polyaccel.accelerators.memory.torch import dtype_of
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import StridedParts
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
 from polyaccel.torch.experts.routing import Routing
 
 _LEAST_NBYTES = 128 << 10

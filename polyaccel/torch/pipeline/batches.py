@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.api.data import to_device
+from polyaccel.torch.data import to_device
 
 Pair = tuple[Any, Any]
 

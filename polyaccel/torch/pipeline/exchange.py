@@ -23,12 +23,12 @@ from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype, wrap_torch
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.pipeline.messages import StageMessage
 from polyaccel.torch.pipeline.values import StageValue
-from polyaccel.types import DType
 
 _TYPES = tuple(DType)
 _MOST_CHANGES = 2

@@ -14,7 +14,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.comm.base import Communicator
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.torch.api.data import to_device
+from polyaccel.torch.data import to_device
 from polyaccel.torch.pipeline.chunk import call_layer
 from polyaccel.torch.pipeline.values import aliases_of, leaves_of, take_apart, tensors_in, unflatten
 

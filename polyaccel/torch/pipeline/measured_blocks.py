@@ -18,7 +18,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.comm.base import Communicator
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.torch.api.data import call_with, to_device
+from polyaccel.torch.data import call_with, to_device
 from polyaccel.torch.pipeline.blocks import BlockList
 from polyaccel.torch.pipeline.trace import as_called, evaluating, other_parameters, tensors_in
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.api.data import loss_of
-from polyaccel.torch.backward import LaterProduct
+from polyaccel.torch.data import loss_of
 from polyaccel.torch.pipeline.values import StageValue
+from polyaccel.torch.sharding.backward import LaterProduct
 
 NOTHING = StageValue(b"", [])
 """What stands where no value has come, or where it has been used."""

@@ -23,10 +23,10 @@ from polyaccel.comm.default import default_communicator, is_initialized
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.select import chosen_placement
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.torch.params.buffer_types import explaining_buffer_types
-from polyaccel.torch.params.units import set_parts
 from polyaccel.torch.pipeline.chunk import Chunk, ChunkPlaces, Layer, LayerPlace, Recomputing, class_name
 from polyaccel.torch.pipeline.measured import measured_weights
+from polyaccel.torch.sharding.buffer_types import explaining_buffer_types
+from polyaccel.torch.sharding.units import set_parts
 
 
 class LayerSpec:

@@ -13,7 +13,7 @@ from polyaccel.pipeline.messages import message_of
 from polyaccel.pipeline.program import ProgramStep, program_of
 from polyaccel.pipeline.select import evaluation_table, select_schedule
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable
-from polyaccel.torch.params.units import parts_of_parameters
+from polyaccel.torch.sharding.units import parts_of_parameters
 
 
 @dataclass(frozen=True)

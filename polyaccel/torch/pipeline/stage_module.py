@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.torch.params.units import has_units, set_parts, set_units
 from polyaccel.torch.pipeline.blocks import BlockList, find_block_list
 from polyaccel.torch.pipeline.module import TiedModule
 from polyaccel.torch.pipeline.trace import ModelTrace, trace_model
+from polyaccel.torch.sharding.units import has_units, set_parts, set_units
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 _NAN = float("nan")

@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.torch.api.data import call_with, to_device
+from polyaccel.torch.data import call_with, to_device
 from polyaccel.torch.deferred_init.values import is_deferred
 from polyaccel.torch.pipeline.blocks import BlockList, small_inputs
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyaccel import tagged_json
 from polyaccel.accelerators.memory.torch import dtype_of
+from polyaccel.core import tagged_json
 from polyaccel.errors import PolyaccelError
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype, wrap_torch
 from polyaccel.comm.base import Communicator
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 
 def merged_tensors(own: Mapping[str, Any], ranks: Communicator, device: torch.device) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.core.types import ParamSpec
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.torch.profiling.kineto import KinetoProfiler
@@ -21,7 +22,6 @@ from polyaccel.torch.profiling.operations import CountingMode
 from polyaccel.torch.profiling.step_profile import StepProfile
 from polyaccel.torch.profiling.unit_spans import unit_spans
 from polyaccel.torch.settings import ModuleSettings
-from polyaccel.types import ParamSpec
 
 log = getLogger(__name__)
 

@@ -64,7 +64,7 @@ def shared_weight(weight: Tensor, ranks: TensorRanks) -> Tensor:
     """A weight that is whole on every rank, for what each rank computes by itself.
 
     Nothing is exchanged: the engine takes the mean of such a weight's gradients over the ranks, and what each rank
-    found is multiplied with their number. See [Note: Means over ranks] in `polyaccel.torch.params.tensor_shard`.
+    found is multiplied with their number. See [Note: Means over ranks] in `polyaccel.torch.sharding.tensor_shard`.
     """
     if ranks.size == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight

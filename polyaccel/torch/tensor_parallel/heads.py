@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from polyaccel.core.block import Run
 from polyaccel.errors import ShardingError
-from polyaccel.mesh.block import Run
 from polyaccel.torch.tensor_parallel.plan import RunsOfRanks
 from polyaccel.torch.tensor_parallel.ranks import even_parts
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polyaccel.mesh.block import Run
-from polyaccel.torch.fsdp.pending import PendingParameter
-from polyaccel.torch.fsdp.sharded import ShardedParameter
+from polyaccel.core.block import Run
+from polyaccel.torch.sharding.pending import PendingParameter
+from polyaccel.torch.sharding.sharded import ShardedParameter
 from polyaccel.torch.tensor_parallel.functions import gathered, part_of, shared_weight, summed_, to_shared
 from polyaccel.torch.tensor_parallel.products import as_autocast, column_product, row_product
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from polyaccel.engine.policies.modules import CutRules
 from polyaccel.errors import ShardingError
-from polyaccel.policies.modules import CutRules
 from polyaccel.torch.tensor_parallel.plan import (
     CutHeads,
     CutModule,

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import distributed, nn
 
+from polyaccel.core.block import Block
+from polyaccel.core.mesh import Mesh
 from polyaccel.errors import ConfigError, Problem, ShardingError
-from polyaccel.mesh import Block, Mesh
-from polyaccel.torch.params.tensor_shard import TensorShard
+from polyaccel.torch.sharding.tensor_shard import TensorShard
 
 _GETTERS = {
     "tensor": ("get_tensor_model_parallel_{}", "get_model_parallel_{}"),
@@ -70,7 +71,7 @@ def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> None:
             if getattr(parameter, "partition_stride", 1) != 1:
                 raise ShardingError(
                     f"{path}.{name} is cut with partition_stride {parameter.partition_stride}",
-                    hint="say its block in the module's parallel_cuts (polyaccel.torch.params.tensor_shard)",
+                    hint="say its block in the module's parallel_cuts (polyaccel.torch.sharding.tensor_shard)",
                     value=path,
                 )
             dim, shape = parameter.partition_dim, list(parameter.shape)

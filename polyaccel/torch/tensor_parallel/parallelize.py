@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyaccel.comm.base import Communicator
+from polyaccel.core.block import Block
 from polyaccel.errors import ShardingError
-from polyaccel.mesh.block import Block
 from polyaccel.torch.deferred_init.mapped import MappedFiles
 from polyaccel.torch.deferred_init.tensor import DeferredTensor, put
 from polyaccel.torch.deferred_init.values import is_deferred, value_of
-from polyaccel.torch.params.tensor_shard import TensorShard, local_slice
+from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.cross_entropy import VocabularyLoss
 from polyaccel.torch.tensor_parallel.layers import (
     CachedInput,

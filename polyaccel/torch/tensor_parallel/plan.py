@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from polyaccel.mesh.block import Block, Run
+from polyaccel.core.block import Block, Run
 from polyaccel.torch.tensor_parallel.ranks import even_parts
 
 How = Literal["column", "row", "vocabulary", "features", "experts", "shared weights", "shared tail", "head biases"]

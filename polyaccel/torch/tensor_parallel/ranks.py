@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from polyaccel.accelerators.torch_device import torch_device_of
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.types import ReduceOp
 
 
 def even_parts(count: int, ranks: int) -> tuple[int, ...]:

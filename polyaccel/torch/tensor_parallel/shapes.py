@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from polyaccel.mesh.block import Block
-from polyaccel.policies.modules import CutRules
-from polyaccel.torch.params.tensor_shard import TensorShard, local_slice
+from polyaccel.core.block import Block
+from polyaccel.engine.policies.modules import CutRules
+from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.make_plan import plan_by
 from polyaccel.torch.tensor_parallel.plan import CutPlan
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
 from polyaccel.zero.plan.bucket_plan import BucketPlan, TrainedBucketPlan
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.resources import Tiers

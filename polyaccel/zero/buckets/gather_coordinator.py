@@ -29,10 +29,10 @@ from array import array
 from collections.abc import Callable, Iterable
 from logging import INFO, WARNING, getLogger
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError
-from polyaccel.types import DType
 from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.gather_schedule import (
     EventKind,

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer, BufferViews
+from polyaccel.core.buffer import Buffer, BufferViews
+from polyaccel.core.types import ReduceOp
 from polyaccel.ops.base import REDUCE, SCALE
-from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.bucket_plan import TrainedBucketPlan
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.plan.placement import Place

@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.offload.tier import Tier
-from polyaccel.types import DType
 from polyaccel.zero.buckets.bucket_params import BucketParams
 from polyaccel.zero.buckets.replicas import Replica, replicas_of
 from polyaccel.zero.buckets.rounding import WeightRounding

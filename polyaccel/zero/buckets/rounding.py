@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ParamSpec
 from polyaccel.ops.base import CAST, StochasticRounding
-from polyaccel.types import ParamSpec
 
 
 def rounding_of(param: ParamSpec, step: int, start: int = 0) -> StochasticRounding | None:

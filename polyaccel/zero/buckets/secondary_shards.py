@@ -9,8 +9,8 @@ is forgotten whenever parameters change.
 
 from __future__ import annotations
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
 from polyaccel.zero.plan.bucket_plan import BucketPlan
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.resources import Communicators

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyaccel.buffer import Buffer, BufferViews
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer, BufferViews
 from polyaccel.offload.tier import Fetch, Tier
 from polyaccel.zero.plan.bucket_plan import BucketPlan
 

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.work import DoneWork, Work
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.offload.tier import DoneFetch, Fetch
 from polyaccel.zero.buckets.secondary_shards import SecondaryShards

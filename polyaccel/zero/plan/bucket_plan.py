@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 from polyaccel.zero.plan.layout import Bucket, ShardLayout
 from polyaccel.zero.plan.placement import NO_OFFLOAD, Offload, Place
 from polyaccel.zero.plan.policy import UNQUANTIZED, Placement, StepPolicy, TrafficPolicy, ZeroPolicy

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import ShardingError
-from polyaccel.mesh.axes import Mesh
-from polyaccel.types import DType, ParamSpec
 
 ALIGNMENT_NBYTES = 64
 ALIGNMENT_ITEMSIZE = 2  # the smallest floating element; 64 bytes of it are also whole cache lines of every wider one

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count, product
 
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 from polyaccel.zero.plan.bucket_plan import BucketPlan, PlannedBuffer, StepPlan, TrainedBucketPlan
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.policy import Bits, Placement, part_nbytes

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.types import DType, ReduceOp
 
 
 class Placement(Enum):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, Self, TypeVar
 
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 from polyaccel.zero.plan.policy import ReductionPolicy
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 from polyaccel.zero.plan.bucket_plan import BucketPlan, StepPlan
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.policy import Bits, Placement, part_nbytes

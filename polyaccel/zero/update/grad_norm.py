@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from math import fsum, isfinite, sqrt
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.ops.base import SQUARE_SUMS
-from polyaccel.types import DType
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.update.user_grad_edits import UserGradEdits, require_equal, require_same_edits, require_shown_whole

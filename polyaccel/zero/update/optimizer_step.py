@@ -31,7 +31,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import OffloadError, PolyaccelError
 from polyaccel.offload.tier import Tier
 from polyaccel.zero.buckets.params import ParamBuckets

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import CheckpointError
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import CAST, SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import Bucket, Slice
 from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, sums_in
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 LIMIT_S = 120.0
 

@@ -19,7 +19,7 @@ ACCELERATORS, STORAGE = "polyaccel.accelerators", "polyaccel.storage"
 ACCELERATOR = """
 from dataclasses import replace
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.types import Probe
+from polyaccel.core.types import Probe
 
 class Device(CpuAccelerator):
     API_VERSION = (3, 0)
@@ -37,7 +37,7 @@ LIAR = (
 )
 FRAGILE = """
 import os
-from polyaccel.checkpoint.storage import FileStorage
+from polyaccel.checkpoint.storage.base import FileStorage
 
 class Fragile(FileStorage):
     API_VERSION = (2, 0)

@@ -13,7 +13,7 @@ BINDER = """
 import socket
 from polyaccel.comm.base import CommBackend
 from polyaccel.errors import CommError
-from polyaccel.types import Probe
+from polyaccel.core.types import Probe
 
 class Binder(CommBackend):
     API_VERSION = (3, 0)

@@ -18,11 +18,11 @@ from backend_marks import needs
 from polyaccel.comm.backends.ccl.communicator import CclCommunicator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, CommTimeout, LaunchError
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 from polyaccel.testkit.comm.values import get, put
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType, ReduceOp
 
 pytestmark = needs("ccl")
 LIMIT_S = 1.2

@@ -9,8 +9,8 @@ import pytest
 from parity_models import make_config, parity_loss, parity_model
 
 import polyaccel
-from polyaccel.checkpoint.storage import FileStorage
-from polyaccel.checkpoint.storages.node_local import NodeLocalStorage
+from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.node_local import NodeLocalStorage
 from polyaccel.comm.base import Communicator
 
 read_nbytes = [0]
@@ -45,12 +45,15 @@ def save_and_load(communicator: Communicator, place: str) -> tuple[int, int, boo
     before = state(engine)
     engine.backward(parity_loss(engine, 2, communicator.rank, 0))
     engine.step()
-    real, polyaccel.runtime.open_storage = polyaccel.runtime.open_storage, lambda name, location, _: Counting(location)
+    real, polyaccel.engine.runtime.open_storage = (
+        polyaccel.engine.runtime.open_storage,
+        lambda name, location, _: Counting(location),
+    )
     read_nbytes[0] = 0
     try:
         engine.load_checkpoint(place, tag="t")
     finally:
-        polyaccel.runtime.open_storage = real
+        polyaccel.engine.runtime.open_storage = real
     return (
         read_nbytes[0],
         sum(path.stat().st_size for path in Path(place).rglob("*.safetensors")),

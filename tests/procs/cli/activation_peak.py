@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import polyaccel
-from polyaccel.torch.params.meta_shapes import model_of_directory
+from polyaccel.torch.estimate.meta_shapes import model_of_directory
 
 
 def status_nbytes(key: str) -> int:

@@ -91,7 +91,7 @@ def test_an_accelerator_that_cannot_be_chosen_is_said_with_the_reason(tmp_path: 
 PARTLY = """
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.types import Probe
+from polyaccel.core.types import Probe
 
 class Apart(CpuAccelerator):
     API_VERSION = (3, 0)

@@ -10,10 +10,10 @@ import pytest
 from polyaccel.comm.backends.torch.communicator import TorchCommunicator
 from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.testkit.comm.contract import CommContract
 from polyaccel.testkit.comm.values import combined, expect, put, values_of
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType, ReduceOp
 
 
 class TestGloo(CommContract):

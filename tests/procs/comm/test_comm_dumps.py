@@ -20,7 +20,7 @@ if os.environ["POLYACCEL_COMM"] == "shm":
     sys.modules["torch"] = None  # shared memory needs none, and its import costs more than all the rest
 from polyaccel import comm
 from polyaccel.accelerators.detect import get_accelerator
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 def wait_for(path):
     while not os.path.exists(path):
         time.sleep(0.01)

@@ -23,9 +23,9 @@ from failing_ranks import (
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from polyaccel.comm.init import hosts
 from polyaccel.comm.init.hosts import make_hierarchical
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator
 from polyaccel.errors import CommError
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.ranks.procs import RankPool
 

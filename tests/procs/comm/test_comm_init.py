@@ -21,7 +21,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.launchers.request import VARIABLES
 from polyaccel.errors import CommError, PluginNotFound
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 from polyaccel.testkit.ranks.procs import RankPool
 
 

@@ -11,10 +11,10 @@ import torch
 from polyaccel.comm.api.coalescing import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from polyaccel.comm.api.compressed import CompressedAllReduce
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.testkit.comm.values import put, values_of
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 KINDS = ((5, DType.FLOAT32), (0, DType.FLOAT32), (3, DType.INT64), (64, DType.BFLOAT16), (7, DType.FLOAT32))
 NUMEL = 5_003

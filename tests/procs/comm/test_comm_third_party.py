@@ -104,7 +104,7 @@ def fail():
 PLUGIN = """
 from polyaccel.comm.base import CommBackend
 from polyaccel.comm.collectives.single import SingleCommunicator
-from polyaccel.types import Probe
+from polyaccel.core.types import Probe
 
 class Backend(CommBackend):
     API_VERSION = (3, 0)

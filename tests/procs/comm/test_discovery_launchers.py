@@ -17,7 +17,7 @@ import pytest
 from fake_hosts import FakeHosts, two_hosts, why_no_hosts
 from slurm_node import slurm_node, why_no_slurm
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 RANK_PREFIXES = ("OMPI_", "PMI", "PRTE_", "SLURM_", "MPI_LOCAL", "TORCHELASTIC_")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 SCRIPT = """
 import os, torch, polyaccel.comm as comm

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dropin_hello import ACCUMULATION, MICRO_BATCH, build, reference
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = ROOT / "plugins" / "polyaccel-deepspeed"

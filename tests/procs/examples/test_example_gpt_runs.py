@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "examples" / "gpt" / "train.py")

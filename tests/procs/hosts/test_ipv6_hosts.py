@@ -13,7 +13,7 @@ import pytest
 from host_jobs import Hosts
 from ssh_hosts import SshHosts, why_absent
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 _LIMIT_S = 120.0
 SUMS = """

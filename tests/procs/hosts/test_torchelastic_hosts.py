@@ -109,11 +109,11 @@ def agents(two_hosts: Hosts, tmp_path: Path) -> Iterator[Agents]:
 
 
 def kill_agent(host: SshHost) -> None:
-    host.run("pkill", "-KILL", "-f", "polyaccel.launch.elastic.torch.agent")
+    host.run("pkill", "-KILL", "-f", "polyaccel.launch.elastic.torch_agent")
 
 
 def stop_agent(host: SshHost) -> None:
-    host.run("pkill", "-STOP", "-f", "polyaccel.launch.elastic.torch.agent")
+    host.run("pkill", "-STOP", "-f", "polyaccel.launch.elastic.torch_agent")
 
 
 def kill_all(host: SshHost) -> None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("jax")
 
 from polyaccel.comm.backends.shm.backend import ShmBackend
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 PROGRAM = Path(__file__).parents[2] / "support" / "jobs" / "jax_killed_rank.py"
 PATIENCE_S = 60

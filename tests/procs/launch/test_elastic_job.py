@@ -14,7 +14,7 @@ from elastic_job import BATCH, SAMPLES
 
 import polyaccel
 from polyaccel.comm.base import Communicator
-from polyaccel.launch.memory_server.start import can_keep
+from polyaccel.job.memory_server.start import can_keep
 from polyaccel.testkit.ranks.threads import run_threads
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="replicas need Linux")

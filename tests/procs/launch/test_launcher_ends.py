@@ -319,7 +319,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
 def test_a_rank_that_quits_with_0_before_it_has_met_the_others_is_named(late: int, tmp_path: Path) -> None:
     """And at once, whichever of the two acts later: the others wait for ever here."""
     script = f"""
-from polyaccel.readiness import WAITS, report_to_launcher
+from polyaccel.job.readiness import WAITS, report_to_launcher
 ready()
 if rank == {late}:
     wait()
@@ -342,7 +342,7 @@ while True:
 
 def test_a_rank_that_has_met_the_others_may_quit_before_them(tmp_path: Path) -> None:
     script = """
-from polyaccel.readiness import JOINED, WAITS, report_to_launcher
+from polyaccel.job.readiness import JOINED, WAITS, report_to_launcher
 if rank == 1:
     report_to_launcher(os.environ, 1, JOINED)
 ready()
@@ -360,7 +360,7 @@ if rank == 0:
 
 def test_a_rank_that_makes_no_step_is_named_with_its_stack(tmp_path: Path) -> None:
     script = """
-from polyaccel.readiness import JOINED, STEP, enable_stack_dump_signal, report_to_launcher
+from polyaccel.job.readiness import JOINED, STEP, enable_stack_dump_signal, report_to_launcher
 def hang_here():
     while True:
         signal.pause()

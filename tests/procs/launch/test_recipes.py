@@ -16,7 +16,7 @@ import yaml
 from manifest_commands import pod_commands
 from slurm_node import slurm_node, why_no_slurm
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.checkpoint import list_checkpoints
-from polyaccel.checkpoint.async_save.client import can_save_in_background
+from polyaccel.checkpoint.save.async_client import can_save_in_background
 
 pytestmark = pytest.mark.skipif(not can_save_in_background(), reason="saves in the background need Linux")
 LIMIT_S = 240.0
@@ -17,7 +17,7 @@ SCRIPT = """
 import os, signal, sys
 import torch
 import polyaccel
-from polyaccel.checkpoint.async_save import client
+from polyaccel.checkpoint.save import async_client
 
 config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 engine, *_ = polyaccel.initialize(model=torch.nn.Linear(64, 64), config=config)
@@ -26,7 +26,7 @@ engine.step()
 engine.save_checkpoint(sys.argv[1], tag="first")
 engine.wait_for_checkpoint()
 # The processes that write are stopped, until the launcher, which asks all processes to end, lets stopped ones go on.
-os.kill(client.owner().pid, signal.SIGSTOP)
+os.kill(async_client.owner().pid, signal.SIGSTOP)
 engine.save_checkpoint(sys.argv[1])
 engine.communicator.barrier()
 if engine.communicator.rank == int(sys.argv[2]):

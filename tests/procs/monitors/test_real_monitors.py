@@ -20,7 +20,7 @@ import torch
 from polyaccel_mlflow.monitor import MlflowMonitor
 
 import polyaccel
-from polyaccel.engine.metrics import Monitor
+from polyaccel.observability.metrics import Monitor
 from polyaccel.observability.monitors.comet import CometMonitor
 from polyaccel.observability.monitors.tensorboard import TensorBoardMonitor
 from polyaccel.observability.monitors.wandb import WandbMonitor

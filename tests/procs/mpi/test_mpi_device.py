@@ -12,10 +12,10 @@ from polyaccel.accelerators.base import NullStream, Stream
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.mpi.backend import MpiBackend
 from polyaccel.comm.base import Communicator, Rendezvous
+from polyaccel.core.types import DeviceId
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm.contract import all_reduce_combines_everywhere
 from polyaccel.testkit.ranks.mpi import MpiRankPool
-from polyaccel.types import DeviceId
 
 pytestmark = needs("mpi")
 SWITCH = "MPICH_GPU_SUPPORT_ENABLED"

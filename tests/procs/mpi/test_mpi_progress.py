@@ -13,12 +13,12 @@ import pytest
 from backend_marks import needs
 from failing_ranks import LIMIT_S, PATIENCE_S, WATCH_S
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.ranks.mpi import MpiRankPool
-from polyaccel.types import DType
 
 pytestmark = needs("mpi")
 

@@ -14,9 +14,9 @@ import pytest
 from parity_models import SMALL_BUCKET, assert_bitwise, make_config, parity_model, train
 
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.core.types import DType
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.tier import TierOptions
-from polyaccel.types import DType
 
 TIMEOUT_S = 60.0
 JOB = """
@@ -24,7 +24,7 @@ import os, sys
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.tier import TierOptions
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 host = CpuAccelerator("numpy")
 tier = NvmeTier()

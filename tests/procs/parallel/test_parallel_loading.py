@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from polyaccel import zero
 from polyaccel.comm.base import Communicator
-from polyaccel.mesh.block import Block
+from polyaccel.core.block import Block
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.deferred_init.log import return_holes
 from polyaccel.torch.tensor_parallel import parallelize

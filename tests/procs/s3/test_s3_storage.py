@@ -23,12 +23,12 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.retention.rules import Retention
-from polyaccel.checkpoint.storages.fsspec import FsspecStorage
+from polyaccel.checkpoint.storage.fsspec import FsspecStorage
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.testkit.storage import StorageContract
-from polyaccel.types import DType
 
 _MIB = 1 << 20
 _places = count()
@@ -124,7 +124,7 @@ def test_equal_parts_for_stores_that_want_them(url: str, options: dict[str, Any]
 
 KILLED = """
 import os, signal, sys
-from polyaccel.checkpoint.storages.fsspec import FsspecStorage
+from polyaccel.checkpoint.storage.fsspec import FsspecStorage
 
 def chunks():
     for _ in range(5):

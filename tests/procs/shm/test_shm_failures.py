@@ -22,9 +22,9 @@ from failing_ranks import (
 from polyaccel.comm.backends.shm.communicator import ShmCommunicator
 from polyaccel.comm.backends.shm.memory import Heap, Member, PeerFile, open_peer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType, ReduceOp
 
 NEVER_S = 500.0
 KILLS = int(os.environ.get("POLYACCEL_SHM_KILLS", "5"))

@@ -20,7 +20,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.backends.shm.backend import ShmBackend
 from polyaccel.errors import CommError
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 rank, waits = int(sys.argv[1]), sys.argv[3]
 meeting = Rendezvous(rank, 2, rank, 2, None, None, "a test", sys.argv[2])

@@ -8,12 +8,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collectives.reduction import reduce_parts
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType, ReduceOp
 
 COLLECTIVES = int(os.environ.get("POLYACCEL_SHM_COLLECTIVES", "2000"))
 DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.INT64, DType.INT32, DType.INT8)

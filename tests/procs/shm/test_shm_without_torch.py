@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 sys.modules["torch"] = None  # as if it were not installed
 from polyaccel import comm
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 for turn in range(2):
     comm.init_distributed(timeout=30)
     ours = comm.default_communicator()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 TIMEOUT_S = 100
 LAYERS, WIDTH = 24, 2048

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 TIMEOUT_S = 240
 LAYERS, WIDTH = 24, 1600

@@ -14,7 +14,7 @@ import os, signal, threading
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import REDUCE
 from polyaccel.ops.native.kernels import native_kernels
-from polyaccel.types import DType, ReduceOp
+from polyaccel.core.types import DType, ReduceOp
 
 def tasks():
     return len(os.listdir("/proc/self/task"))

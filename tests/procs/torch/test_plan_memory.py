@@ -20,16 +20,16 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.config import load_resolved
-from polyaccel.mesh import Mesh
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType
+from polyaccel.engine.policies.modules import module_rules_of
+from polyaccel.engine.policies.steps import plan_for
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.nvme import NvmeTier
-from polyaccel.planning.forecast import step_plan
-from polyaccel.policies.modules import module_rules_of
-from polyaccel.policies.steps import plan_for
+from polyaccel.planner.forecast import step_plan
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.torch.params.meta_shapes import shape_of_module
-from polyaccel.types import DType
+from polyaccel.torch.estimate.meta_shapes import shape_of_module
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan
 from polyaccel.zero.plan.memory import Purpose, estimate_memory, follow_reductions
 from polyaccel.zero.plan.placement import Place

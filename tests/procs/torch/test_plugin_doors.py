@@ -14,8 +14,8 @@ SOURCE = '''
 import json
 from pathlib import Path
 
-from polyaccel.checkpoint.storage import FileStorage
-from polyaccel.engine.metrics import Monitor
+from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.observability.metrics import Monitor
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.offload.host import HostTier
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from polyaccel.job.trial_env import TRIAL_VARIABLE
 from polyaccel.launch.tree import ProcessTracker
-from polyaccel.trial_env import TRIAL_VARIABLE
-from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.trials import TrialPlan, run_trial
+from polyaccel.planner.autotune.candidates import Candidate
+from polyaccel.planner.autotune.trials import TrialPlan, run_trial
 
 OWN = Candidate(stage=1, micro_batch=2, accumulation=4, bucket_numel=1000)
 WRITE = f"""

@@ -22,7 +22,7 @@ from parity_models import make_config, parity_loss, parity_model
 import polyaccel.torch.initialize
 from polyaccel import comm
 from polyaccel.comm.init.backends import comm_backend
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 WORLD, STEPS, LAST = 3, 4, 2
 LIMIT_S = 100

@@ -10,9 +10,9 @@ import pytest
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CommTimeout, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.types import DType
 
 CALL = "reduce_scatter sum 300 x float32 bucket 7 'grads'"
 # A rank may stand still for seconds on a busy machine. One that is well must come within the limit all the same, and

@@ -7,8 +7,8 @@ from typing import Any
 
 from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
-from polyaccel.types import DeviceId, DType
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DeviceId, DType
 
 FAR = DeviceId("far", 0)
 _ELSEWHERE = 1 << 56

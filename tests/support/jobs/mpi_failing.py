@@ -12,7 +12,7 @@ from polyaccel import comm
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.detect import set_accelerator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 HOST = CpuAccelerator("numpy")  # starts sooner than torch
 NEVER_S = 500.0

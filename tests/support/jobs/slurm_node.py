@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from polyaccel.ports import free_port
+from polyaccel.job.ports import free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 UP_TIMEOUT_S = 60

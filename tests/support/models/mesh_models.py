@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.comm.base import Communicator
-from polyaccel.mesh import Block, Mesh, MeshAxis
+from polyaccel.core.block import Block
+from polyaccel.core.mesh import Mesh, MeshAxis
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import TensorShard
+from polyaccel.torch.sharding.tensor_shard import TensorShard
 
 
 class _Copied(torch.autograd.Function):

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
 from polyaccel.testkit.training import numpy_training as training
 from polyaccel.testkit.training.numpy_training import GROUP, SHAPES, Arrays, batch, gradients, initial, train_plainly
 from polyaccel.zero.engine import ZeroEngine

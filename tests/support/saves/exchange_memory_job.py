@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from polyaccel.checkpoint import open_checkpoint
-from polyaccel.exchange.exporting import chosen
-from polyaccel.exchange.importing import ImportTensor, Incoming, imported
-from polyaccel.exchange.resharding import resharded
-from polyaccel.types import DType
+from polyaccel.checkpoint.convert.exporting import chosen
+from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, imported
+from polyaccel.checkpoint.convert.resharding import resharded
+from polyaccel.core.types import DType
 
 COUNT, NUMEL = 12, 1 << 20
 """Parameters, and their elements; each has a moment of the optimizer of the same size."""
@@ -74,7 +74,7 @@ def begin(place: Path, numel: int) -> None:
 
 def module_of(name: str) -> Any:
     known = {"bin": "torch_bin", "dcp": "torch_dcp"}
-    where = "polyaccel_deepspeed.exchange" if name.startswith("deepspeed") else "polyaccel.exchange.formats"
+    where = "polyaccel_deepspeed.exchange" if name.startswith("deepspeed") else "polyaccel.checkpoint.convert.formats"
     return import_module(f"{where}.{known.get(name, name)}")
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import TensorPiece, open_checkpoint
-from polyaccel.checkpoint.save_protocol import SaveContents
+from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.checkpoint.saver import SavePolicy, Saver
 from polyaccel.comm.backends.local.backend import LocalWorld
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 
 def save(

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from polyaccel.checkpoint import storage as module_of_storage
-from polyaccel.checkpoint.storage import FileStorage
+from polyaccel.checkpoint.storage import base as module_of_storage
+from polyaccel.checkpoint.storage.base import FileStorage
 
 _NAMES = ((r"\.(.*)\.[0-9a-f]{8}-\d+-\d+-\d+\.tmp$", r"\1, unfinished"), (r"save-\d+-[0-9a-f]{8}", "save-"))
 
@@ -29,7 +29,7 @@ class SteppedStorage(FileStorage):
 
     def __init__(self, location: Any, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(location, options)
-        is_writer = "polyaccel.checkpoint.async_save.process" in sys.modules
+        is_writer = "polyaccel.checkpoint.save.async_process" in sys.modules
         if self.options and (self.options["of"] == "writer") is is_writer and not _Steps.installed:
             _Steps(self.location, self.options).install()
 

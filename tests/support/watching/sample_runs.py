@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from polyaccel.engine.metrics import Alarm, CallFigures, ExpertFigures, JsonlMonitor, StepMetrics
+from polyaccel.observability.metrics import Alarm, CallFigures, ExpertFigures, JsonlMonitor, StepMetrics
 from polyaccel.observability.run_dir import LOG_FILE, METRICS_FILE, RANKS_FOLDER, RUN_FILE, TRACE_FILE
 from polyaccel.observability.traces.chrome import write_trace
 from polyaccel.observability.traces.clock import ClockOffset

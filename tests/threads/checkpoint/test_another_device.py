@@ -15,11 +15,11 @@ from torch import nn
 
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.checkpoint.format.torch_values import packed, unpacked
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.packing import packed, unpacked
-from polyaccel.torch.states.random_states import RandomStates
+from polyaccel.torch.checkpoint.random_states import RandomStates
 
 WORLD, STAGE = 2, 2
 

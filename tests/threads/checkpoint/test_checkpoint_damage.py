@@ -19,17 +19,16 @@ from polyaccel.checkpoint import (
     CheckpointReader,
     FileStorage,
     TensorPiece,
-    commit,
     list_checkpoints,
     open_checkpoint,
-    pieces,
     save_checkpoint,
 )
+from polyaccel.checkpoint.format import commit, pieces
 from polyaccel.comm.backends.local.backend import LocalWorld
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, CommTimeout
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 NUMPY = CpuAccelerator("numpy")
 TENSORS = {"a.weight": 20, "b.weight": 33}
@@ -56,7 +55,7 @@ def save(communicator: Communicator, place: Path, tag: str) -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the complete checkpoints step1, step2 and step3, saved in this order; latest is step3."""
     seconds = iter(range(1000, 2000))
-    monkeypatch.setattr("polyaccel.checkpoint.save_protocol.time.time", lambda: next(seconds))
+    monkeypatch.setattr("polyaccel.checkpoint.save.protocol.time.time", lambda: next(seconds))
     for tag in ("step1", "step3", "step2"):
         run_threads(2, save, tmp_path, tag, accelerator=NUMPY)
     (tmp_path / "latest").write_text("step3")
@@ -237,7 +236,9 @@ def open_all(communicator: Communicator, places: list[Path], **options: Any) -> 
 def test_all_ranks_open_what_rank_0_chose(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = commit.read_latest
     seen = iter(["step2"])  # a second look, from another host, would see something else
-    monkeypatch.setattr("polyaccel.checkpoint.reader.read_latest", lambda storage: next(seen, None) or real(storage))
+    monkeypatch.setattr(
+        "polyaccel.checkpoint.load.reader.read_latest", lambda storage: next(seen, None) or real(storage)
+    )
     assert run_threads(3, open_all, [place] * 3, accelerator=NUMPY) == ["step2"] * 3
 
 

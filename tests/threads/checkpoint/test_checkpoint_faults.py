@@ -15,12 +15,12 @@ from polyaccel.accelerators.base import Probe
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import Commit, FileStorage, Storage, TensorPiece, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.save_folders import save_folders
+from polyaccel.checkpoint.format.save_folders import save_folders
 from polyaccel.comm.backends.local.backend import LocalWorld
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, CommError, CommTimeout
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 NUMPY = CpuAccelerator("numpy")
 Fault = Literal["crash before", "crash midway", "crash after", "error before", "error after"]

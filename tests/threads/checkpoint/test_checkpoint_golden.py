@@ -17,12 +17,13 @@ import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import allocate_numpy
-from polyaccel.buffer import Buffer
-from polyaccel.checkpoint import TensorPiece, open_checkpoint, pieces, save_checkpoint
+from polyaccel.checkpoint import TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint.format import pieces
 from polyaccel.comm.base import Communicator
-from polyaccel.mesh.block import Block
+from polyaccel.core.block import Block
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FORMATS = ("checkpoint_v1", "checkpoint_v1_1", "checkpoint_v2")
@@ -144,8 +145,8 @@ def test_every_tool_opens_the_files_of_format_2() -> None:
 
 def test_the_writer_still_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MAX_PIECE_NBYTES", 16)
-    monkeypatch.setattr("polyaccel.checkpoint.save_protocol.time.time", lambda: 1.75e9)
-    monkeypatch.setattr("polyaccel.checkpoint.save_folders.token_hex", lambda _: "5f0a77c2")
+    monkeypatch.setattr("polyaccel.checkpoint.save.protocol.time.time", lambda: 1.75e9)
+    monkeypatch.setattr("polyaccel.checkpoint.format.save_folders.token_hex", lambda _: "5f0a77c2")
     run_threads(2, save_golden, tmp_path, accelerator=CpuAccelerator("numpy"))
     written = files_of(tmp_path)
     assert written.pop(Path("global_step12/save-0001-5f0a77c2/owner.json"))

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
-from polyaccel.checkpoint import TensorPiece, open_checkpoint, pieces, save_checkpoint
+from polyaccel.checkpoint import TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint.format import pieces
 from polyaccel.comm.base import Communicator
+from polyaccel.core.block import Block
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import CheckpointError
-from polyaccel.mesh import Mesh
-from polyaccel.mesh.block import Block
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
 
 NUMPY = CpuAccelerator("numpy")

@@ -18,11 +18,11 @@ from torch.distributed import checkpoint as dcp
 
 import polyaccel
 from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint.convert.elements import as_numbers, converted, read
 from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
-from polyaccel.exchange.elements import as_numbers, converted, read
+from polyaccel.core.types import DType
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

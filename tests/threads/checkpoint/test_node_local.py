@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import Storage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.per_node import neighbor_copies
-from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.checkpoint.retention.rules import Retention
-from polyaccel.checkpoint.storages.node_local import NodeLocalStorage
+from polyaccel.checkpoint.save import neighbor_copies
+from polyaccel.checkpoint.save.node_topology import StorageNodes
+from polyaccel.checkpoint.storage.node_local import NodeLocalStorage
 from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init.threads import run_threads
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
-from polyaccel.types import DType
 
 NUMPY = CpuAccelerator("numpy")
 NUMEL = 24

@@ -13,14 +13,14 @@ import pytest
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.commit import LATEST, write_latest
+from polyaccel.checkpoint.format.commit import LATEST, write_latest
+from polyaccel.checkpoint.format.save_folders import new_save
 from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, KeepBest, Retention
-from polyaccel.checkpoint.save_folders import new_save
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 NUMPY = CpuAccelerator("numpy")
 

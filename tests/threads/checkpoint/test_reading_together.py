@@ -15,8 +15,9 @@ from parity_models import make_config, parity_loss, parity_model
 
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.checkpoint import FileStorage, open_checkpoint, pieces
-from polyaccel.checkpoint.cooperative_read import reading, windows
+from polyaccel.checkpoint import FileStorage, open_checkpoint
+from polyaccel.checkpoint.format import pieces
+from polyaccel.checkpoint.load.cooperative import reading, windows
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import CheckpointError
@@ -45,7 +46,9 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors of several pieces, rounds of a few, and every read counted."""
     monkeypatch.setattr(pieces, "MAX_PIECE_NBYTES", 128)
     monkeypatch.setattr(reading, "WINDOW_NBYTES", 512)
-    monkeypatch.setattr("polyaccel.runtime.open_storage", lambda name, location, options: CountingStorage(location))
+    monkeypatch.setattr(
+        "polyaccel.engine.runtime.open_storage", lambda name, location, options: CountingStorage(location)
+    )
     CountingStorage.counts.clear()
     yield
     CountingStorage.counts.clear()

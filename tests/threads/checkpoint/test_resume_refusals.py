@@ -135,7 +135,7 @@ def test_the_newest_is_the_newest_though_the_clock_was_set_back(tmp_path, monkey
     def work(communicator, model):
         engine = engine_for(model, 1, checkpoint={"async": False})
         for tag, now_s in (("first", 2e9), ("second", 1e9), ("third", 1e9 + 5)):
-            monkeypatch.setattr("polyaccel.checkpoint.save_protocol.time.time", lambda now_s=now_s: now_s)
+            monkeypatch.setattr("polyaccel.checkpoint.save.protocol.time.time", lambda now_s=now_s: now_s)
             engine.save_checkpoint(str(tmp_path), tag=tag)
         (tmp_path / "latest").unlink()
         assert engine.load_checkpoint(str(tmp_path))[0] == f"{tmp_path}/third"

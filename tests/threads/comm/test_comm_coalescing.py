@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from polyaccel import comm as public
-from polyaccel.buffer import Buffer
 from polyaccel.comm.api.coalescing import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.comm.values import put, values_of
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ReduceOp
 
 KINDS = ((5, DType.FLOAT32), (0, DType.FLOAT32), (3, DType.INT64), (64, DType.BFLOAT16), (7, DType.FLOAT32))
 

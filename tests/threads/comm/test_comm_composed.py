@@ -12,7 +12,6 @@ from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.accelerators.memory.torch import TorchBuffer
-from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.local.backend import LocalCommunicator
 from polyaccel.comm.base import Communicator, message_to
 from polyaccel.comm.collective import EQUAL_PARTS, UNEVEN_PARTS, Collective, Operation
@@ -20,11 +19,12 @@ from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.comm.wrappers.staged import StagedCommunicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm import uneven
 from polyaccel.testkit.comm.values import get, put, values_of
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ReduceOp
 
 BODIES = (
     uneven.all_gather_takes_uneven_parts,

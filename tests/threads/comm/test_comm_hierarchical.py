@@ -12,12 +12,12 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
 from polyaccel.comm.init.hosts import ranks_by_host
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator, is_two_level
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm import contract as contract
 from polyaccel.testkit.comm.contract import CommContract
 from polyaccel.testkit.comm.values import put, values_of
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ReduceOp
 
 SIDE_BY_SIDE = {4: ((0, 1), (2, 3)), 6: ((0, 1), (2, 3), (4, 5))}
 ROUND_ROBIN = {4: ((0, 2), (1, 3)), 6: ((0, 3), (1, 4), (2, 5))}

@@ -10,10 +10,10 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.local.backend import LocalCommunicator, LocalWorld
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.comm.values import get, put
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 
 def test_a_result_appears_in_wait_and_not_earlier() -> None:

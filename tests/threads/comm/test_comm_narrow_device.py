@@ -6,12 +6,12 @@ import pytest
 
 from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.testkit.comm.contract import messages_arrive_in_order
 from polyaccel.testkit.comm.values import dtypes_of, get, put, values_of
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 WIDE = {DType.FLOAT64, DType.INT64}
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from polyaccel import comm, tagged_json
+from polyaccel import comm
 from polyaccel.comm import secret as comm_secret
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.objects import MOST_OBJECT_NBYTES
+from polyaccel.core import tagged_json
 from polyaccel.errors import CommError, PolyaccelError
-from polyaccel.job_auth import SECRET_VARIABLE, sign
+from polyaccel.job.auth import SECRET_VARIABLE, sign
 from polyaccel.testkit.ranks.threads import run_threads
 
 SECRET = "of this job, and of no other"

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from pretended_hosts import Hosts, on_hosts, pass_on_up_to
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
 from polyaccel.comm.wrappers.hierarchical import _SHORT_NBYTES, HierarchicalCommunicator, _short_nbytes
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm.values import put
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 LAYOUTS: dict[str, Hosts] = {
     "2 x 2": ((0, 1), (2, 3)),

@@ -11,10 +11,10 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.wrappers.quantized import Bits, QuantizedCommunicator
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.comm.values import get, put, refused, values_of
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ReduceOp
 
 BLOCK = 8
 MOST = {8: 127, 4: 7}

@@ -26,9 +26,9 @@ from polyaccel.comm.flight_recorder.watchdog import (
 )
 from polyaccel.comm.host_address import start_of
 from polyaccel.comm.work import Work
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -8,9 +8,9 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.benchmark.measure import SpeedMeter, all_cases, measured
 from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 
 def _measured(comm: Communicator) -> CollectiveTimings:

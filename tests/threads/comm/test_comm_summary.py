@@ -14,10 +14,10 @@ from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.flight_recorder.summary import start_log
 from polyaccel.config import load_config
+from polyaccel.core.types import DType
+from polyaccel.engine.runtime import build
 from polyaccel.errors import CommError, ConfigError
-from polyaccel.runtime import build
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 
 def recording(inner: LocalCommunicator, **options: Any) -> RecordingCommunicator:

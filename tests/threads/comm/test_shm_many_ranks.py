@@ -15,8 +15,8 @@ from polyaccel.comm.backends.shm.communicator import ShmCommunicator
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
 from polyaccel.comm.backends.shm.library import shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, map_file, new_file
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
-from polyaccel.types import DType, ReduceOp
 
 pytestmark = needs("shm")
 RANKS = 100

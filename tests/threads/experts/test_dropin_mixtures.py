@@ -13,7 +13,7 @@ from dropin_mixtures import STEPS, batch, built, config_of
 from polyaccel.comm.base import Communicator
 from polyaccel.ops import matmul_autotune
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 
 CASES = ["top 1 in order of nothing dropped", "top 2 without sampling", "top 3", "residual"]
 """Those that draw nothing: threads draw from one generator."""

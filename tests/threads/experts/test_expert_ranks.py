@@ -21,7 +21,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.ops import matmul_autotune
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import cuts_of, local_slice
+from polyaccel.torch.sharding.tensor_shard import cuts_of, local_slice
 from polyaccel.utils import safe_get_full_optimizer_state
 
 STEPS = 3

@@ -19,9 +19,9 @@ import polyaccel
 from polyaccel.checkpoint.in_memory import replicas
 from polyaccel.errors import CheckpointError
 from polyaccel.jax import scan_units
-from polyaccel.job_auth import SECRET_VARIABLE
-from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
-from polyaccel.launch.memory_server.start import can_keep
+from polyaccel.job.auth import SECRET_VARIABLE
+from polyaccel.job.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.job.memory_server.start import can_keep
 from polyaccel.testkit.ranks.threads import run_threads
 
 STEPS, STOP = 6, 3

@@ -98,7 +98,7 @@ def test_recomputed_blocks_at_stage_3(programs, how):
 
 def test_at_stage_3_a_layer_is_gathered_around_itself():
     """As one of torch would be: its parameters are not those of modules that are never called."""
-    from polyaccel.torch.params.units import find_units
+    from polyaccel.torch.sharding.units import find_units
 
     model = MIXED[None].build()
     assert list(find_units(model)) == ["blocks.0", "blocks.1", "blocks.2", "last"]

@@ -12,8 +12,8 @@ from parity_models import grouped, make_config, parity_loss, parity_model, train
 
 import polyaccel
 from polyaccel.comm import groups
+from polyaccel.core.mesh import Mesh, MeshAxis
 from polyaccel.errors import CommError, ConfigError
-from polyaccel.mesh import Mesh, MeshAxis
 from polyaccel.testkit.ranks.threads import run_threads
 
 

@@ -19,15 +19,15 @@ from torch import nn
 import polyaccel
 from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
 from polyaccel.config import load_config
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import ConfigError
 from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.offload.state_file import StateFile
 from polyaccel.ops.base import UPDATE, KernelTable, Rule
-from polyaccel.planning.forecast import step_plan
+from polyaccel.planner.forecast import step_plan
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.memory import estimate_memory
 from polyaccel.zero.plan.placement import Place

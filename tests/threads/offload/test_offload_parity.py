@@ -25,12 +25,12 @@ from stage3_models import assert_same_run
 import polyaccel
 from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import ConfigError, OffloadError
 from polyaccel.offload.state_file import StateFile
 from polyaccel.ops.base import KernelTable
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 STEPS = 3
 BF16 = {"bf16": {"enabled": True}}

@@ -15,9 +15,9 @@ import polyaccel
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.config.resolve import load_resolved
 from polyaccel.engine import rank_consistency
+from polyaccel.engine.policies.engines import common_settings_of
 from polyaccel.engine.rank_consistency import require_same_training, training_facts
 from polyaccel.errors import ShardingError
-from polyaccel.policies.engines import common_settings_of
 
 Deviation = Callable[[ParityModel, dict[str, Any]], Any]
 """What rank 1 does to its model and config before `initialize`; returns other arguments for that."""

@@ -13,7 +13,7 @@ from transformer_models import transformer_batch, transformer_model
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

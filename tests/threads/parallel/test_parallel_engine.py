@@ -20,7 +20,7 @@ import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel.parallelize import local_slice
 from polyaccel.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -15,7 +15,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel.layers import ShardSpec, SharedTail, shared_as
 from polyaccel.torch.tensor_parallel.make_plan import make_plan
 from polyaccel.torch.tensor_parallel.parallelize import parallelize_module

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformer_models import KINDS, transformer_batch, transformer_model
 
 from polyaccel.comm.base import Communicator
-from polyaccel.mesh.block import are_disjoint
+from polyaccel.core.block import are_disjoint
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel.make_plan import make_plan
 from polyaccel.torch.tensor_parallel.parallelize import local_slice, parallelize_module
 

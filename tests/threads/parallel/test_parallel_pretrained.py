@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 import polyaccel
 from polyaccel import zero
 from polyaccel.comm.base import Communicator
-from polyaccel.mesh.block import Block
+from polyaccel.core.block import Block
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.deferred_init.values import is_deferred
-from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel import parallelize
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 

@@ -19,7 +19,7 @@ import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel.make_plan import make_plan
 from polyaccel.torch.tensor_parallel.parallelize import local_slice, parallelize_module
 

@@ -17,10 +17,10 @@ from served_keeper import Served
 
 from polyaccel.checkpoint.in_memory import neighbours, replicas, writer
 from polyaccel.checkpoint.in_memory.parts import PartKey
-from polyaccel.checkpoint.per_node import neighbor_copies
+from polyaccel.checkpoint.save import neighbor_copies
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
-from polyaccel.launch.memory_server.start import can_keep
+from polyaccel.job.memory_server.client import KeeperClient, KeeperGone
+from polyaccel.job.memory_server.start import can_keep
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
 NO_REPLICA: dict[str, Any] = {"checkpoint": {}}

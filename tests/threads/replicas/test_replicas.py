@@ -22,9 +22,9 @@ from polyaccel.checkpoint.in_memory import replicas, writer
 from polyaccel.checkpoint.in_memory.parts import PartKey
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.job_auth import SECRET_VARIABLE
-from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
-from polyaccel.launch.memory_server.start import KeeperProcess, can_keep
+from polyaccel.job.auth import SECRET_VARIABLE
+from polyaccel.job.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.job.memory_server.start import KeeperProcess, can_keep
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
 BF16 = {"bf16": {"enabled": True}}

@@ -16,7 +16,7 @@ import polyaccel
 from polyaccel import zero
 from polyaccel.errors import CommError, PolyaccelError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.fsdp.sharded import ShardedParameter
+from polyaccel.torch.sharding.sharded import ShardedParameter
 
 ZERO = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 0}
 gpt = seeded(Gpt)

@@ -10,7 +10,7 @@ from stage3_models import Gpt, seeded, token_loss
 import polyaccel
 from polyaccel import utils, zero
 from polyaccel.errors import PolyaccelError, ShardingError
-from polyaccel.torch.states.offload_states import StateKind
+from polyaccel.torch.checkpoint.offload_states import StateKind
 
 STAGES = (0, 1, 2, 3)
 ZERO = {"reduce_bucket_size": SMALL_BUCKET, "stage3_param_persistence_threshold": 10}

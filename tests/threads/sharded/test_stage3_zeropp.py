@@ -14,7 +14,7 @@ import polyaccel
 from polyaccel import zero
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
-from polyaccel.planning.forecast import step_plan
+from polyaccel.planner.forecast import step_plan
 from polyaccel.zero.plan.memory import Purpose, estimate_memory
 from polyaccel.zero.plan.traffic import step_traffic
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.tiles import tiled_cross_entropy, tiled_map, tiled_sum
+from polyaccel.torch.tiled import tiled_cross_entropy, tiled_map, tiled_sum
 
 FEATURES, WORDS = 12, 37
 

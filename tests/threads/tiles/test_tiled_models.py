@@ -16,9 +16,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import polyaccel
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import ConfigError, PolyaccelError
-from polyaccel.torch.params.tensor_shard import cuts_of, local_slice
 from polyaccel.torch.settings import TileSettings
-from polyaccel.torch.tiles.models import TiledModel, find_mlps
+from polyaccel.torch.sharding.tensor_shard import cuts_of, local_slice
+from polyaccel.torch.tiled.models import TiledModel, find_mlps
 
 LENGTH = 21
 TILED = {"enabled": True, "loss_tokens": 5, "mlp_tokens": 8}

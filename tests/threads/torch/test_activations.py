@@ -19,8 +19,8 @@ from polyaccel import checkpointing
 from polyaccel.accelerators.base import Capabilities, NullEvent, NullStream
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.named_random import named_random_states
+from polyaccel.engine.policies.modules import RecomputePolicy
 from polyaccel.errors import ConfigError
-from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.activation_checkpointing import inputs
 from polyaccel.torch.activation_checkpointing.regions import RecomputedRegions, configured

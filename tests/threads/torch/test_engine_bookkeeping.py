@@ -29,7 +29,7 @@ from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import ConfigError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.zero.plan.traffic import step_traffic
 
 SMALL = {"reduce_bucket_size": SMALL_BUCKET}
@@ -399,7 +399,7 @@ def test_parameters_keep_their_shape_and_a_gradient_goes_with_its_step():
 
 def test_a_process_that_trains_on_the_host_keeps_what_steps_free(monkeypatch):
     kept = []
-    monkeypatch.setattr("polyaccel.runtime.keep_freed_memory", lambda: kept.append("once an engine"))
+    monkeypatch.setattr("polyaccel.engine.runtime.keep_freed_memory", lambda: kept.append("once an engine"))
     on_threads(1, lambda communicator, module: engine_for(module, make_config(2, zero=SMALL)), parity_model)
     assert kept == ["once an engine"]
 

@@ -27,7 +27,7 @@ from torch import nn
 import polyaccel
 from polyaccel.errors import LossScaleError, PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.autocast import ForwardAutocast
+from polyaccel.torch.engine.autocast import ForwardAutocast
 
 SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STEPS = 3
@@ -332,7 +332,9 @@ def test_an_autocast_around_the_call_is_in_force_as_in_plain_torch(stage, region
     assert_bitwise(others, ours)
     assert relative_distance(ours, plain.params, snapshot(parity_model())) < 0.02
     assert losses[0] == plain_loss(parity_model(), 0, 0, 0).item() != parity_loss(parity_model(), 0, 0, 0).item()
-    assert len([line for line in caplog.records if line.name == "polyaccel.torch.autocast"]) == 2  # one an engine
+    assert (
+        len([line for line in caplog.records if line.name == "polyaccel.torch.engine.autocast"]) == 2
+    )  # one an engine
 
 
 def test_the_configs_autocast_comes_before_the_callers(caplog):

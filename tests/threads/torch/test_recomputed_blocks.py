@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polyaccel
+from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError
-from polyaccel.planning.recomputation import Level
-from polyaccel.runtime import EngineBuilder
+from polyaccel.planner.recomputation import Level
 from polyaccel.torch.activation_checkpointing.blocks import RecomputedBlocks
 from polyaccel.torch.activation_checkpointing.inputs import KeptInputs
-from polyaccel.torch.params.units import find_blocks
+from polyaccel.torch.sharding.units import find_blocks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

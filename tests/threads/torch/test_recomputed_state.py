@@ -20,7 +20,7 @@ from polyaccel import checkpointing
 from polyaccel.torch.activation_checkpointing import state
 from polyaccel.torch.activation_checkpointing.plans import ModulePlans
 from polyaccel.torch.pipeline.module import PipelineModule
-from polyaccel.torch.tiles import tiled_map, tiled_sum
+from polyaccel.torch.tiled import tiled_map, tiled_sum
 
 WIDTH = 8
 MODULE_GENERATOR = np.random.default_rng(3)

@@ -107,7 +107,7 @@ def test_the_console_goes_on_beside_a_log(tmp_path: Path) -> None:
     script = """
 import logging, sys
 from pathlib import Path
-from polyaccel.engine.console import show_log
+from polyaccel.observability.console import show_log
 from polyaccel.observability.run_log import RunLog
 RunLog(Path(sys.argv[1]), 0)
 show_log(0, None)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import CommError, InvariantError, ShardingError
-from polyaccel.mesh import Mesh
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.buckets.unshard import ParamUnsharder

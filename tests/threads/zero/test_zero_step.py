@@ -13,11 +13,11 @@ from numpy_training import GROUP, SHAPES, Views, accumulate, batch, gradients, i
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.local.backend import LocalWorld
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType
 from polyaccel.errors import InvariantError, PolyaccelError
-from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.layout import plan_layout

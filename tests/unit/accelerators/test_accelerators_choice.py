@@ -12,8 +12,8 @@ from polyaccel.accelerators import choose_accelerator, detect, get_accelerator, 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.cuda import CudaAccelerator
 from polyaccel.accelerators.mps import MpsAccelerator
+from polyaccel.core.types import Probe
 from polyaccel.errors import PluginConflict, PluginContractError, PluginNotFound
-from polyaccel.types import Probe
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import torch
 
 from polyaccel.accelerators.base import Accelerator, NullEvent, describe
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.core.types import DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.testkit.accelerator import AcceleratorContract
-from polyaccel.types import DType
 
 
 class TestCpuOnTorch(AcceleratorContract):
@@ -61,7 +61,7 @@ from unittest import SkipTest
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import UPDATE
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 cpu = CpuAccelerator("numpy")
 buffers = [cpu.allocate(40, DType.FLOAT32) for _ in range(4)]
 rule = OPTIMIZERS["Adam"].rule({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}, 1)

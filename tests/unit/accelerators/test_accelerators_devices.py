@@ -25,9 +25,9 @@ from polyaccel.accelerators.mps import MpsAccelerator
 from polyaccel.accelerators.npu import NpuAccelerator
 from polyaccel.accelerators.torch_device import TorchAccelerator
 from polyaccel.accelerators.xpu import XpuAccelerator
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.testkit.accelerator import AcceleratorContract
-from polyaccel.types import DeviceId, DType
 
 DEVICES: Sequence[type[TorchAccelerator]] = (CudaAccelerator, XpuAccelerator, NpuAccelerator, MpsAccelerator)
 

@@ -14,9 +14,9 @@ from polyaccel.accelerators import torch_generic
 from polyaccel.accelerators.base import NullEvent
 from polyaccel.accelerators.detect import choose_accelerator
 from polyaccel.accelerators.torch_generic import GenericAccelerator, device_plugin
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginNotFound, ShardingError
 from polyaccel.testkit.accelerator import AcceleratorContract
-from polyaccel.types import DeviceId, DType
 
 
 class BareModule:

@@ -22,13 +22,13 @@ import jax
 from polyaccel.accelerators.detect import choose_accelerator
 from polyaccel.accelerators.jax_device import JaxAccelerator
 from polyaccel.accelerators.jax_generic import GenericJaxAccelerator, device_plugin
+from polyaccel.core.types import DType
 from polyaccel.errors import PluginContractError, PluginNotFound
 from polyaccel.ops.base import CAST, QUANTIZE, UPDATE
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.testkit.accelerator import AcceleratorContract
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
 from polyaccel.testkit.kernels.contract import check_meaning, check_square_sums, check_stochastic_rounding
-from polyaccel.types import DType
 
 _CASES = [
     case for case in kernel_cases(frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})) if case.call_rounding

@@ -11,9 +11,9 @@ import torch
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.torch_device import require_torch_memory
 from polyaccel.comm.backends.torch.communicator import tensor_of
+from polyaccel.core.types import DType
 from polyaccel.errors import PluginContractError
 from polyaccel.testkit.accelerator.memory import MemoryContract
-from polyaccel.types import DType
 
 
 class WithoutWrap(CpuAccelerator):

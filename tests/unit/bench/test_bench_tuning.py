@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench.tuning import compare
-from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.cost_model import CostEstimate
-from polyaccel.tuning.records import TrialRecord
-from polyaccel.tuning.trials import TrialPlan
-from polyaccel.tuning.tuner import TuneResult
+from polyaccel.planner.autotune.candidates import Candidate
+from polyaccel.planner.autotune.cost_model import CostEstimate
+from polyaccel.planner.autotune.records import TrialRecord
+from polyaccel.planner.autotune.trials import TrialPlan
+from polyaccel.planner.autotune.tuner import TuneResult
 
 EVERY = tuple(
     CostEstimate(

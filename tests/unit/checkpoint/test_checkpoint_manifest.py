@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.checkpoint.commit import Commit, check_tag
-from polyaccel.checkpoint.manifest import BlobEntry, Manifest
-from polyaccel.checkpoint.tensors import Piece, TensorEntry, build_tensors
+from polyaccel.checkpoint.format.commit import Commit, check_tag
+from polyaccel.checkpoint.format.manifest import BlobEntry, Manifest
+from polyaccel.checkpoint.format.tensors import Piece, TensorEntry, build_tensors
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
-from polyaccel.types import DType
 
 FILES = {"rank00000.safetensors": 1000, "rank00001.safetensors": 1000}
 

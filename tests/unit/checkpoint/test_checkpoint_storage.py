@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from polyaccel.checkpoint.storage import FileStorage
-from polyaccel.checkpoint.storages.node_local import NodeLocalStorage
+from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.node_local import NodeLocalStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.storage import StorageContract
 

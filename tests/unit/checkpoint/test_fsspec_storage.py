@@ -18,13 +18,13 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.retention.rules import Retention
-from polyaccel.checkpoint.storages import fsspec as module
-from polyaccel.checkpoint.storages.fsspec import FsspecStorage, part_nbytes
+from polyaccel.checkpoint.storage import fsspec as module
+from polyaccel.checkpoint.storage.fsspec import FsspecStorage, part_nbytes
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.testkit.storage import StorageContract
-from polyaccel.types import DType
 
 pytest.importorskip("fsspec")
 _places = count()

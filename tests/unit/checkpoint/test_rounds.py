@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.checkpoint.cooperative_read.rounds import ALIGNMENT_NBYTES, ScheduledRead, plan_rounds, window_for
+from polyaccel.checkpoint.load.cooperative.rounds import ALIGNMENT_NBYTES, ScheduledRead, plan_rounds, window_for
 from polyaccel.errors import InvariantError
 
 

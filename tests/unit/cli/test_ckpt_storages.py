@@ -11,11 +11,11 @@ import pytest
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import Storage, TensorPiece, save_checkpoint
-from polyaccel.checkpoint.storage import FileStorage, open_storage
+from polyaccel.checkpoint.storage.base import FileStorage, open_storage
 from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 
 def save(storage: Storage, tag: str, value: float) -> None:

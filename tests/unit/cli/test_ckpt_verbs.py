@@ -17,9 +17,9 @@ from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import TensorPiece, save_checkpoint
 from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
-from polyaccel.mesh.block import Block
+from polyaccel.core.block import Block
+from polyaccel.core.types import DType
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": True}, "key of later": {"a": 1}}

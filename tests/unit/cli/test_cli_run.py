@@ -13,11 +13,11 @@ import pytest
 from polyaccel.accelerators import detect
 from polyaccel.cli import run as verb
 from polyaccel.cli.main import main
+from polyaccel.core.types import Probe
 from polyaccel.launch.affinity import Core
 from polyaccel.launch.base import Job, JobResult, Launcher, noop
 from polyaccel.launch.local import LocalLauncher
 from polyaccel.registry import PluginInfo
-from polyaccel.types import Probe
 
 
 class DryLauncher(LocalLauncher):

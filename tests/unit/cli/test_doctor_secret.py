@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyaccel.cli.doctor import libraries
-from polyaccel.job_auth import SECRET_VARIABLE
+from polyaccel.job.auth import SECRET_VARIABLE
 from polyaccel.redaction import HIDDEN
 
 

@@ -12,11 +12,11 @@ import transformers
 from polyaccel.cli.main import main
 from polyaccel.cli.plan import fit
 from polyaccel.comm.benchmark.table import SpeedRow, speed_table
-from polyaccel.trial_env import TrialModel
-from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.hardware_probe import USUAL
-from polyaccel.tuning.records import TrialLog, TrialRecord
-from polyaccel.types import DType, ParamSpec
+from polyaccel.core.types import DType, ParamSpec
+from polyaccel.job.trial_env import TrialModel
+from polyaccel.planner.autotune.candidates import Candidate
+from polyaccel.planner.autotune.hardware_probe import USUAL
+from polyaccel.planner.autotune.records import TrialLog, TrialRecord
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 32,

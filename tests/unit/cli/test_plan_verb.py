@@ -13,7 +13,8 @@ from polyaccel.cli.plan.command import parse_size
 from polyaccel.cli.plan.tables import short_bytes, short_count
 from polyaccel.comm.benchmark.table import SpeedRow, speed_table
 from polyaccel.config import load_resolved
-from polyaccel.planning.forecast import (
+from polyaccel.core.types import DType
+from polyaccel.planner.forecast import (
     SETTINGS,
     CheckpointMemory,
     Setting,
@@ -22,8 +23,7 @@ from polyaccel.planning.forecast import (
     copies_of_state,
     forecasts,
 )
-from polyaccel.planning.model import shape_of_count
-from polyaccel.types import DType
+from polyaccel.planner.model import shape_of_count
 from polyaccel.zero.plan.memory import Purpose
 from polyaccel.zero.plan.placement import Place
 

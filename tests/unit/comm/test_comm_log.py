@@ -10,7 +10,7 @@ from polyaccel.accelerators.base import NullEvent, NullStream
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.flight_recorder.log import CallKey, CommLog
 from polyaccel.comm.flight_recorder.summary import as_dict, as_table, bus_factor, row_of, straggler_ms
-from polyaccel.types import DType
+from polyaccel.core.types import DType
 
 BARRIER = Collective(Operation.BARRIER)
 

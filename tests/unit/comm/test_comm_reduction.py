@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.collectives.reduction import reduce_parts
 from polyaccel.comm.collectives.scratch import ScratchPool
-from polyaccel.types import DType, ReduceOp
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 
 CPU = CpuAccelerator("numpy")
 HALF_CHUNK = 1 << 15

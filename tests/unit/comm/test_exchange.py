@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.collectives.p2p import Exchange, Message, P2PCollectives, Steps
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import DoneWork, Work
-from polyaccel.types import DType, ReduceOp
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 
 HOST = CpuAccelerator("numpy")
 

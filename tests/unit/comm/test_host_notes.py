@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from backend_marks import needs
 
-from polyaccel import deadline
 from polyaccel.comm.rendezvous import unix_rendezvous
 from polyaccel.comm.rendezvous.unix_rendezvous import all_gather_on_host
-from polyaccel.deadline import Deadline
+from polyaccel.core import deadline
+from polyaccel.core.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
 pytestmark = [

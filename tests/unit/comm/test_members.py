@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from polyaccel import job_auth
 from polyaccel.comm.rendezvous import sockets
 from polyaccel.comm.rendezvous.ranks import RendezvousGroup
 from polyaccel.comm.rendezvous.sockets import connect_mesh
-from polyaccel.deadline import Deadline
+from polyaccel.core.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
+from polyaccel.job import auth
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -148,7 +148,7 @@ def test_a_member_that_has_ended_is_named() -> None:
 
 @pytest.mark.parametrize("secret", ["", "a secret that all ranks of this job have"])
 def test_the_token_is_one_for_all_and_new_each_time(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(job_auth.SECRET_VARIABLE, secret)
+    monkeypatch.setenv(auth.SECRET_VARIABLE, secret)
     told: list[Any] = []
     tokens = run(Table(3, lambda notes: told.extend(notes)), lambda members: members.agree_on_token())
     others = run(Table(3), lambda members: members.agree_on_token())

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from polyaccel import tagged_json
 from polyaccel.comm.discovery import discover
 from polyaccel.comm.mpi import rendezvous as mpi_meeting
 from polyaccel.comm.mpi.rendezvous import Answer, Note
+from polyaccel.core import tagged_json
 from polyaccel.errors import CommError, CommTimeout
 
 

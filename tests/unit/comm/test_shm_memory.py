@@ -23,9 +23,9 @@ from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.host_address import start_of
 from polyaccel.comm.init import setup
 from polyaccel.comm.init.backends import default_backend
+from polyaccel.core.types import DType, Probe
 from polyaccel.errors import CommError, HostsDifferError
 from polyaccel.ops.native.library import native
-from polyaccel.types import DType, Probe
 
 pytestmark = needs("shm")
 

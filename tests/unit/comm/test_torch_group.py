@@ -19,10 +19,10 @@ from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.host_address import listening_socket
 from polyaccel.comm.init.setup import init_distributed
 from polyaccel.comm.torch_group import join_default_group, own_part
-from polyaccel.deadline import Deadline
+from polyaccel.core.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
-from polyaccel.job_auth import SECRET_VARIABLE, sign
-from polyaccel.ports import free_port
+from polyaccel.job.auth import SECRET_VARIABLE, sign
+from polyaccel.job.ports import free_port
 
 SHORT_S = 0.3
 

@@ -14,7 +14,7 @@ from polyaccel.config.elastic import HIGHLY_COMPOSITE, ElasticBatch, compute_ela
 from polyaccel.config.load import draft_config
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.errors import ConfigError
-from polyaccel.planning.assumptions import planned_config
+from polyaccel.planner.assumptions import planned_config
 
 EXAMPLE: dict[str, Any] = {
     "enabled": True,

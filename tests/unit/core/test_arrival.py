@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from polyaccel.readiness import JOINED, READY_FD_VARIABLE, WAITS, ReadinessPipe, report_to_launcher
+from polyaccel.job.readiness import JOINED, READY_FD_VARIABLE, WAITS, ReadinessPipe, report_to_launcher
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
+from polyaccel.core.block import Block, are_disjoint, overlaps
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import ShardingError
-from polyaccel.mesh.block import Block, are_disjoint, overlaps
-from polyaccel.types import DType, ParamSpec
 
 Array = npt.NDArray[np.int64]
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

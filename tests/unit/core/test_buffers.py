@@ -10,8 +10,8 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.host import aligned_shift, spare_nbytes
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, numpy_dtype
 from polyaccel.accelerators.memory.torch import TorchBuffer, dtype_of, torch_dtype
+from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
-from polyaccel.types import DeviceId, DType
 
 TORCH, NUMPY = CpuAccelerator("torch"), CpuAccelerator("numpy")
 

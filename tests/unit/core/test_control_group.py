@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel import cgroup
 from polyaccel.accelerators.memory import host
+from polyaccel.core import cgroup
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyaccel.core.mesh import Mesh, MeshAxis
 from polyaccel.errors import ShardingError
-from polyaccel.mesh import Mesh, MeshAxis
 
 meshes = st.lists(st.integers(1, 4), max_size=4).map(
     lambda sizes: Mesh(tuple(MeshAxis(f"axis{index}", size) for index, size in enumerate(sizes)))

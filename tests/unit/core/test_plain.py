@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel import tagged_json
-from polyaccel.checkpoint.scalars import decode_plain, encode_plain
+from polyaccel.checkpoint.format.scalars import decode_plain, encode_plain
+from polyaccel.core import tagged_json
+from polyaccel.core.tagged_json import MAX_DEPTH, SerializationError
 from polyaccel.errors import CheckpointError
-from polyaccel.tagged_json import MAX_DEPTH, SerializationError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 keys = st.text() | st.sampled_from(["$tuple", "$dict", "$", "$bytes"])

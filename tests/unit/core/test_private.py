@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel import user_dirs
-from polyaccel.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
+from polyaccel.core import user_dirs
+from polyaccel.core.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 
 STRANGER = 12345
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of others")

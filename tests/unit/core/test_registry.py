@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import PluginConflict, PluginContractError, PluginNotFound
 from polyaccel.registry import PluginGroup, find_plugin, list_plugins, load_plugin, probe_all
-from polyaccel.types import Probe
 
 GROUP = PluginGroup.MONITORS
 
@@ -138,7 +138,7 @@ def test_a_probe_that_answers_something_else_is_a_broken_plugin(offer: Offer, an
     (row,) = _ours()
     assert not row.usable
     assert isinstance(row.error, PluginContractError)
-    assert f"returned {answer!r}, not a polyaccel.types.Probe" in row.reason
+    assert f"returned {answer!r}, not a polyaccel.core.types.Probe" in row.reason
 
 
 def test_a_polyaccel_error_in_a_probe_keeps_its_traceback(offer: Offer) -> None:

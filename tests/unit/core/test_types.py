@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyaccel.core.types import DeviceId, DType, ParamSpec
 from polyaccel.errors import ShardingError
-from polyaccel.types import DeviceId, DType, ParamSpec
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BFLOAT16])

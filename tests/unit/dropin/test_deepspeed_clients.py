@@ -15,9 +15,9 @@ from torch import nn
 
 import polyaccel
 from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint.convert.importing import Incoming, imported
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.importing import Incoming, imported
 from polyaccel.testkit.ranks.threads import run_threads
 
 CLIENTS = GOLDEN / "clients"

@@ -21,9 +21,9 @@ from polyaccel_deepspeed.exchange.exporting import write
 from polyaccel_deepspeed.exchange.importing import read
 
 from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint.convert.exporting import chosen
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import chosen
 from polyaccel.testkit.ranks.threads import run_threads
 
 CASE = "top 1 in order of nothing dropped"

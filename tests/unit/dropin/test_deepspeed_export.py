@@ -14,9 +14,9 @@ from polyaccel_deepspeed.exchange.exporting import write
 from polyaccel_deepspeed.exchange.importing import read
 
 from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint.convert.exporting import chosen
 from polyaccel.cli.main import main
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import chosen
 
 TRAINED = ("embed.weight", "up.weight", "down.weight", "up.bias", "norm.weight", "norm.bias", "down.bias")
 

@@ -12,10 +12,10 @@ from polyaccel_deepspeed.launcher import config_of, without_autotuning
 
 from polyaccel.cli import tune as verb
 from polyaccel.launch.base import Job, JobResult
-from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.records import TrialRecord
-from polyaccel.tuning.results import BEST_FILE
-from polyaccel.tuning.tuner import TuneResult
+from polyaccel.planner.autotune.candidates import Candidate
+from polyaccel.planner.autotune.records import TrialRecord
+from polyaccel.planner.autotune.results import BEST_FILE
+from polyaccel.planner.autotune.tuner import TuneResult
 
 
 @pytest.mark.parametrize(

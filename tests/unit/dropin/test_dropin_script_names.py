@@ -31,7 +31,7 @@ from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
 from torch import nn
 
 from polyaccel.checkpoint import FileStorage
-from polyaccel.checkpoint.commit import tag_names
+from polyaccel.checkpoint.format.commit import tag_names
 from polyaccel.errors import CommError, PolyaccelError
 
 PLUGIN = Path(__file__).parents[3] / "plugins" / "polyaccel-deepspeed"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from polyaccel.engine.console import VARIABLE, ConsoleHandler, show_log
 from polyaccel.errors import ConfigError
+from polyaccel.observability.console import VARIABLE, ConsoleHandler, show_log
 
 LOGGER = logging.getLogger("polyaccel")
 LINE = logging.getLogger("polyaccel.engine.recording")

@@ -9,8 +9,8 @@ import pytest
 
 from polyaccel.accelerators.base import Event
 from polyaccel.engine.recording import _shares
-from polyaccel.engine.stats.device_phase_timer import DevicePhaseTimer
-from polyaccel.engine.timing import PHASES, PhaseTimer
+from polyaccel.observability.stats.device_phase_timer import DevicePhaseTimer
+from polyaccel.observability.timing import PHASES, PhaseTimer
 
 
 @dataclass

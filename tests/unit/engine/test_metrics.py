@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.engine.metrics import ExpertFigures, JsonlMonitor, Monitor, StepMetrics, json_safe
 from polyaccel.errors import ConfigError, InvariantError
+from polyaccel.observability.metrics import ExpertFigures, JsonlMonitor, Monitor, StepMetrics, json_safe
 from polyaccel.testkit.monitor import MonitorContract
 
 METRICS = StepMetrics(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polyaccel.engine import timing
-from polyaccel.engine.timing import OUTSIDE, PHASES, PhaseTimer
+from polyaccel.observability import timing
+from polyaccel.observability.timing import OUTSIDE, PHASES, PhaseTimer
 
 
 class Clock:

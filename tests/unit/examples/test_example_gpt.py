@@ -20,7 +20,7 @@ from example_modules import example_modules
 from rich.console import Console
 
 from polyaccel import PolyaccelError
-from polyaccel.engine.metrics import JsonlMonitor, StepMetrics
+from polyaccel.observability.metrics import JsonlMonitor, StepMetrics
 
 
 @pytest.fixture(scope="module")

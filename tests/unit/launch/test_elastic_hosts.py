@@ -16,7 +16,7 @@ from polyaccel.errors import LaunchError
 from polyaccel.launch.base import ElasticHosts, Job
 from polyaccel.launch.elastic import launcher as launcher_module
 from polyaccel.launch.elastic.launcher import TorchElasticLauncher
-from polyaccel.launch.elastic.torch.agent import hosts_that_train
+from polyaccel.launch.elastic.torch_agent import hosts_that_train
 
 JOB = Job(command=("true",), hosts={"localhost": (0, 1)})
 SECRET = "a secret of this test, long enough"

@@ -12,15 +12,15 @@ from contextlib import suppress
 import pytest
 from served_keeper import SECRET
 
+from polyaccel.core.types import Probe
+from polyaccel.job.memory_server.client import KeeperClient, KeeperGone
+from polyaccel.job.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.job.memory_server.start import KeeperProcess, can_keep
 from polyaccel.launch.base import Job, JobResult, Launcher, noop
-from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
-from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
-from polyaccel.launch.memory_server.start import KeeperProcess, can_keep
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
-from polyaccel.types import Probe
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
-WAY = (sys.executable, "-m", "polyaccel.launch.memory_server.process")
+WAY = (sys.executable, "-m", "polyaccel.job.memory_server.process")
 """To a host that is this one."""
 
 

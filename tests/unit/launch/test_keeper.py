@@ -20,11 +20,11 @@ from served_keeper import SECRET, Served
 
 from polyaccel.checkpoint.in_memory.storage import KeptStorage
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.memory_server import process, protocol
-from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
-from polyaccel.launch.memory_server.process import listen
-from polyaccel.launch.memory_server.protocol import address_of, authenticate_client, greet_as_keeper, seal_length
-from polyaccel.launch.memory_server.start import KeeperProcess, can_keep
+from polyaccel.job.memory_server import process, protocol
+from polyaccel.job.memory_server.client import KeeperClient, KeeperGone
+from polyaccel.job.memory_server.process import listen
+from polyaccel.job.memory_server.protocol import address_of, authenticate_client, greet_as_keeper, seal_length
+from polyaccel.job.memory_server.start import KeeperProcess, can_keep
 from polyaccel.testkit.storage import StorageContract
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
@@ -275,7 +275,7 @@ def test_the_process_keeps_until_its_launcher_ends_and_loads_no_framework() -> N
 
 LAUNCHER = """
 import os, signal, sys
-from polyaccel.launch.memory_server.start import KeeperProcess
+from polyaccel.job.memory_server.start import KeeperProcess
 keeper = KeeperProcess(b"a secret of the job's ranks")
 print(keeper.pid, keeper.name, flush=True)
 signal.pause()

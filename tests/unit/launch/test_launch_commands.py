@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, Launcher
 from polyaccel.launch.commands.mpi import HydraLauncher, IntelMpiLauncher, MvapichLauncher, OpenMpiLauncher
 from polyaccel.launch.commands.slurm import SlurmLauncher
 from polyaccel.launch.commands.task import JOB_VARIABLE, main
-from polyaccel.types import Probe
 
 JOB = Job(
     command=("python", "train.py"),

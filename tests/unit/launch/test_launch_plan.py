@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from polyaccel import ports
 from polyaccel.errors import LaunchError
-from polyaccel.job_auth import LEAST_SECRET_LENGTH, SECRET_VARIABLE
+from polyaccel.job import ports
+from polyaccel.job.auth import LEAST_SECRET_LENGTH, SECRET_VARIABLE
+from polyaccel.job.ports import free_port, is_free
 from polyaccel.launch import plan as planning
 from polyaccel.launch.affinity import Core
 from polyaccel.launch.base import Job, LaunchPlan
 from polyaccel.launch.local import LocalLauncher
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.program import python_command
-from polyaccel.ports import free_port, is_free
 
 
 def plan_local(command: list[str], *, nproc: int, environment: dict[str, str], **job: Any) -> LaunchPlan:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from polyaccel.core.types import Probe
+from polyaccel.job.memory_server.client import KeeperClient
+from polyaccel.job.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.job.memory_server.start import can_keep
 from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
-from polyaccel.launch.memory_server.client import KeeperClient
-from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
-from polyaccel.launch.memory_server.start import can_keep
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.restarts import RESTART_VARIABLE, RestartPolicy, run_with_restarts
-from polyaccel.types import Probe
 
 KILLED = JobResult(137, "rank 1 (pid 5) was killed by SIGKILL after 3 s", killed=1)
 

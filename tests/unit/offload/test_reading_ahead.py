@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import OffloadError
-from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.state_file import StateFile
 from polyaccel.offload.tier import Fetch, TierOptions
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import plan_step

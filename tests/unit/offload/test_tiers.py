@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.base import Accelerator, Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.host import HostArrays
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import InvariantError
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.host import HostTier
@@ -21,7 +22,6 @@ from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.testkit.tier import TierContract
-from polyaccel.types import DType
 
 F32 = DType.FLOAT32
 TIERS = (DeviceTier, HostTier, NvmeTier)

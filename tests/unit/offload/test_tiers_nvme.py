@@ -15,7 +15,8 @@ import pytest
 
 from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import OffloadError
 from polyaccel.offload import native_transfers
 from polyaccel.offload.folder import remove_stale
@@ -24,7 +25,6 @@ from polyaccel.offload.state_file import StateFile
 from polyaccel.offload.tier import TierOptions
 from polyaccel.offload.transfers import Transfer, Transfers
 from polyaccel.ops.native.library import Native, native
-from polyaccel.types import DType
 
 F32 = DType.FLOAT32
 HOST = CpuAccelerator("numpy")

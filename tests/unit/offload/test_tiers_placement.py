@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import ShardingError
-from polyaccel.mesh import Mesh
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
 from polyaccel.zero.plan.placement import first_shards, offloaded_buckets
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import InvariantError
 from polyaccel.offload import native_transfers
 from polyaccel.offload.native_transfers import NativeTransfers, describe_transfers, open_transfers
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.transfers import PythonTransfers, Transfers
 from polyaccel.ops.native.library import Native, native
-from polyaccel.types import DType
 
 HOST = CpuAccelerator("numpy")
 THREADS = 2

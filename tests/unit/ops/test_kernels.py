@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.core.types import DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import ALL_OPS, SCALE, SQUARE_SUMS, UPDATE, KernelTable
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.ops.torch import kernels as torch_kernels
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
 from polyaccel.testkit.kernels.contract import check_meaning, check_slices
-from polyaccel.types import DType
 
 TORCH, NUMPY = CpuAccelerator("torch", native=False), CpuAccelerator("numpy", native=False)
 OPTIMIZER_CASES = [case for case in kernel_cases(frozenset(DType)) if len(case.arguments) > 2]

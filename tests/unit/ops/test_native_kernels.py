@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.ops.base import (
     ALL_OPS,
@@ -33,7 +34,6 @@ from polyaccel.ops.native.library import native
 from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
 from polyaccel.testkit.kernels.contract import check_meaning, check_slices, check_stochastic_rounding, encode
-from polyaccel.types import DType, ReduceOp
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().reason)
 

@@ -12,12 +12,12 @@ import torch
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import UPDATE, KernelTable
 from polyaccel.ops.native.library import native
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.types import DType
 
 NUMEL = 101
 Groups = Mapping[str, Any]

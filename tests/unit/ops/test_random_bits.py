@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.core.types import DType
 from polyaccel.ops import reference
 from polyaccel.ops.base import CAST, StochasticRounding
 from polyaccel.ops.rounding import random_bits
-from polyaccel.types import DType
 
 NUMEL = 1 << 16
 TORCH = CpuAccelerator("torch")

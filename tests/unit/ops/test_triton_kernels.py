@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, SQUARE_SUMS, UPDATE, KernelTable
 from polyaccel.ops.native.library import native
@@ -23,7 +24,6 @@ from polyaccel.ops.triton.torch_table import triton_kernels, why_not
 from polyaccel.testkit.accelerator.kernels import KernelsContract
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
 from polyaccel.testkit.kernels.contract import encode
-from polyaccel.types import DType
 
 # Overflow and NaN are ordinary values in kernels; the interpreter computes with numpy, which warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

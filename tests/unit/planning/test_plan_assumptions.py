@@ -12,7 +12,7 @@ from polyaccel.cli.main import main
 from polyaccel.config.auto import RULES
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
 from polyaccel.errors import ConfigError
-from polyaccel.planning.assumptions import planned_config
+from polyaccel.planner.assumptions import planned_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from polyaccel.config import load_resolved
+from polyaccel.core.types import DType
+from polyaccel.engine.policies.modules import ModuleRules, module_rules_of
 from polyaccel.errors import PolyaccelError
-from polyaccel.planning.model import BLOCKS, parse_count, shape_of_count
-from polyaccel.policies.modules import ModuleRules, module_rules_of
-from polyaccel.torch.params.meta_shapes import shape_of_directory, shape_of_function, shape_of_module
-from polyaccel.types import DType
+from polyaccel.planner.model import BLOCKS, parse_count, shape_of_count
+from polyaccel.torch.estimate.meta_shapes import shape_of_directory, shape_of_function, shape_of_module
 
 
 def rules(**changes: Any) -> ModuleRules:

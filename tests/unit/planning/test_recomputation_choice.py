@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from polyaccel.errors import ConfigError
-from polyaccel.planning.recomputation import CallCosts, Level, PassCosts, choose_levels, describe
+from polyaccel.planner.recomputation import CallCosts, Level, PassCosts, choose_levels, describe
 
 
 def drawn(seed: int, calls: int) -> PassCosts:

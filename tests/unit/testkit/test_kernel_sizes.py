@@ -6,10 +6,10 @@ import pytest
 
 from polyaccel.accelerators.base import Accelerator, Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.core.types import DType
 from polyaccel.testkit.accelerator import kernels
 from polyaccel.testkit.accelerator.memory import BEYOND_A_CHUNK, SMALL_SIZES
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
-from polyaccel.types import DType
 
 TYPES = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
 SIZES = {*SMALL_SIZES, 61, BEYOND_A_CHUNK}

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from polyaccel.accelerators.memory.torch import wrap_torch
-from polyaccel.torch.backward import LaterProduct
 from polyaccel.torch.linears import LinearForward, MatmulKernels
+from polyaccel.torch.sharding.backward import LaterProduct
 from polyaccel.torch.weight_grad import SplitBackwardLinears
 
 

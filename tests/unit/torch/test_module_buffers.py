@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import polyaccel
+from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.params.specs import convert_buffers
-from polyaccel.types import DType
+from polyaccel.torch.sharding.specs import convert_buffers
 
 
 def _model() -> nn.Sequential:

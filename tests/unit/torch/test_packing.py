@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from polyaccel.checkpoint.format.torch_values import packed, unpacked
 from polyaccel.errors import CheckpointError
-from polyaccel.torch.packing import packed, unpacked
 
 leaves = st.one_of(
     st.none(),

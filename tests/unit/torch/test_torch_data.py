@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from polyaccel.errors import CheckpointError, ConfigError
-from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader
+from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader
 
 
 class Numbers(Dataset[int]):

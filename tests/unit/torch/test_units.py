@@ -9,14 +9,14 @@ from torch import nn
 import polyaccel
 from polyaccel import utils, zero
 from polyaccel.config import load_resolved
+from polyaccel.core.mesh import Mesh
+from polyaccel.engine.policies.modules import module_rules_of
+from polyaccel.engine.policies.steps import plan_for
 from polyaccel.errors import ConfigError, ShardingError
-from polyaccel.mesh import Mesh
-from polyaccel.policies.modules import module_rules_of
-from polyaccel.policies.steps import plan_for
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.leaf_modules import fine_grained_modules, granularity
-from polyaccel.torch.params.meta_shapes import shape_of_module
-from polyaccel.torch.params.units import find_units, units_of_parameters
+from polyaccel.torch.estimate.meta_shapes import shape_of_module
+from polyaccel.torch.sharding.leaf_modules import fine_grained_modules, granularity
+from polyaccel.torch.sharding.units import find_units, units_of_parameters
 
 
 class Block(nn.Module):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from polyaccel.config import load_config, resolve_config
-from polyaccel.planning.model import ModelShape
-from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.cost_model import CostModel
-from polyaccel.tuning.records import TrialRecord
-from polyaccel.types import DType, ParamSpec
+from polyaccel.core.types import DType, ParamSpec
+from polyaccel.planner.autotune.candidates import Candidate
+from polyaccel.planner.autotune.cost_model import CostModel
+from polyaccel.planner.autotune.records import TrialRecord
+from polyaccel.planner.model import ModelShape
 
 MIB = 1 << 20
 PROCESS_MIB = 261

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from polyaccel.config import load_config
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import PolyaccelError
-from polyaccel.trial_env import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, TrialModel, deep_merge, write_trial_model
-from polyaccel.types import DType, ParamSpec
+from polyaccel.job.trial_env import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, TrialModel, deep_merge, write_trial_model
 
 TREE = {"train_batch_size": 8, "zero_optimization": {"cpu_offload": True, "stage": 1}, "monitors": {"jsonl": {}}}
 CHANGES = {"train_batch_size": 4, "zero_optimization": {"offload_optimizer": {"device": "none"}}, "monitors": None}

@@ -13,16 +13,16 @@ import pytest
 
 from polyaccel.config import load_config
 from polyaccel.config.resolve import resolve_config
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import PolyaccelError
-from polyaccel.trial_env import TrialModel
-from polyaccel.tuning import tuner
-from polyaccel.tuning.candidates import Candidate, candidates, own_candidate
-from polyaccel.tuning.pictures import front_picture, pareto_front
-from polyaccel.tuning.records import TrialLog, TrialRecord, read_trials
-from polyaccel.tuning.results import write_results
-from polyaccel.tuning.trials import TrialPlan
-from polyaccel.tuning.tuner import TuneRequest, best_of, tune
-from polyaccel.types import DType, ParamSpec
+from polyaccel.job.trial_env import TrialModel
+from polyaccel.planner.autotune import tuner
+from polyaccel.planner.autotune.candidates import Candidate, candidates, own_candidate
+from polyaccel.planner.autotune.pictures import front_picture, pareto_front
+from polyaccel.planner.autotune.records import TrialLog, TrialRecord, read_trials
+from polyaccel.planner.autotune.results import write_results
+from polyaccel.planner.autotune.trials import TrialPlan
+from polyaccel.planner.autotune.tuner import TuneRequest, best_of, tune
 
 MIB = 1 << 20
 TREE: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 from polyaccel.config import ResolvedConfig, load_config
 from polyaccel.config.resolve import resolve_config
 from polyaccel.errors import ConfigError
-from polyaccel.trial_env import deep_merge
-from polyaccel.tuning.candidates import candidates, own_candidate, quiet_changes
+from polyaccel.job.trial_env import deep_merge
+from polyaccel.planner.autotune.candidates import candidates, own_candidate, quiet_changes
 
 TREE: dict[str, Any] = {
     "train_batch_size": 16,

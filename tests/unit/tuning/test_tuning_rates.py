@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.tuning import hardware_probe
+from polyaccel.planner.autotune import hardware_probe
 
 
 def test_a_host_has_no_link_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

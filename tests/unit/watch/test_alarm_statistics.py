@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.config.sections.timers import AlertsConfig
-from polyaccel.engine.metrics import Alarm, StepMetrics
 from polyaccel.observability.alerts.machines import MachineAlarms
 from polyaccel.observability.alerts.replicas import alarms_of_digests
 from polyaccel.observability.alerts.robust import MonotonicGrowth, Window
 from polyaccel.observability.alerts.settings import AlarmSettings, DigestReport, RankFigures
 from polyaccel.observability.alerts.training import TrainingAlarms
+from polyaccel.observability.metrics import Alarm, StepMetrics
 
 SETTINGS = AlarmSettings(**AlertsConfig().model_dump(exclude={"enabled"}))
 SEEDS = st.integers(0, 2**32 - 1)

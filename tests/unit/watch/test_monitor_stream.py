@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from polyaccel.engine.metrics import Event, Monitor, StepMetrics
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability import stream
+from polyaccel.observability.metrics import Event, Monitor, StepMetrics
 from polyaccel.observability.stream import MonitorStream
 
 _LIMIT_S = 60.0
@@ -142,7 +142,7 @@ def test_a_process_that_ends_has_written_all(tmp_path: Path, ends: str) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from polyaccel.engine.metrics import JsonlMonitor, StepMetrics
+from polyaccel.observability.metrics import JsonlMonitor, StepMetrics
 from polyaccel.observability.stream import MonitorStream
 monitor = JsonlMonitor()
 monitor.open(Path({str(tmp_path)!r}), {{}})

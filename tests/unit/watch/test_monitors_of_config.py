@@ -12,14 +12,14 @@ import pytest
 
 from polyaccel.config import load_resolved
 from polyaccel.config.sections.monitors import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
-from polyaccel.engine.metrics import StepMetrics
+from polyaccel.engine.policies.watching import monitors_of
 from polyaccel.errors import ConfigError
+from polyaccel.observability.metrics import StepMetrics
 from polyaccel.observability.monitors.comet import CometMonitor
 from polyaccel.observability.monitors.csv_files import CsvMonitor
 from polyaccel.observability.monitors.tensorboard import TensorBoardMonitor
 from polyaccel.observability.monitors.wandb import WandbMonitor
 from polyaccel.observability.setup import ChosenMonitor, start_monitoring
-from polyaccel.policies.watching import monitors_of
 from polyaccel.testkit.monitor import MonitorContract
 from polyaccel.testkit.ranks.threads import run_threads
 

@@ -17,10 +17,10 @@ import pytest
 from sample_runs import SampleRun, write_sample
 
 from polyaccel.cli.main import main
-from polyaccel.engine.metrics import StepMetrics
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability.dashboard.document import open_runs, write_page
 from polyaccel.observability.dashboard.server import PageServer
+from polyaccel.observability.metrics import StepMetrics
 from polyaccel.observability.setup import ChosenMonitor, start_monitoring
 from polyaccel.testkit.ranks.threads import run_threads
 

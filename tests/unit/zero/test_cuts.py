@@ -8,9 +8,9 @@ from weakref import ref
 import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import BufferViews
 from polyaccel.comm.backends.local.backend import LocalWorld
-from polyaccel.types import DType
+from polyaccel.core.buffer import BufferViews
+from polyaccel.core.types import DType
 from polyaccel.zero.plan.pool import BufferPool
 
 memories = pytest.mark.parametrize("accelerator", [CpuAccelerator("numpy"), CpuAccelerator("torch")])

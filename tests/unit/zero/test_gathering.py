@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.collectives.single import SingleCommunicator
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import InvariantError, ShardingError
-from polyaccel.mesh import Mesh
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import plan_step

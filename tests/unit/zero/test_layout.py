@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import ShardingError
-from polyaccel.mesh import Mesh
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import ALIGNMENT_NBYTES, BucketKind, ShardLayout, plan_layout
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)

@@ -8,8 +8,9 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyaccel.mesh import Block, Mesh, MeshAxis
-from polyaccel.types import DType, ParamSpec
+from polyaccel.core.block import Block
+from polyaccel.core.mesh import Mesh, MeshAxis
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
 
 AXES = ("data", "sequence", "tensor")

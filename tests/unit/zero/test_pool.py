@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.collectives.single import SingleCommunicator
-from polyaccel.types import DType
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.zero.plan.pool import BufferPool
 
 

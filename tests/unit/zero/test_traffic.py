@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyaccel.mesh import Mesh
-from polyaccel.types import DType, ParamSpec
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.zero.plan.bucket_plan import StepPlan, plan_step
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
 from polyaccel.zero.plan.policy import Placement, Precision, StepPolicy, TrafficPolicy, ZeroPolicy

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.local.backend import LocalWorld
-from polyaccel.mesh import Mesh
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.tier import TierOptions
-from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.plan.layout import Slice, plan_layout
 from polyaccel.zero.update.optimizer_step import find_runs

@@ -14,8 +14,8 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from polyaccel.engine.base import Engine
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
-from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.states.custom_loading import CustomLoading
+from polyaccel.torch.checkpoint.custom_loading import CustomLoading
+from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from polyaccel.engine.metrics import StepMetrics
+from polyaccel.observability.metrics import StepMetrics
 
 
 class GradNorm(float):

@@ -9,7 +9,7 @@ import torch
 
 from polyaccel.comm import get_local_rank
 from polyaccel.config import ResolvedConfig
-from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel_deepspeed.engine.groups import get_sequence_parallel_group
 from polyaccel_deepspeed.experts.layer import MoE
 

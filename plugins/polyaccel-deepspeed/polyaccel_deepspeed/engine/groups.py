@@ -7,8 +7,8 @@ from typing import Any
 from torch import distributed as dist
 
 from polyaccel.comm.default import default_communicator
+from polyaccel.core.mesh import Mesh
 from polyaccel.errors import PolyaccelError
-from polyaccel.mesh import Mesh
 
 _of_axes: dict[tuple[str, ...], Any] = {}
 _mesh: Mesh | None = None

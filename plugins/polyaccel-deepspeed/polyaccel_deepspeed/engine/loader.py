@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from polyaccel.accelerators.detect import get_accelerator
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.torch.api import data as core
-from polyaccel.torch.api.data import PositionedSampler, ShardedDataLoader
+from polyaccel.torch import data as core
+from polyaccel.torch.data import PositionedSampler, ShardedDataLoader
 
 log = getLogger("polyaccel.deepspeed")
 

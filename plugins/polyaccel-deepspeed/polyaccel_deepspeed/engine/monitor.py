@@ -13,7 +13,7 @@ from polyaccel.config.sections.monitors import (
     TensorBoardConfig,
     WandbConfig,
 )
-from polyaccel.engine.metrics import Event, StepMetrics
+from polyaccel.observability.metrics import Event, StepMetrics
 from polyaccel.observability.setup import ChosenMonitor, start_monitoring
 
 _SECTIONS: dict[str, type[MonitorSection]] = {

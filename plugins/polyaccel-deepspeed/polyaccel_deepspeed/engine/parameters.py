@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from polyaccel.torch.params.ownership import record_of
+from polyaccel.torch.sharding.ownership import record_of
 
 _ids = count()
 

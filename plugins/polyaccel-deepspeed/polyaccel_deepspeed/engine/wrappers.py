@@ -13,7 +13,7 @@ import torch
 
 from polyaccel.config import ResolvedConfig
 from polyaccel.torch.api.optimizer import ZeroOptimizer
-from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.engine.torch_engine import TorchEngine
 
 
 class EngineOptimizer(ZeroOptimizer):

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.commit import check_tag
-from polyaccel.checkpoint.storage import FileStorage
+from polyaccel.checkpoint.convert.exporting import BUFFER, ExportTensor, Progress
+from polyaccel.checkpoint.convert.formats.torch_bin import on_disk
+from polyaccel.checkpoint.format.commit import check_tag
+from polyaccel.checkpoint.format.torch_values import unpacked
+from polyaccel.checkpoint.storage.base import FileStorage
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import BUFFER, ExportTensor, Progress
-from polyaccel.exchange.formats.torch_bin import on_disk
-from polyaccel.torch.packing import unpacked
-from polyaccel.torch.states.checkpoint import client_state_of
-from polyaccel.torch.states.contents import CLIENT_SCHEDULE
+from polyaccel.torch.checkpoint.contents import CLIENT_SCHEDULE
+from polyaccel.torch.checkpoint.load import client_state_of
 from polyaccel_deepspeed.exchange.importing import GROUP_KEYS, OWN_KEYS
 from polyaccel_deepspeed.exchange.states import PARAM
 from polyaccel_deepspeed.version import __version__

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyaccel.checkpoint.convert.formats.torch_files import in_tensor
+from polyaccel.checkpoint.convert.importing import ImportTensor, LeftOut
+from polyaccel.checkpoint.convert.optimizers import PeerOptimizer
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.formats.torch_files import in_tensor
-from polyaccel.exchange.importing import ImportTensor, LeftOut
-from polyaccel.exchange.optimizers import PeerOptimizer
 from polyaccel_deepspeed.exchange.experts import Stacks, owners, stack_of
 
 PARAM = "param"

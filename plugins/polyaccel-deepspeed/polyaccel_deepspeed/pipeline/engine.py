@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from polyaccel.accelerators.memory.torch import wrap_torch
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch import pipeline_engine as core
+from polyaccel.torch.engine import pipeline_engine as core
 from polyaccel.torch.pipeline.batches import pair_of
-from polyaccel.types import ReduceOp
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
 from polyaccel_deepspeed.engine.loader import DealtSampler, RepeatingLoader
 from polyaccel_deepspeed.pipeline.grid import PipelineParallelGrid

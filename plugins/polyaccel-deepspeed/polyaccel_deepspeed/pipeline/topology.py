@@ -6,7 +6,7 @@ from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
-from polyaccel.mesh import Mesh, MeshAxis
+from polyaccel.core.mesh import Mesh, MeshAxis
 
 
 class ProcessTopology:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.tiles import tiled_map, tiled_sum
+from polyaccel.torch.tiled import tiled_map, tiled_sum
 
 
 class _Applied:

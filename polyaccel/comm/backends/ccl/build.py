@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from polyaccel.core.user_dirs import cache_folder
 from polyaccel.errors import CommError
-from polyaccel.user_dirs import cache_folder
 
 _HEADER = Path("include", "oneapi", "ccl.hpp")
 _VERSION_HEADER = Path("include", "oneapi", "ccl", "config.h")

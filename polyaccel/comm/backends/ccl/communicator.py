@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members
 from polyaccel.comm.backends.ccl.group import CclFailure, CclGroup, CclJob, CclTimeout
 from polyaccel.comm.backends.ccl.library import CclOp
@@ -14,9 +13,10 @@ from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import DONE, Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.ops.base import SCALE
-from polyaccel.types import ReduceOp
 
 _OPS = {
     Operation.BARRIER: CclOp.BARRIER,

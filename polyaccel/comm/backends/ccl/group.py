@@ -13,7 +13,6 @@ import ctypes
 from collections import deque
 from time import monotonic
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.ccl.library import (
     ADDRESS_NBYTES,
     DTYPE_CODES,
@@ -23,7 +22,8 @@ from polyaccel.comm.backends.ccl.library import (
     State,
     ccl_library,
 )
-from polyaccel.types import DType, ReduceOp
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 
 _SLICE_S = 0.2  # how long a signal, such as Ctrl-C, may have to wait for a waiting thread
 _LEAVE_S = 2.0

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from polyaccel.comm.backends.ccl.build import ABI_VERSION, GET_ONECCL, compiled, find_oneccl
 from polyaccel.comm.base import unusable_error
+from polyaccel.core.types import DType, Probe, ReduceOp
 from polyaccel.errors import CommError
-from polyaccel.types import DType, Probe, ReduceOp
 
 ADDRESS_NBYTES = 256
 

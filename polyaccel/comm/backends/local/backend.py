@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from zlib import crc32
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members, is_own_part, pieces_of
 from polyaccel.comm.backends.local.thread_group import ThreadCollective, ThreadGroup, TracedCall, WorldState
 from polyaccel.comm.base import DEFAULT_TIMEOUT_S, CommBackend, Communicator, Rendezvous, StatusStore
@@ -24,8 +23,9 @@ from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, 
 from polyaccel.comm.collectives.reduction import reduce_parts
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import ReduceOp
 from polyaccel.errors import CommError
-from polyaccel.types import ReduceOp
 
 
 class LocalBackend(CommBackend):

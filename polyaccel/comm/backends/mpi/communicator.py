@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import Collective, ended
 from polyaccel.comm.collectives.p2p import Exchange, Message, P2PCollectives, Steps
@@ -19,6 +18,7 @@ from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.mpi.progress import PROGRESS, MpiWork
 from polyaccel.comm.work import Work
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import CommError, CommTimeout
 
 _MOST_NBYTES = 1 << 30

@@ -18,7 +18,7 @@ from polyaccel.comm.backends.shm.memory import Heap, Member, PeerFile, map_file,
 from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, StatusStore, unusable_error
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.rendezvous.ranks import RendezvousGroup
-from polyaccel.deadline import Deadline
+from polyaccel.core.deadline import Deadline
 from polyaccel.errors import HostsDifferError
 
 SYMMETRIC_VARIABLE = "POLYACCEL_SHM_SYMMETRIC"

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.shm.cow_mapping import CowMapping, PrivateMapping
 from polyaccel.comm.backends.shm.group import Failure, Host, PreparedCall, ShmGroup, explain
 from polyaccel.comm.backends.shm.library import ShmOp, shm_library
@@ -33,9 +32,10 @@ from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, 
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import DONE, Background, DeferredWork, Work
-from polyaccel.deadline import Deadline
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.deadline import Deadline
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError, ShardingError
-from polyaccel.types import DType
 
 _SHARED_NBYTES = 64 << 10  # smaller buffers go through the stages, which is faster
 _MOST_PREPARED = 256

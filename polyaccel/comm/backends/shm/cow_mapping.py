@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.shm import page_map
 from polyaccel.comm.backends.shm.memory import Bytes, new_file, rounded_up
 from polyaccel.comm.shared_memory import SharedMemory
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import CommError
 
 _MAP_NORESERVE = 0x4000  # few pages will ever be written

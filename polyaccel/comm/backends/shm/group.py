@@ -9,7 +9,6 @@ from ctypes import c_int32, c_int64, c_uint8, c_uint64
 from dataclasses import dataclass
 from zlib import crc32
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import bounds_of
 from polyaccel.comm.backends.shm.library import (
     DTYPE_CODES,
@@ -26,8 +25,9 @@ from polyaccel.comm.backends.shm.library import (
 from polyaccel.comm.backends.shm.memory import Bytes, Heap, HeapRange, Member, PeerFile
 from polyaccel.comm.base import StatusStore
 from polyaccel.comm.collective import MESSAGES, Collective, Operation
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.errors import CommError, CommTimeout, ShardingError
-from polyaccel.types import DType
 
 # Longer than a sleeper takes to wake: else two ranks in step, once one has slept, keep putting each other to sleep.
 _SPIN_NS = 100_000

@@ -10,9 +10,9 @@ from functools import cache
 
 from polyaccel.accelerators.base import Probe
 from polyaccel.comm.base import unusable_error
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ConfigError
 from polyaccel.ops.native.library import native
-from polyaccel.types import DType, ReduceOp
 
 MOST_RANKS = 256
 

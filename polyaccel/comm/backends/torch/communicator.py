@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members
 from polyaccel.comm.backends.torch.board import StoreBoard
 from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import EQUAL_PARTS, Collective, Operation, ended
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import DONE, Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, CommTimeout
-from polyaccel.types import DType, ReduceOp
 
 # torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -9,12 +9,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.torch.communicator import TorchCommunicator, is_timeout, tensor_of
 from polyaccel.comm.collective import Collective
 from polyaccel.comm.collectives.p2p import Exchange, Message, P2PCollectives, Steps
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import Background, Work
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import CommError
 
 _MOMENT = timedelta(milliseconds=1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.units import find_blocks
+from polyaccel.torch.sharding.units import find_blocks
 from polyaccel.torch.tensor_parallel.plan import CutPlan, TokenPlan
 from polyaccel.torch.tensor_parallel.structure import CutRegion
 

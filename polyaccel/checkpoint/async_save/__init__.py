@@ -1,1 +1,0 @@
-"""Saves that a process beside a rank writes while training goes on."""

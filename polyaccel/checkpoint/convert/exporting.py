@@ -1,0 +1,133 @@
+"""What an export takes of a checkpoint: which tensors, under which names, in which type, in how many files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from polyaccel.checkpoint import CheckpointReader, TensorEntry
+from polyaccel.checkpoint.convert.elements import converted, read, runs
+from polyaccel.checkpoint.format.pieces import ALIGNMENT_NBYTES
+from polyaccel.checkpoint.format.tensors import BUFFER as BUFFER
+from polyaccel.checkpoint.format.tensors import PARAM
+from polyaccel.core.types import DType
+from polyaccel.errors import CheckpointError
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTensor:
+    """A tensor on its way out, as `dtype`."""
+
+    reader: CheckpointReader
+    tensor: TensorEntry
+    dtype: DType
+
+    @property
+    def name(self) -> str:
+        return self.tensor.fqn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel * self.dtype.itemsize
+
+    def chunks(self, progress: Progress) -> Iterator[bytes]:
+        """The elements in order, verified and converted, in the memory of a piece. Raises CheckpointError where
+        they are damaged."""
+        for start, length in runs(self.tensor):
+            data = converted(read(self.reader, self.tensor, start, length), self.tensor.dtype, self.dtype)
+            progress(data.nbytes)
+            yield data.tobytes()
+
+
+def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) -> tuple[ExportTensor, ...]:
+    """The tensors of these `kinds`, sorted by name, the floating ones as `dtype` (None: as they were saved).
+
+    A tied weight was saved once, under its first name. Raises CheckpointError where nothing is of a kind, or two kinds
+    have a tensor of one name.
+    """
+    found = {kind: [tensor for tensor in reader.tensors() if tensor.kind == kind] for kind in kinds}
+    held = sorted({tensor.kind for tensor in reader.tensors()})
+    for kind, tensors in found.items():
+        if not tensors and kind != BUFFER:
+            raise CheckpointError(
+                f"{reader.tag!r} holds no tensor of the kind {kind!r}",
+                hint=f"the kinds there are {', '.join(held)}",
+                value=kind,
+            )
+    names: dict[str, str] = {}
+    for kind, tensors in found.items():
+        for tensor in tensors:
+            if tensor.fqn in names:
+                raise CheckpointError(
+                    f"{tensor.fqn!r} is a tensor of the kinds {names[tensor.fqn]!r} and {kind!r}: a file of names has "
+                    "room for one",
+                    hint="export one kind at a time",
+                    value=kind,
+                )
+            names[tensor.fqn] = kind
+    return tuple(
+        ExportTensor(reader, tensor, dtype if dtype is not None and tensor.dtype.is_floating else tensor.dtype)
+        for tensor in sorted((each for tensors in found.values() for each in tensors), key=lambda each: each.fqn)
+    )
+
+
+def default_kinds() -> tuple[str, ...]:
+    """The kinds of a module's state dict: parameters, and buffers where there are any."""
+    return (PARAM, BUFFER)
+
+
+def in_files(tensors: Sequence[ExportTensor], most_nbytes: int) -> list[list[ExportTensor]]:
+    """The tensors as one list a file, of at most `most_nbytes` each; a larger tensor has a file of its own."""
+    files: list[list[ExportTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if files[-1] and filled + tensor.nbytes > most_nbytes:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.nbytes
+    return files
+
+
+def file_names(stem: str, suffix: str, count: int) -> list[str]:
+    """`model.safetensors`, or `model-00001-of-00002.safetensors` and so on."""
+    if count == 1:
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
+
+
+def index_of(files: Sequence[Sequence[ExportTensor]], names: Sequence[str]) -> dict[str, Any]:
+    """The index of several files, as transformers reads it."""
+    where = {tensor.name: name for tensors, name in zip(files, names, strict=True) for tensor in tensors}
+    total = sum(tensor.nbytes for tensors in files for tensor in tensors)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+
+
+@contextmanager
+def mapped(folder: Path, tensors: Sequence[ExportTensor], progress: Progress) -> Iterator[list[npt.NDArray[np.uint8]]]:
+    """The bytes of the tensors, for libraries that want all at once: in a file in `folder`, mapped into memory, so that
+    the system may drop what it needs the room for. The file is gone when the block is left."""
+    with TemporaryDirectory(prefix=".export-", dir=folder) as scratch:
+        path, starts = Path(scratch, "tensors"), list[int]()
+        with path.open("wb") as file:
+            for tensor in tensors:
+                file.write(bytes(-file.tell() % ALIGNMENT_NBYTES))
+                starts.append(file.tell())
+                for chunk in tensor.chunks(progress):
+                    file.write(chunk)
+            file.write(b"\0")  # an empty file cannot be mapped
+        memory = np.memmap(path, np.uint8, "r+")
+        yield [np.asarray(memory[start : start + tensor.nbytes]) for tensor, start in zip(tensors, starts, strict=True)]

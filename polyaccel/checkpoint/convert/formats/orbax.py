@@ -1,0 +1,186 @@
+"""Orbax checkpoints, by their own library: a tree of arrays, `params` and where we wrote it `buffers`, `optimizer`.
+
+A name `a.b` is the leaf `b` of the branch `a`, as flax has it. The library is an extra of nobody: it is imported when a
+checkpoint of its kind is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyaccel.accelerators.memory.numpy import numpy_dtype
+from polyaccel.checkpoint.convert.exporting import BUFFER, ExportTensor, Progress, mapped
+from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
+from polyaccel.checkpoint.format.tensors import PARAM
+from polyaccel.core.types import DType
+from polyaccel.errors import CheckpointError, ShardingError
+
+PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
+
+
+def write(out: Path, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
+    """Write the tree. Its library wants all arrays at once: they stand in a mapped file beside it meanwhile, out of
+    which it writes.
+
+    Returns the names of the files. Raises CheckpointError where the library is not installed, and for damage."""
+    ocp = _library()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with mapped(out.parent, tensors, progress) as found:
+        tree: dict[str, Any] = {}
+        for tensor, data in zip(tensors, found, strict=True):
+            kind = tensor.tensor.kind
+            roots = {PARAM: [PARAMS], BUFFER: [BUFFERS]}.get(kind, [OPTIMIZER, kind])
+            flat = data.view(numpy_dtype(tensor.dtype))
+            *branch, leaf = [*roots, *tensor.name.split(".")]
+            at = tree
+            for name in branch:
+                at = at.setdefault(name, {})
+            at[leaf] = flat.reshape(tensor.shape)
+        most_nbytes = max((tensor.nbytes for tensor in tensors), default=0)
+        with ocp.Checkpointer(_handler(ocp, most_nbytes)) as checkpointer:
+            checkpointer.save(out.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
+    return sorted(each.name for each in out.iterdir())
+
+
+def _handler(ocp: Any, most_nbytes: int) -> Any:
+    """What writes arrays without copies of its own, where the library lets them be left out: those of the tree lie in a
+    file and stay as they are. `most_nbytes` is the length of the largest."""
+    kinds = ocp.type_handlers
+    try:
+        handler = kinds.NumpyHandler(deepcopy_host_arrays=False)
+    except TypeError:  # an older version, which always copies
+        handler = kinds.NumpyHandler()
+    others = (import_module("jax").Array, kinds.ArrayHandler())  # without it the library warns
+    registry = kinds.create_type_handler_registry((np.ndarray, handler), others)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry, save_concurrent_gb=1 + -(-most_nbytes // (1 << 30))
+    )
+
+
+def read(source: Path) -> Incoming:
+    """The arrays below `params`, and `buffers` and `optimizer` as `write` has them; without `params` all arrays.
+
+    Each is read when it is asked for. Raises CheckpointError, naming `source`, for what the library cannot read."""
+    ocp = _library()
+    source = _item(source.absolute())
+    left_out = dict[str, LeftOut]()
+    try:
+        found = ocp.PyTreeCheckpointer().metadata(source)
+        tree = getattr(found.item_metadata, "tree", None)
+    except (ValueError, OSError, KeyError, AttributeError) as error:
+        raise _unreadable(source, str(error)) from error
+    if not isinstance(tree, (Mapping, list, tuple)):
+        raise _unreadable(source, "it holds no tree of arrays")
+    tensors = []
+    for path, leaf in _leaves(tree):
+        match path:
+            case [root, *names] if root == PARAMS and names:
+                fqn, kind = ".".join(names), PARAM
+            case [root, *names] if root == BUFFERS and PARAMS in tree and names:
+                fqn, kind = ".".join(names), BUFFER
+            case [root, state, *names] if root == OPTIMIZER and PARAMS in tree and names:
+                fqn, kind = ".".join(names), state
+            case [*names] if PARAMS not in tree:
+                fqn, kind = ".".join(names), PARAM
+            case [root, *_]:
+                is_needed = root in ("opt_state", OPTIMIZER)
+                left_out[root] = LeftOut(f"{root!r} of {source}", "not the parameters", is_needed)
+                continue
+            case _:
+                continue
+        try:
+            dtype = DType.parse(np.dtype(leaf.dtype).name)
+        except (ShardingError, TypeError) as error:
+            raise CheckpointError(
+                f"{fqn!r} in {source} is of the type {leaf.dtype}, which polyaccel has not", value=str(leaf.dtype)
+            ) from error
+        tensors.append(_lazy(ocp, source, tree, path, fqn, kind, tuple(leaf.shape), dtype))
+    return Incoming(tensors, left_out=[*left_out.values()])
+
+
+def _item(source: Path) -> Path:
+    """The folder of a tree in what a CheckpointManager wrote: of the newest step, or of one."""
+    if (source / "_METADATA").is_file() or not source.is_dir():
+        return source
+    steps = sorted((int(each.name), each) for each in source.iterdir() if each.name.isdecimal())
+    step = steps[-1][1] if steps else source
+    items = [step / name for name in ("default", "state", "params", "items")]
+    return next((each for each in items if each.is_dir()), step)
+
+
+def _lazy(
+    ocp: Any,
+    source: Path,
+    tree: Any,
+    path: tuple[str, ...],
+    fqn: str,
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: DType,
+) -> ImportTensor:
+    kept: list[Any] = []
+
+    def read_elements(start: int, numel: int) -> bytes:
+        if not kept:  # read once, and let go with its last run
+            kept.append(np.ascontiguousarray(_one(ocp, source, tree, path)).reshape(-1))
+        data: bytes = kept[0][start : start + numel].tobytes()
+        if start + numel == prod(shape):
+            kept.clear()
+        return data
+
+    return ImportTensor(fqn, kind, shape, dtype, read_elements)
+
+
+def _one(ocp: Any, source: Path, tree: Any, path: tuple[str, ...]) -> Any:
+    """One array of the tree, the others left where they are."""
+    asked = _mapped(tree, lambda other: 0 if other == path else ocp.PLACEHOLDER)
+    arguments = _mapped(tree, lambda other: ocp.RestoreArgs(restore_type=np.ndarray))
+    try:
+        found = ocp.PyTreeCheckpointer().restore(
+            source, args=ocp.args.PyTreeRestore(item=asked, restore_args=arguments)
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise _unreadable(source, str(error)) from error
+    for name in path:
+        found = found[name] if isinstance(found, Mapping) else found[int(name)]
+    return found
+
+
+def _mapped(tree: Any, make: Callable[[tuple[str, ...]], Any], path: tuple[str, ...] = ()) -> Any:
+    """A tree of the same form, with what `make` gives for the path of each leaf."""
+    if isinstance(tree, Mapping):
+        return {name: _mapped(child, make, (*path, str(name))) for name, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_mapped(child, make, (*path, str(index))) for index, child in enumerate(tree)]
+    return tree if tree is None else make(path)
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, Mapping):
+        for name, child in tree.items():
+            yield from _leaves(child, (*path, str(name)))
+    elif isinstance(tree, (list, tuple)):
+        for index, child in enumerate(tree):
+            yield from _leaves(child, (*path, str(index)))
+    elif hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        yield path, tree
+
+
+def _library() -> Any:
+    try:
+        return import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise CheckpointError(
+            f"orbax cannot be imported: {error}", hint="pip install orbax-checkpoint", value="orbax"
+        ) from error
+
+
+def _unreadable(source: Path, why: str) -> CheckpointError:
+    hint = "give the folder that a checkpointer of orbax saved a tree in"
+    return CheckpointError(f"{source} is no checkpoint of orbax: {why[:300]}", hint=hint, value=str(source))

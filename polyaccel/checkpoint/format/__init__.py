@@ -1,0 +1,1 @@
+"""The format of a checkpoint: manifest, tensors, pieces, commit markers, plain values, and how foreign folders look."""

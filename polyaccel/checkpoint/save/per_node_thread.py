@@ -1,0 +1,62 @@
+"""A save on several places while training goes on, by a thread of each rank.
+
+A process beside the rank, which writes where all ranks see one storage, cannot take part in collectives, and hosts have
+copies to send each other. So a thread does here what `places.saving` says, with a communicator of its own and out of
+the copy in memory. It leaves the interpreter to training while it reads, writes, sends and computes checksums.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+from polyaccel.checkpoint.save.async_client import SaveOutcome, waiting_for_nobody
+from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
+from polyaccel.errors import PolyaccelError
+
+
+def communicator_beside(communicator: Communicator) -> Communicator | None:
+    """A communicator of the same ranks for a thread beside theirs; None where messages lie on a device: two
+    communicators of one device, used by two threads, may wait for each other. Collective."""
+    if communicator.allocate(1, DType.UINT8).device.type != "cpu":
+        return None
+    return communicator.split(range(communicator.world_size))
+
+
+class SavingThread:
+    """A rank's part of a save, under way in a thread: what `background.client.Pending` is for one of a process."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.is_told = False
+        self._of = os.getpid()
+        threads = ThreadPoolExecutor(1, "polyaccel save")
+        self._outcome: Future[SaveOutcome] = threads.submit(_ended, action)
+        threads.shutdown(wait=False)
+
+    def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
+        """As `Pending.outcome`."""
+        if self._of != os.getpid():  # forked from the process whose save it is
+            return SaveOutcome()
+        wait_for([self._outcome], timeout_s)
+        return self._outcome.result() if self._outcome.done() else None
+
+    def give_up(self) -> None:
+        """The ranks' threads hear of each other's failures by themselves."""
+
+    def finish_soon(self) -> None:
+        """They wait for each other no longer than their communicator does."""
+
+
+def _ended(action: Callable[[], Any]) -> SaveOutcome:
+    with waiting_for_nobody():
+        try:
+            action()
+        except PolyaccelError as error:
+            return SaveOutcome(error.message, error.hint)
+        except Exception as error:  # whatever it is, the rank has to hear of it
+            return SaveOutcome(f"{type(error).__name__}: {error}")
+    return SaveOutcome()

@@ -1,0 +1,220 @@
+"""The steps of a save, whoever takes them: the ranks themselves (`writer`) or processes beside them (`background`).
+
+The order is everything: see [Note: Commit] in `polyaccel.checkpoint.format.commit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from polyaccel.checkpoint.collective_call import barrier, run_on_all
+from polyaccel.checkpoint.format.commit import (
+    MANIFEST,
+    Commit,
+    check_tag,
+    read_commit,
+    tag_names,
+    write_commit,
+    write_latest,
+)
+from polyaccel.checkpoint.format.manifest import Manifest
+from polyaccel.checkpoint.format.pieces import FileLayout, RankFile, TensorPiece
+from polyaccel.checkpoint.format.save_folders import clear_leftovers, discard, rank_file
+from polyaccel.checkpoint.format.scalars import encode_plain
+from polyaccel.checkpoint.format.tensors import build_tensors
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+
+TagValidation = Literal["Ignore", "Warn", "Fail"]
+"""The reaction to ranks that save under different tags. Except with "Fail", all of them save under rank 0's."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveContents:
+    """What a rank saves, as `save_checkpoint` takes it. `frozen` are parameters that no update writes."""
+
+    pieces: Callable[[], Iterable[TensorPiece]]
+    scalars: Mapping[str, Any]
+    rank_blobs: Mapping[str, Any]
+    """Bytes, which is checked."""
+    frozen: Collection[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SavePart:
+    """One rank's part of a save: its file, with what its segments hold, and the values of which rank 0's are saved."""
+
+    layout: FileLayout
+    contents: Sequence[TensorPiece | bytes]
+    scalars: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    @classmethod
+    def checked(
+        cls,
+        rank: int,
+        contents: SaveContents,
+        about: Mapping[str, Any],
+    ) -> SavePart:
+        """The part of a rank. Raises CheckpointError for what cannot be saved."""
+        pieces, blobs, scalars = tuple(contents.pieces()), dict(contents.rank_blobs), contents.scalars
+        encode_plain(dict(scalars), "scalars")
+        encode_plain(dict(about), "about")
+        for piece in pieces:
+            piece.check()
+        for name, blob in blobs.items():
+            if not isinstance(blob, bytes):
+                kind = type(blob).__qualname__
+                raise CheckpointError(f"rank blob {name!r} is a {kind}, not bytes", hint="give bytes", value=kind)
+        sizes = {name: len(blob) for name, blob in blobs.items()}
+        layout = FileLayout.plan(rank_file(rank), [piece.spec for piece in pieces], sizes)
+        return cls(layout, (*pieces, *blobs.values()), dict(scalars), dict(about))
+
+
+class Intent(NamedTuple):
+    """What a rank is about to save: under which tag, how many bytes, and whether there is room to stage them."""
+
+    tag: str
+    nbytes: int
+    has_room: bool
+
+
+def agree_on_parts(
+    communicator: Communicator,
+    tag: str,
+    make: Callable[[], SavePart],
+    validation: TagValidation,
+    *,
+    has_room: Callable[[int], bool] = lambda nbytes: False,
+) -> tuple[str, SavePart, list[Intent]]:
+    """The tag that all ranks save under, this rank's part, which `make` gives, and the intents of all ranks.
+
+    Collective. Raises what `run_on_all` raises.
+    """
+    barrier(communicator, "save_checkpoint")
+    parts: list[SavePart] = []
+
+    def check() -> tuple[str, int, bool]:
+        parts.append(make())
+        nbytes = parts[0].layout.nbytes
+        return check_tag(tag), nbytes, has_room(nbytes)
+
+    intents = [Intent(*told) for told in run_on_all(communicator, f"save_checkpoint({tag!r})", check)]
+    return one_tag([intent.tag for intent in intents], validation), parts[0], intents
+
+
+def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
+    """Rank 0's tag, once ranks that named another one have been dealt with as `checkpoint.tag_validation` says."""
+    others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
+    if others and validation != "Ignore":
+        named = ", ".join(f"rank {rank} under {tag!r}" for rank, tag in others.items())
+        message = f"rank 0 saves under the tag {tags[0]!r}, but {named}"
+        if validation == "Fail":
+            raise CheckpointError(message, hint="give the same tag on every rank", value=tuple(tags))
+        _log.warning("%s; all ranks save under %r", message, tags[0])
+    return tags[0]
+
+
+def commit_files(
+    storage: Storage,
+    tag: str,
+    folder: str,
+    files: Sequence[RankFile],
+    scalars: Mapping[str, Any],
+    about: Mapping[str, Any],
+    beside: Mapping[str, int] = MappingProxyType({}),
+) -> Commit:
+    """Verify that all is there, then write the manifest, then the marker. `beside` has the names and lengths of files
+    that hold nothing but blobs."""
+    manifest = manifest_of(tag, files, scalars, about, beside=beside)
+    require_files(storage, f"{tag}/{folder}", manifest.files)
+    data = manifest.to_json()
+    storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
+    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=next_saved_at_s(storage))
+    write_commit(storage, commit)
+    return commit
+
+
+def manifest_of(
+    tag: str,
+    files: Sequence[RankFile],
+    scalars: Mapping[str, Any],
+    about: Mapping[str, Any],
+    *,
+    beside: Mapping[str, int] = MappingProxyType({}),
+    held: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
+) -> Manifest:
+    """The manifest of what the ranks wrote, checked. `beside` as in `commit_files`, `held` as in `Manifest`."""
+    manifest = Manifest(
+        tag=tag,
+        world_size=len(files),
+        files={file.name: file.nbytes for file in files} | dict(beside),
+        tensors=build_tensors((rank, entry) for rank, file in enumerate(files) for entry in file.tensors),
+        scalars=dict(scalars),
+        blobs=tuple(tuple(file.blobs) for file in files),
+        not_finite=next((file.not_finite for file in files if file.not_finite), ""),
+        about=dict(about),
+        held=dict(held),
+    )
+    manifest.check()
+    return manifest
+
+
+def require_files(storage: Storage, folder: str, files: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless `storage` shows each of these files, of which the lengths are given."""
+    for name, nbytes in files.items():
+        path = f"{folder}/{name}"
+        found = storage.size(path)
+        if found != nbytes:
+            seen = "no file" if found is None else f"{found} bytes"
+            raise CheckpointError(
+                f"rank 0 sees {seen} at {path} in {storage.location}, where {nbytes} bytes were written",
+                hint="save to a directory that all hosts share, or to each host's own by "
+                '"checkpoint": {"storage": "node_local"}',
+                value=path,
+            )
+
+
+def next_saved_at_s(storage: Storage) -> float:
+    """The time, but later than that of every checkpoint there: they are told apart by it, and clocks are set back."""
+    saved_at_s = [0.0]
+    for tag in tag_names(storage):
+        with suppress(CheckpointError):  # nobody's marker, or a damaged one
+            commit = read_commit(storage, tag)
+            saved_at_s.append(commit.saved_at_s if commit else 0.0)
+    return round(max(time.time(), max(saved_at_s) + 0.001), 3)
+
+
+def finish(storage: Storage, commit: Commit, files: Sequence[RankFile], *, save_latest: bool) -> None:
+    """Move `latest`, unless a parameter is not finite, then delete the tag's earlier saves."""
+    not_finite = next((file.not_finite for file in files if file.not_finite), "")
+    if not_finite:
+        _log.warning(
+            "%r holds values of %s that are not finite: nothing resumes from it unless it is named%s",
+            commit.tag, not_finite, "; 'latest' stays where it was" if save_latest else "",
+        )  # fmt: skip
+    elif save_latest:
+        write_latest(storage, commit.tag)
+    clear_leftovers(storage, commit.tag)
+
+
+def abandon(storage: Storage, tag: str, folder: str) -> None:
+    """Remove what a failed save wrote, unless the marker came to name it: its write may fail after taking effect."""
+    try:
+        commit = read_commit(storage, tag)
+    except CheckpointError:
+        return  # then nobody knows what the marker names
+    if commit is None or commit.save != folder:
+        discard(storage, tag, folder)
+        with suppress(CheckpointError):
+            storage.clear_unfinished(tag, if_empty=True)

@@ -1,1 +1,0 @@
-"""Storages beyond a folder that all ranks see."""

@@ -1,0 +1,158 @@
+"""Flat device memory as the engine sees it.
+
+A `Buffer` is one-dimensional, contiguous, of one element type. Kernels and communicators look inside (`raw`); the ZeRO
+step only cuts views, copies and fills. It stands below `ops` and `accelerators` because the first declares kernels on
+buffers and the second hands out both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from polyaccel.core.types import DeviceId, DType
+from polyaccel.errors import ShardingError
+
+
+class Buffer(ABC):
+    """`numel` elements of `dtype` on `device`.
+
+    Code that writes through `raw` calls `bump_version`, so that frontends know when views that they handed out have
+    changed.
+    """
+
+    numel: int
+    dtype: DType
+    device: DeviceId
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    @abstractmethod
+    def raw(self) -> Any:
+        """The framework's own flat array over this memory: a torch tensor, a numpy array, ..."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Grows with every write of the engine; a view shares it with the buffer that it was cut from."""
+
+    @abstractmethod
+    def bump_version(self) -> None:
+        """Count one write in `version`."""
+
+    @abstractmethod
+    def view(self, offset: int, numel: int) -> Buffer:
+        """Elements [offset, offset + numel) of the same memory. Raises ShardingError when they do not lie inside."""
+
+    @abstractmethod
+    def copy_from(self, source: Buffer) -> None:
+        """Overwrite with `source`, which has as many elements and shares none of this memory; converts the element
+        type, rounding to nearest even. Queued on the current stream where the device has streams. Raises ShardingError
+        for another length."""
+
+    @abstractmethod
+    def fill(self, value: float) -> None:
+        """Set every element to `value`."""
+
+    @abstractmethod
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """A copy of the contents in host memory, little-endian, once everything has run that was queued before on the
+        *current* stream. A caller lets that one wait for others (`Stream.wait`) whose work has to be in it."""
+
+    def copy_to_host(self, target: memoryview) -> None:
+        """Write what `to_bytes` gives into `target`, host memory of `nbytes` bytes."""
+        target[:] = self.to_bytes()
+
+    @abstractmethod
+    def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        """Overwrite with what `to_bytes` gave, in the order of the current stream; `data` may change once this has
+        returned. Raises ShardingError when `data` is not exactly `nbytes` long."""
+
+    def use_count(self) -> int:
+        """How many arrays stand on this memory, views included; 0 where that is not known. When the number has grown
+        since the memory was lent, the borrower still has views of it."""
+        return 0
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.raw.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.raw.__dlpack_device__()
+
+    def __len__(self) -> int:
+        return self.numel
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.numel} x {self.dtype.value} on {self.device})"
+
+
+class WriteCount:
+    """How often a piece of memory was written; shared by a buffer and every view cut from it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class CountedBuffer(Buffer):
+    """A buffer whose `version` is a `WriteCount` that its views share. Subclasses bring the memory, and cut a view
+    with their own count: `writes=self._writes`."""
+
+    def __init__(self, writes: WriteCount | None = None) -> None:
+        self._writes = writes if writes is not None else WriteCount()
+
+    @property
+    def version(self) -> int:
+        return self._writes.value
+
+    def bump_version(self) -> None:
+        self._writes.value += 1
+
+    def _check_range(self, offset: int, numel: int) -> None:
+        if offset < 0 or numel < 0 or offset + numel > self.numel:
+            raise ShardingError(
+                f"elements [{offset}, {offset + numel}) are outside {self!r}",
+                hint=f"a view lies inside [0, {self.numel})",
+                value=(offset, numel),
+            )
+
+    def _check_source(self, source: Buffer) -> None:
+        if source.numel != self.numel:
+            raise ShardingError(
+                f"cannot copy {source!r} to {self!r}", hint="cut views of equal numel", value=source.numel
+            )
+
+    def _check_nbytes(self, data: bytes | bytearray | memoryview) -> int:
+        nbytes = memoryview(data).nbytes
+        if nbytes != self.nbytes:
+            raise ShardingError(f"{nbytes} bytes cannot fill {self!r} of {self.nbytes} bytes", value=nbytes)
+        return nbytes
+
+
+class BufferViews:
+    """The views of buffers at `windows`, each an offset and a length in elements, cut once and used in every step.
+
+    They are forgotten with the `Buffer` that they were cut from, so that they keep no memory alive that its owner let
+    go.
+    """
+
+    def __init__(self, windows: Iterable[tuple[int, int]]) -> None:
+        self._windows = tuple(windows)
+        self._known: WeakKeyDictionary[Buffer, tuple[Buffer, ...]] = WeakKeyDictionary()
+
+    def of(self, buffer: Buffer) -> tuple[Buffer, ...]:
+        """The views of `buffer`, one for each window."""
+        views = self._known.get(buffer)
+        if views is None:
+            views = self._known[buffer] = tuple(buffer.view(*window) for window in self._windows)
+        return views

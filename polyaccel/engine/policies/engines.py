@@ -1,0 +1,64 @@
+"""What follows from a config for every frontend's engine: what it counts with, how it saves, and what ranks share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
+from polyaccel.checkpoint.retention.rules import KeepBest, Retention
+from polyaccel.checkpoint.saver import SavePolicy
+from polyaccel.config import ResolvedConfig
+from polyaccel.engine.policies.watching import reporting_of
+from polyaccel.engine.progress import EngineSettings
+
+_COMMON_SETTINGS = {
+    "gradient_accumulation_steps", "optimizer", "scheduler", "gradient_clipping", "prescale_gradients",
+    "gradient_predivide_factor", "gradient_allreduce_op", "communication_data_type", "zero_optimization", "fp16",
+    "bf16", "torch_autocast", "data_types", "matrix_kernels",
+}  # fmt: skip
+
+
+def engine_settings_of(config: ResolvedConfig) -> EngineSettings:
+    """The settings that every frontend's engine counts with and answers to users."""
+    return EngineSettings(
+        train_batch_size=config.train_batch_size,
+        micro_batch_size=config.train_micro_batch_size_per_gpu,
+        accumulation_steps=config.gradient_accumulation_steps,
+        zero_stage=config.zero_optimization.stage,
+        gradient_clipping=config.gradient_clipping,
+        reporting=reporting_of(config),
+        counts_work=config.timers.throughput.enabled,
+        saving=save_policy_of(config),
+    )
+
+
+def save_policy_of(config: ResolvedConfig) -> SavePolicy:
+    """How engines save."""
+    storage, options = config.checkpoint.storage_plugin
+    best, replica = config.checkpoint.keep_best, config.checkpoint.in_memory_section
+    return SavePolicy(
+        tag_validation=config.checkpoint.tag_validation,
+        in_background=config.checkpoint.in_background,
+        staging_nbytes=config.checkpoint.staging_memory,
+        retention=Retention(
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            keep_best=KeepBest(best.metric, best.mode, best.count) if best else None,
+        ),
+        replica=None if replica is None else ReplicaPolicy(replica.memory),
+        storage=storage,
+        options=json.loads(json.dumps(options)),  # without the tables that refuse to change
+        allows_bytes=config.checkpoint.allow_bytes,
+    )
+
+
+def common_settings_of(config: ResolvedConfig) -> dict[str, Any]:
+    """The part of the config that must be equal on all ranks, as a tree: what numbers and exchanges depend on. Where
+    files lie may differ."""
+    tree: dict[str, Any] = config.model_dump(mode="json", by_alias=True, include=_COMMON_SETTINGS)
+    for section in ("offload_param", "offload_optimizer"):
+        offload = tree["zero_optimization"].get(section) or {}
+        for key in ("nvme_path", "tier_options"):
+            offload.pop(key, None)
+    return tree

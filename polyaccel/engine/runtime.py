@@ -1,0 +1,381 @@
+"""The composition root: a config goes in, live parts come out, and somebody closes them.
+
+Nothing else knows both the config and the implementations. What a part needs of the config is handed to it as a value
+of its own kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so no part reads JSON keys.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from logging import getLogger
+from types import MappingProxyType
+from typing import Any
+from uuid import uuid4
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.detect import host_accelerator
+from polyaccel.accelerators.memory.host import keep_freed_memory
+from polyaccel.checkpoint.storage.base import Storage, open_storage
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.default import default_communicator
+from polyaccel.comm.flight_recorder.summary import start_log
+from polyaccel.comm.groups import forget_mesh, set_mesh
+from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
+from polyaccel.config import Config, ResolvedConfig, resolve_config
+from polyaccel.config.meshes import mesh_of
+from polyaccel.config.sections.offload import OffloadDevice
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import DType, ParamSpec
+from polyaccel.engine.about import run_metadata
+from polyaccel.engine.base import EngineParts
+from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.model_adapter import ModelAdapter
+from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of
+from polyaccel.engine.policies.modules import param_dtype_of
+from polyaccel.engine.policies.steps import plan_for, state_tier_options, step_plan_for, step_policy, storage_tier
+from polyaccel.engine.policies.watching import alarms_of, monitors_of, trace_of
+from polyaccel.engine.rank_consistency import require_same_training, training_facts
+from polyaccel.errors import ConfigError, Problem
+from polyaccel.job.trial_env import TrialModel, write_trial_model
+from polyaccel.observability.console import show_log
+from polyaccel.observability.setup import start_monitoring
+from polyaccel.observability.timing import PhaseTimer
+from polyaccel.observability.traces.recorder import RunTrace
+from polyaccel.observability.traces.tiers import TracedTier
+from polyaccel.offload.tier import Tier, TierOptions
+from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.registry import PluginGroup, load_plugin
+from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.plan.layout import ShardLayout
+from polyaccel.zero.plan.placement import Offload
+from polyaccel.zero.plan.policy import BLOCK_NUMEL, Bits, StepPolicy, TrafficPolicy, ZeroPolicy
+from polyaccel.zero.resources import Communicators, ShardGroups, StepResources, Tiers
+from polyaccel.zero.update.optimizers import Group, SliceOptimizer, slice_optimizer
+
+log = getLogger(__name__)
+
+_TIERS: dict[OffloadDevice, str] = {"none": "device", "cpu": "host"}
+"""Tiers whose name in configs is not that of their plugin."""
+
+
+@dataclass(frozen=True)
+class EngineBuilder:
+    """The parts that a frontend builds an engine from."""
+
+    config: ResolvedConfig
+    accelerator: Accelerator
+    communicator: Communicator
+    policy: ZeroPolicy
+    step_policy: StepPolicy
+    param_dtype: DType | None
+    """The element type in which floating parameters are held; None: as the model has them."""
+    mesh: Mesh
+    """The axes along which the ranks stand."""
+    trace: RunTrace | None = None
+    """What records the steps that are traced."""
+    training_data: str = ""
+    """How much data the engine's own loader has, in words. All ranks must have as much."""
+    cleanup_callbacks: list[Callable[[], object]] = field(default_factory=list)
+    """Called before the groups along axes of the mesh are left, for what works over them."""
+    model_parallel_group: Communicator | None = None
+    """Process group of the other pipeline stages, or None without pipeline parallelism."""
+    _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether floating inputs of the model become float16, as its parameters are."""
+        return self.config.fp16.enabled and self.config.fp16.auto_cast
+
+    def engine_parts(self) -> EngineParts:
+        """The parts of every frontend's engine. Collective where the config has monitors or a folder; see
+        `start_monitoring`."""
+        monitor = start_monitoring(self.communicator, self.config.run_dir, monitors_of(self.config), self.about)
+        return EngineParts(
+            config=self.config,
+            settings=engine_settings_of(self.config),
+            accelerator=self.accelerator,
+            communicator=self.communicator,
+            mesh=self.mesh,
+            loss_scaler=self.loss_scaler(),
+            monitor=monitor,
+            trace=self.trace,
+            alarms=alarms_of(self.config, self.communicator, self.mesh, monitor),
+            about=self.about,
+        )
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What `run_metadata` tells of this run."""
+        storage = self.config.checkpoint.storage_plugin[0]
+        return run_metadata(self.config.public_tree(), storage, self.accelerator, self.mesh)
+
+    def apply_to_process(self) -> None:
+        """Do what concerns the whole process: keep freed memory for the next step, show the log, tell what the config
+        says to no effect, and as it asks switch garbage collection off and show the config."""
+        if self.accelerator.works_on_host_memory:
+            keep_freed_memory()
+        show_log(self.communicator.rank, self.config.log_level)
+        if self.config.disable_python_gc:
+            gc.disable()
+        for sentence in self.config.without_effect if self.communicator.rank == 0 else ():
+            log.info("config: %s", sentence)
+        if self.config.dump_state and self.communicator.rank == 0:
+            log.info("resolved config:\n%s", self.config.to_json(secrets=False))
+
+    def zero_step(
+        self,
+        adapter: ModelAdapter,
+        optimizer: SliceOptimizer | None,
+        groups: Sequence[Group],
+        timer: PhaseTimer,
+        *,
+        resident: bool = False,
+    ) -> ZeroEngine:
+        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises.
+
+        Raises ShardingError on all ranks where their models, optimizers, settings or amounts of data differ.
+        """
+        specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
+        facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
+        require_same_training(self.communicator, [*facts, self.training_data])
+        layout = self.plan(
+            specs,
+            adapter.unit_names,
+            rooms=self._max_local_numels(specs),
+            parts=adapter.part_names(),
+            updates=adapter.update_names(),
+        )
+        names = () if optimizer is None else optimizer.state_names
+        is_remote = host_accelerator(self.accelerator) is not self.accelerator
+        if self.communicator.rank == 0:
+            write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))
+        plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
+        tiers = self.open_tiers(plan.offload, resident=resident)
+        parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)
+        return ZeroEngine(plan, parts, adapter, optimizer, groups, timer)
+
+    def _trial_model(self, specs: tuple[ParamSpec, ...], units: Mapping[str, str], *, is_remote: bool) -> TrialModel:
+        """What a tuner is told of the model, before there are buffers."""
+        memory = self.accelerator.memory_stats()
+        others = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "data"}
+        return TrialModel(specs, units, memory.allocated_nbytes, is_remote, memory.total_nbytes, others)
+
+    def plan(
+        self,
+        specs: tuple[ParamSpec, ...],
+        units: Callable[[], Mapping[str, str]],
+        *,
+        rooms: Mapping[str, int] = MappingProxyType({}),
+        parts: Mapping[str, str] = MappingProxyType({}),
+        updates: Mapping[str, str] = MappingProxyType({}),
+    ) -> ShardLayout:
+        """Lay out `specs` as the config says over the mesh; see `plan_for`."""
+        return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates)
+
+    def _max_local_numels(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
+        """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""
+        cut = [spec for spec in specs if spec.cut]
+        told = self.communicator.all_gather_object([spec.numel for spec in cut]) if cut else []
+        return {spec.fqn: max(numels) for spec, numels in zip(cut, zip(*told, strict=True), strict=True)}
+
+    def process_group_for(self, axes: Collection[str]) -> Communicator:
+        """The communicator of the ranks that share this rank's place along every axis of the mesh but `axes`.
+
+        Collective: every rank asks for the same axes in the same order. It belongs to the runtime (`leave_groups`).
+        """
+        inside = self.mesh.within(axes)
+        names = tuple(axis.name for axis in self.mesh.axes if axis.name in inside and axis.size > 1)
+        if self.mesh.size_of(names) == self.communicator.world_size:
+            return self.communicator
+        if names not in self._groups:
+            for ranks in self.mesh.groups(names):
+                group = self.communicator.split(ranks)
+                if group is not None:
+                    self._groups[names] = group
+            self._groups[names].barrier()  # every rank has joined before any may leave
+        return self._groups[names]
+
+    def of_stage(self) -> EngineBuilder:
+        """The runtime of the ranks that have the same layers: itself where there is no pipeline. Collective there."""
+        if self.mesh.size_of(("pipe",)) == 1:
+            return self
+        settings = common_settings_of(self.config)
+        require_same_training(self.communicator, training_facts((), None, (), settings, self.about))
+        mesh = Mesh(tuple(axis for axis in self.mesh.axes if axis.name != "pipe"))
+        ranks, beyond = self.process_group_for(self.mesh.others(("pipe",))), self.process_group_for(("pipe",))
+        return replace(
+            self, communicator=ranks, mesh=mesh, model_parallel_group=beyond, cleanup_callbacks=[], _groups={}
+        )
+
+    def enter_groups(self) -> None:
+        """Make the groups along the axes of a mesh that has several, and let `comm.groups` know them. Collective."""
+        others = [axis.name for axis in self.mesh.axes if axis.name != "data"]
+        if others:
+            for axes in (("data",), *((name,) for name in others), ("data", "sequence")):
+                self.process_group_for(axes)
+            set_mesh(self.communicator, self.mesh, self.process_group_for)
+
+    def leave_groups(self) -> None:
+        """Leave the groups along axes of the mesh."""
+        while self.cleanup_callbacks:
+            self.cleanup_callbacks.pop()()
+        forget_mesh(self.communicator, self.process_group_for)
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    def communicators(self, layout: ShardLayout, traffic: TrafficPolicy) -> Communicators:
+        """The communicators that carry parameters and gradients of `layout` as `traffic` says. Collective where some
+        parameters are cut, and where near ranks keep second copies."""
+        cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
+        groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}
+        return Communicators(self.communicator, groups, self.model_parallel_group)
+
+    def open_tiers(self, offload: Offload, *, resident: bool) -> Tiers:
+        """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.
+
+        Collective. `resident`: the optimizer needs all states in memory. Raises ConfigError when they would not be, and
+        OffloadError when a place cannot be used.
+        """
+        states, params = self.config.zero_optimization.offload_optimizer, self.config.zero_optimization.offload_param
+        device = _new_tier("none")
+        tier = device if states.device == "none" else _new_tier(states.device)
+        if resident and not tier.is_resident:
+            expected = "works with polyaccel's own optimizers; one of torch steps on all states at once"
+            hint = f'use "cpu", or one of {", ".join(OPTIMIZERS)} in the config'
+            raise ConfigError([Problem("zero_optimization.offload_optimizer.device", states.device, expected, hint)])
+        run_id = self.communicator.broadcast_object(uuid4().hex)
+        host, rank = host_accelerator(self.accelerator), self.communicator.rank
+        options = replace(state_tier_options(states), run_id=run_id, rank=rank, piece_numel=params.buffer_size)
+        for each in dict.fromkeys((device, tier)):
+            each.open(self.accelerator, host, options)
+        if self.trace is not None and tier is not device:
+            tier = TracedTier(tier, self.trace)
+        options = TierOptions(
+            run_id=f"{run_id}-params",
+            rank=rank,
+            path=params.nvme_path,
+            pin_memory=params.pin_memory,
+            buffer_count=params.buffer_count,
+            piece_numel=params.buffer_size,
+            own=params.tier_options,
+        )
+        names = {storage_tier(name): name for name in ("cpu", params.device)}
+        of_params = {place: _new_tier(names[place]) for place in dict.fromkeys(offload.params.values())}
+        for each in of_params.values():
+            each.open(self.accelerator, host, options)
+        if self.trace is not None:
+            of_params = {place: TracedTier(each, self.trace) for place, each in of_params.items()}
+        return Tiers.around(device, {storage_tier(states.device): tier}, of_params)
+
+    def storage(self, location: str) -> Storage:
+        """The storage that `checkpoint.storage` names, at `location`."""
+        name, options = self.config.checkpoint.storage_plugin
+        return open_storage(name, location, options)
+
+    def loss_scaler(self) -> LossScaler:
+        """The scaler of fp16 training; a constant 1 in every other precision."""
+        autocast = self.config.torch_autocast
+        if not self.config.fp16.enabled and not (autocast.enabled and autocast.dtype == "float16"):
+            return LossScaler()
+        fp16 = self.config.fp16
+        return LossScaler.from_config(
+            loss_scale=fp16.loss_scale,
+            initial_scale_power=fp16.initial_scale_power,
+            loss_scale_window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_loss_scale=fp16.min_loss_scale,
+        )
+
+    def native_optimizer(self) -> tuple[SliceOptimizer, dict[str, Any]] | None:
+        """The config's optimizer with its group defaults, if it is one that runs on slices; None if it is another or
+        none."""
+        section = self.config.optimizer
+        if section is None or section.type not in OPTIMIZERS:
+            return None
+        defaults = dict(section.params)
+        if "adam_w_mode" in defaults:
+            defaults["decoupled"] = defaults.pop("adam_w_mode")
+        for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
+            defaults.pop(switch, None)
+        return slice_optimizer(section.type), defaults
+
+
+def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> ShardGroups:
+    """The communicators of one group of ranks for parameters and gradients. Collective where near ranks keep second
+    copies."""
+    near = None
+    if traffic.near_ranks > 1:
+        for first in range(0, communicator.world_size, traffic.near_ranks):
+            near = communicator.split(range(first, first + traffic.near_ranks)) or near
+        if near is not None:
+            near.barrier()  # every rank has joined before any may leave
+
+    def quantised(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
+        if gather_bits is None and reduce_bits is None:
+            return communicator
+        return QuantizedCommunicator(
+            communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
+        )
+
+    return ShardGroups(
+        exact=communicator,
+        trained=quantised(traffic.trained_bits, None),
+        frozen=quantised(traffic.frozen_bits, None),
+        gradients=quantised(None, traffic.gradient_bits),
+        hpz_group=near,
+    )
+
+
+def build(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> EngineBuilder:
+    """The runtime for a config over the default communicator.
+
+    `world_size` counts what trains where that is not its processes. `hints` resolve values that are `"auto"`. Raises
+    ConfigError, and CommError before `init_distributed`.
+    """
+    communicator = default_communicator()
+    config = resolve_config(parsed, world_size=world_size or communicator.world_size, hints=hints)
+    accelerator = communicator.accelerator
+    param_dtype = param_dtype_of(config)
+    if param_dtype is not None and param_dtype not in accelerator.supported_dtypes():
+        key = "fp16.enabled" if config.fp16.enabled else "bf16.enabled"
+        known = ", ".join(sorted(dtype.value for dtype in accelerator.supported_dtypes() if dtype.is_floating))
+        expected = f"accelerator {accelerator.name!r} does not compute in {param_dtype.value}"
+        raise ConfigError([Problem(key, True, expected, f"use one of its types: {known}")])
+    _check_storage(config)
+    logger = config.comms_logger
+    if logger.enabled:
+        ops = () if logger.prof_all else logger.prof_ops
+        start_log(communicator, ops, verbose=logger.verbose, callers=logger.debug)
+    return EngineBuilder(
+        config=config,
+        accelerator=accelerator,
+        communicator=communicator,
+        policy=ZeroPolicy.of_stage(config.zero_optimization.stage),
+        step_policy=step_policy(config),
+        param_dtype=param_dtype,
+        mesh=mesh_of(config, world_size or communicator.world_size),
+        trace=trace_of(config, communicator),
+    )
+
+
+def _check_storage(config: ResolvedConfig) -> None:
+    """Raise what is wrong with the options of `checkpoint.storage` now, not after hours of training."""
+    name, options = config.checkpoint.storage_plugin
+    plugin = load_plugin(PluginGroup.STORAGE, name, Storage, Storage.API_VERSION)
+    try:
+        plugin.check_options(options)
+    except ConfigError as error:
+        problems = [replace(problem, key=f"checkpoint.storage.{problem.key}") for problem in error.problems]
+        raise ConfigError(problems) from None
+
+
+def _new_tier(device: OffloadDevice) -> Tier:
+    tier = load_plugin(PluginGroup.TIERS, _TIERS.get(device, device), Tier, Tier.API_VERSION)()
+    assert isinstance(tier, Tier)  # what loading checked
+    return tier

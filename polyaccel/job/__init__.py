@@ -1,0 +1,1 @@
+"""What the ranks of a job and its launcher share: secrets, ports, readiness, trial variables, the memory server."""

@@ -1,1 +1,0 @@
-"""The elastic agent of a host, which is torch's: a process beside the launcher."""

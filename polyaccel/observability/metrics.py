@@ -1,0 +1,304 @@
+"""The figures of a step: `StepMetrics`, and the monitors that write them down.
+
+A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the one that needs nothing. It is
+opened on rank 0 alone, in the main thread, and written to and closed by a thread that is its own.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TextIO
+
+from polyaccel.core.types import Probe
+from polyaccel.errors import ConfigError, InvariantError, Problem
+
+Event = tuple[str, float, int]
+"""A figure of the user's own: tag, value, step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Something is wrong with a run: `kind` is loss, grad_norm, replicas, straggler, data or memory."""
+
+    kind: str
+    step: int
+    """The optimizer step in which it was, or until which."""
+    sentence: str
+    """What is wrong, and its hint."""
+    value: float
+    """The figure that passed its threshold, in the threshold's unit; NaN for one that is not finite."""
+    ranks: tuple[int, ...] = ()
+    """The (global) ranks that are concerned; none where all are."""
+
+    @property
+    def event(self) -> Event:
+        """The alarm for those who can only write figures."""
+        return f"alarms/{self.kind}", self.value, self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFigures:
+    """How the tokens of a step went to the experts of a layer; but for exchanges, those of all ranks together."""
+
+    tokens: tuple[int, ...]
+    """How many each expert computed."""
+    dropped_share: float
+    """Of all choices, those that came to nothing because an expert was full."""
+    balance: float
+    """The most tokens of an expert divided by the mean; 1 is even."""
+    exchanged_nbytes: int
+    """What this rank sent to experts on others, and of what it computed back, in forward and backward passes."""
+    exchange_s: float
+    """How long this rank's exchanges took, with waiting for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFigures:
+    """This rank's collectives of one operation in a step."""
+
+    calls: int
+    sent_nbytes: int
+    """What it sent to others."""
+    waited_s: float
+    """How long the host did nothing but wait for them; that of the last rank to come is the shortest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step as one rank saw it. None where a figure was not taken.
+
+    `loss` is the mean over the step's micro-batches, unscaled. `lr` has one entry for each optimizer group. `grad_norm`
+    is the global norm *before* clipping, `grad_norm_clipped` the norm of the gradients that the optimizer got; both
+    unscaled.
+    """
+
+    step: int
+    """`global_steps` after this step, from 1."""
+    loss: float | None
+    lr: tuple[float, ...]
+    grad_norm: float | None = None
+    grad_norm_clipped: float | None = None
+    loss_scale: float = 1.0
+    skipped: bool = False
+    """The gradients were not finite on some rank, and the update was not applied."""
+    samples: int = 0
+    """Samples of all ranks since training began."""
+    step_time_s: float | None = None
+    """Seconds since the step before, without evaluation and without saving and loading checkpoints."""
+    samples_per_s: float | None = None
+    """Of all ranks together, as `tokens_per_s`."""
+    tokens_per_s: float | None = None
+    tflops: float | None = None
+    """Floating-point operations of the model that each rank did in a second, in 10^12. None unless
+    `timers.throughput` counts them."""
+    model_flops_utilisation: float | None = None
+    """The same as a share of what the device does in a large product."""
+    peak_memory_nbytes: int | None = None
+    """The most device memory that this rank had in use."""
+    traffic_numel: int | None = None
+    """Elements that this rank sent to others in this step."""
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
+    memory_nbytes: Mapping[str, int] = field(default_factory=dict)
+    """Where monitors write or `memory_breakdown` is on, at the end of the step: bytes by purpose, in the words of
+    `polyaccel plan`, counted from this rank's buffers (of those that are there only inside a step the most so far), and
+    `in use`, all that the device has."""
+    planned_nbytes: Mapping[str, int] = field(default_factory=dict)
+    """What the plan of the step foretold, in the same words: in the first step, and when it changes."""
+    experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
+    """By layer, where the config asks (`expert_parallel.log_load`)."""
+    collectives: Mapping[str, CallFigures] = field(default_factory=dict)
+    """By operation."""
+    device_phase_s: Mapping[str, float] = field(default_factory=dict)
+    """With `wall_clock_breakdown` or `alarms`, on a device with streams: its seconds by phase in the last step that it
+    has ended, which is the one before as a rule. What is no part of a step is `outside`."""
+
+    def scalars(self) -> Iterator[Event]:
+        """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the
+        fields; `lr_1` is the second group's, `phase_s/backward` a phase's, `experts/LAYER/balance` a layer's,
+        `collectives/all_gather/calls` an operation's."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in ("step", "skipped") or value is None:
+                continue
+            if each.name == "lr":
+                yield from (("lr" if not at else f"lr_{at}", float(lr), self.step) for at, lr in enumerate(value))
+            elif each.name in ("experts", "collectives"):
+                for part, told in value.items():
+                    numbers = {name: one for name, one in asdict(told).items() if isinstance(one, (int, float))}
+                    yield from ((f"{each.name}/{part}/{name}", float(one), self.step) for name, one in numbers.items())
+            elif isinstance(value, Mapping):
+                yield from ((f"{each.name}/{name}", float(one), self.step) for name, one in value.items())
+            else:
+                yield each.name, float(value), self.step
+
+    def as_record(self) -> dict[str, Any]:
+        """The figures under their names, ready for strict JSON; see `json_safe` for those that are not finite."""
+        return json_safe(asdict(self))
+
+
+def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record` with every NaN and infinity, which JSON has no word for, replaced by None.
+
+    Where there was one, the new key `nonfinite` maps the dotted place to `nan`, `inf` or `-inf`, so that a reader can
+    tell an overflow from a figure that was not taken.
+    """
+    nonfinite: dict[str, str] = {}
+
+    def clean(value: Any, place: str) -> Any:
+        if isinstance(value, float) and not isfinite(value):
+            nonfinite[place] = repr(value)
+            return None
+        if isinstance(value, Mapping):
+            return {key: clean(item, f"{place}.{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(item, f"{place}.{index}") for index, item in enumerate(value)]
+        return value
+
+    cleaned = {key: clean(value, key) for key, value in record.items()}
+    return {**cleaned, "nonfinite": nonfinite} if nonfinite else cleaned
+
+
+class MetricSink(Protocol):
+    """Where an engine hands over figures: on rank 0 to monitors, on the others to nobody."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody writes down what is handed over."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Hand over the figures of a step. Does not wait for anybody."""
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        """Hand over figures of the user's own, as (tag, value, step). Does not wait for anybody."""
+
+    def add_picture(self, name: str, draw: Callable[[], str]) -> None:
+        """Write the SVG picture that `draw` gives as the file `name` into the run's folder, where there is one."""
+
+    def write_alarm(self, alarm: Alarm) -> None:
+        """Hand over what is wrong with the run. Does not wait for anybody."""
+
+    def close(self) -> None:
+        """Let all be written that was handed over. May be called twice."""
+
+
+class Monitor(ABC):
+    """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
+
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    name: ClassVar[str]
+    """The entry point's name."""
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Whether it could be used here: whether the packages that it needs are installed, say. Opens nothing."""
+        return Probe(usable=True, reason="needs nothing")
+
+    @abstractmethod
+    def open(self, directory: Path, options: Mapping[str, Any]) -> None:
+        """Begin, or go on with, the run whose files are in `directory`. Raises ConfigError for unusable `options`."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Write down one step. A monitor without a method of its own writes the figures as events."""
+        self.write_events(metrics.scalars())
+
+    @abstractmethod
+    def write_events(self, events: Iterable[Event]) -> None:
+        """Write down figures of the user's own, as (tag, value, step)."""
+
+    def write_alarm(self, alarm: Alarm) -> None:
+        """Write down what is wrong with the run. A monitor without a method of its own writes its figure."""
+        self.write_events([alarm.event])
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write out metrics that are left. May be called twice, and without `open`."""
+
+    def read(self, directory: Path, options: Mapping[str, Any]) -> Iterable[tuple[str, float | None, int]] | None:
+        """What closed monitors have written for the run in `directory`, as (tag, value, step): the loss of each step
+        under the tag `loss`, and events. A value that was not finite may be None. Other figures may be among them.
+
+        Tests read by it; None from a monitor that cannot read what it has written.
+        """
+        return None
+
+
+class JsonlMonitor(Monitor):
+    """Appends to `metrics.jsonl`, or `file_name`, in the run's directory: one JSON object a line, flushed line by line.
+
+    A step is its `StepMetrics.as_record()`; an event is `{"tag": ..., "value": ..., "step": ...}`, and an alarm an
+    event that has its sentence as `alarm`, and `ranks`, too. A resumed run goes on in the same file, so steps after the
+    checkpoint appear twice and the later line counts.
+    """
+
+    name = "jsonl"
+    FILE_NAME: ClassVar[str] = "metrics.jsonl"
+
+    def __init__(self, file_name: str = FILE_NAME) -> None:
+        self._file_name = file_name
+        self._file: TextIO | None = None
+
+    def open(self, directory: Path, options: Mapping[str, Any]) -> None:
+        """Make the directory and the file where they are missing. A last line that a killed run left half written is
+        cut off. Raises ConfigError for any option (it has none) and when the file cannot be opened."""
+        if options:
+            raise ConfigError([Problem(f"jsonl.{key}", value, "has no such option") for key, value in options.items()])
+        self.close()
+        path = Path(directory) / self._file_name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cut_unfinished_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            problem = Problem("jsonl", str(path), f"cannot be written: {error}", "choose another output directory")
+            raise ConfigError([problem]) from error
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._append(metrics.as_record())
+
+    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+        for tag, value, step in events:
+            self._append(json_safe({"tag": tag, "value": float(value), "step": step}))
+
+    def write_alarm(self, alarm: Alarm) -> None:
+        tag, value, step = alarm.event
+        said = {"alarm": alarm.sentence, "ranks": list(alarm.ranks)}
+        self._append(json_safe({"tag": tag, "value": value, "step": step, **said}))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def read(self, directory: Path, options: Mapping[str, Any]) -> Iterable[tuple[str, float | None, int]]:
+        for line in Path(directory, self._file_name).read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            yield record.get("tag", "loss"), record.get("value", record.get("loss")), record["step"]
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            raise InvariantError("a monitor was written to before it was opened, or after it was closed", value=record)
+        # One write of a whole line: a reader that follows the file never sees half of one.
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def cut_unfinished_line(path: Path) -> None:
+    """Cut `path` off after its last line end, if it exists."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        keep = file.seek(0, 2)
+        while keep:
+            begin = max(0, keep - 4096)
+            file.seek(begin)
+            line_end = file.read(keep - begin).rfind(b"\n")
+            keep = begin if line_end < 0 else begin + line_end + 1
+            if line_end >= 0:
+                break
+        file.truncate(keep)

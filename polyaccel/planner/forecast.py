@@ -1,0 +1,157 @@
+"""The needs of one rank under every setting of stage and offload: memory, traffic of a step, disk of a checkpoint.
+
+All of it is a sum over the plan from which the engine itself allocates (`policies.step_plan_for`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.config import ResolvedConfig
+from polyaccel.config.meshes import mesh_of
+from polyaccel.config.sections.offload import OffloadDevice
+from polyaccel.engine.policies.steps import PLACES, plan_for, step_plan_for, step_policy, storage_tier
+from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.planner.model import ModelShape
+from polyaccel.planner.times import comm_seconds
+from polyaccel.zero.plan.bucket_plan import StepPlan
+from polyaccel.zero.plan.layout import ShardLayout
+from polyaccel.zero.plan.memory import MemoryEstimate, estimate_memory
+from polyaccel.zero.plan.placement import Place
+from polyaccel.zero.plan.traffic import StepTraffic, step_traffic
+
+ASSUMED_STATES = tuple(OPTIMIZERS["Adam"].states)
+"""The states that an optimizer is taken to have when the config does not say which one it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A choice of `zero_optimization.stage`, `offload_optimizer.device` and `offload_param.device`."""
+
+    stage: int
+    offload: OffloadDevice
+    offload_param: OffloadDevice = "none"
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> Setting:
+        """The config's own choice."""
+        zero = config.zero_optimization
+        return cls(zero.stage, zero.offload_optimizer.device, zero.offload_param.device)
+
+    @property
+    def offloaded(self) -> tuple[int, int]:
+        """How far states and parameters leave the device; 0 is not at all."""
+        places = list(Place)
+        return places.index(storage_tier(self.offload)), places.index(storage_tier(self.offload_param))
+
+    def applied_to(self, config: ResolvedConfig) -> ResolvedConfig:
+        """`config` with this choice and everything else as it was."""
+        zero = config.zero_optimization
+        states = zero.offload_optimizer.model_copy(update={"device": self.offload})
+        params = zero.offload_param.model_copy(update={"device": self.offload_param})
+        changes = {"stage": self.stage, "offload_optimizer": states, "offload_param": params}
+        return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
+
+
+SETTINGS = (
+    *(Setting(stage, offload) for stage, offload in product((0, 1, 2, 3), PLACES)),
+    Setting(3, "cpu", "cpu"),
+    Setting(3, "nvme", "cpu"),
+    Setting(3, "nvme", "nvme"),
+)
+"""The settings that are worth comparing. States are larger than parameters, so they leave the device first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMemory:
+    """Host memory that a rank's copies of its state take, beside the training itself: what a save in the background
+    stages, as long as there is room, and replicas. On several hosts replicas take twice as much, the neighbour's
+    too."""
+
+    staging_nbytes: int
+    replica_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The needs of a setting on each rank. `is_own`: it is the config's own setting.
+
+    `comm_s` is the seconds that a step's collectives take by a measured table, one after another; None without a table.
+    """
+
+    setting: Setting
+    memory: MemoryEstimate
+    traffic: StepTraffic
+    is_own: bool
+    copies: CheckpointMemory
+    comm_s: float | None = None
+
+    def fits(self, *, device_nbytes: int | None, host_nbytes: int | None) -> bool:
+        """Whether the peaks stay within the limits, replicas included; None is no limit. A save that cannot stage
+        writes while training waits."""
+        left = None if host_nbytes is None else host_nbytes - self.copies.replica_nbytes
+        limits = {Place.DEVICE: device_nbytes, Place.HOST: left}
+        return all(limit is None or self.memory.peak_nbytes(place) <= limit for place, limit in limits.items())
+
+
+def forecasts(
+    config: ResolvedConfig, model: ModelShape, world_size: int, speeds: CollectiveTimings | None = None
+) -> tuple[Forecast, ...]:
+    """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's. `speeds`
+    are those of collectives among the ranks, where somebody has measured them."""
+    own, copies = Setting.of(config), copies_of_state(config, model, world_size)
+    found = []
+    for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
+        changed = setting.applied_to(config)
+        layout = plan_for(changed, model.specs, lambda: model.units, mesh_of(changed, world_size))
+        plan = step_plan(changed, layout, is_remote=True)
+        comm_s = None if speeds is None else comm_seconds(plan, speeds)
+        found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own, copies, comm_s))
+    return tuple(found)
+
+
+def cheapest_first(found: Iterable[Forecast]) -> list[Forecast]:
+    """By the seconds of a step's collectives where they are known, then bytes sent in a step; of equal ones what
+    offloads less, then what leaves more of the device."""
+    return sorted(
+        found,
+        key=lambda forecast: (
+            forecast.comm_s or 0.0,
+            forecast.traffic.total_nbytes,
+            forecast.setting.offloaded,
+            forecast.memory.peak_nbytes(Place.DEVICE),
+        ),
+    )
+
+
+def step_plan(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -> StepPlan:
+    """The plan of the engine of `config` on each rank. `is_remote`: the device's memory is not the host's."""
+    return step_plan_for(config, layout, state_names(config), is_remote=is_remote)
+
+
+def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
+    """Disk for one checkpoint, all ranks together: parameters in the precision of their masters, states, buffers."""
+    precision = step_policy(config).precision
+    nbytes = model.buffer_nbytes
+    for spec in model.specs:
+        kept = precision.master_of(spec.dtype) if spec.trainable else spec.dtype
+        states = len(state_names(config)) * precision.states_of(spec.dtype).itemsize if spec.trainable else 0
+        nbytes += spec.global_numel * (kept.itemsize + states)
+    return nbytes
+
+
+def copies_of_state(config: ResolvedConfig, model: ModelShape, world_size: int) -> CheckpointMemory:
+    """What the config's copies of a rank's state take. At every stage each rank saves its share of everything."""
+    share = -(-checkpoint_nbytes(config, model) // world_size)
+    section = config.checkpoint
+    return CheckpointMemory(share if section.in_background else 0, 2 * share if section.in_memory_section else 0)
+
+
+def state_names(config: ResolvedConfig) -> tuple[str, ...]:
+    """The states of the config's optimizer; Adam's where the config does not say."""
+    section = config.optimizer
+    row = None if section is None else OPTIMIZERS.get(section.type)
+    return ASSUMED_STATES if row is None else tuple(row.states)

@@ -1,0 +1,118 @@
+"""States that go from one plan of a step to the next, when parameters that were frozen are trained from now on.
+
+[Note: A new plan]
+Frozen parameters have no master weights, no optimizer states and no gradients, so their buckets are of another kind
+than those of trained ones. When one of them requires a gradient, everything is laid out anew between two optimizer
+steps: the module takes its values back, a second `ZeroEngine` is built as for a new engine, and what the first one
+knows of its parameters moves over. For that moment both exist, and under sharded parameters the whole module too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from polyaccel.core.types import DType
+from polyaccel.errors import ShardingError
+from polyaccel.torch.api.client_optimizer import ClientOptimizer, StatesByKind
+from polyaccel.torch.sharding.module_adapter import TorchAdapter
+from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.fragments import PARAM, fragment, read_whole
+
+
+def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = ()) -> bool:
+    """Whether a new plan is due, for parameters that were unfrozen or are `resumed` with states of a checkpoint, and
+    possible: not in the middle of an accumulation.
+
+    There the update refuses parameters that were unfrozen, and this raises ShardingError for `resumed` ones.
+    """
+    if resumed and step.holds_gradients:
+        fqn = min(resumed)
+        raise ShardingError(
+            f"a checkpoint with optimizer states of {fqn!r}, which is frozen here, was loaded while gradients are held",
+            hint="load between optimizer steps, or call engine.zero_grad() first",
+            value=fqn,
+        )
+    return bool(resumed) or (adapter.has_unfrozen() and not step.holds_gradients)
+
+
+def migrate_optimizer_state(adapter: TorchAdapter, before: ZeroEngine, lay_out: Callable[[], ZeroEngine]) -> None:
+    """Let the step that `lay_out` builds go on where `before` is, which `adapter` shows to the module until now.
+    Collective.
+
+    Raises ShardingError for a client's optimizer whose states cannot be laid out anew; nothing has changed then.
+    """
+    adapter.require_nothing_away()
+    adapter.adopt_changes()
+    states = _States.of(before)
+    adapter.release(is_followed=True)
+    after = lay_out()
+    _carry_over(before, after, states)
+    if isinstance(after.optimizer, ClientOptimizer):
+        after.optimizer.restore(after.shards, states.numbers, states.has, names=before.steps)
+    before.close()
+
+
+@dataclass(frozen=True)
+class _States:
+    """The optimizer states of a step's parameters, the same on all ranks: element types of those with a value for each
+    element, and numbers, each by parameter and name. An optimizer of ours has no numbers."""
+
+    flat: dict[str, dict[str, DType]]
+    numbers: dict[str, dict[str, float]]
+
+    def has(self, fqn: str, name: str) -> bool:
+        return name in self.flat.get(fqn, ())
+
+    @staticmethod
+    def of(step: ZeroEngine) -> _States:
+        """Collective. Raises ShardingError on all ranks for a state that is neither."""
+        optimizer = step.optimizer
+        if not isinstance(optimizer, ClientOptimizer):
+            names = () if optimizer is None else optimizer.state_names
+            return _States({fqn: dict.fromkeys(names, DType.FLOAT32) for fqn in step.steps}, {})
+        flat, numbers = dict[str, dict[str, DType]](), dict[str, dict[str, float]]()
+        ours = optimizer.states_by_kind()
+        told = step.communicator.all_gather_object((ours.flat, ours.numbers, ours.others))
+        for theirs in (StatesByKind(*each) for each in told):
+            if theirs.others:
+                fqn, name = theirs.others[0]
+                raise ShardingError(
+                    f"layers were unfrozen, and the optimizer keeps a state {name!r} of parameter {fqn!r} that is "
+                    "neither a number nor has a value for each element, so it cannot be laid out anew",
+                    hint="let all layers that will be trained require a gradient at polyaccel.initialize, and freeze "
+                    "them with requires_grad_(False) after it",
+                    value=name,
+                )
+            for fqn, kinds in theirs.flat.items():
+                flat.setdefault(fqn, {}).update({name: DType(kind) for name, kind in kinds.items()})
+            numbers |= theirs.numbers
+        return _States(flat, numbers)
+
+
+def _carry_over(before: ZeroEngine, after: ZeroEngine, states: _States) -> None:
+    """Give `after` the master weights, optimizer states and counts of updates that `before` has. Collective.
+
+    The parameters that `before` trains are trained by `after` too, by the same optimizer.
+    """
+    after.steps.update(before.steps)  # before master weights are rounded, which depends on it
+    if isinstance(after.optimizer, ClientOptimizer):
+        after.optimizer.rebind(after.shards)
+        for step in (before, after):
+            _allocate(step, states.flat)
+    for fqn in before.steps:
+        for kind in (PARAM, *states.flat.get(fqn, ())):
+            whole = read_whole(before, fqn, kind)
+            own = fragment(after, fqn, kind)
+            if own is not None:
+                own.values.copy_from(whole.view(own.start, own.values.numel))
+    after.params.all_gather_masters()
+
+
+def _allocate(step: ZeroEngine, flat: Mapping[str, Mapping[str, DType]]) -> None:
+    """Let every shard have the states of its parameters, on this rank too where another one has their elements."""
+    for shard in step.shards:
+        for slot in shard.bucket.slots:
+            for name, dtype in flat.get(slot.param.fqn, {}).items():
+                if name not in shard.states:
+                    shard.allocate_state(name, dtype)

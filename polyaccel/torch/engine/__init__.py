@@ -1,0 +1,1 @@
+"""The engines that torch users hold."""

@@ -1,0 +1,381 @@
+"""The engine that torch users hold: forward, backward, step, and everything they ask of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from logging import getLogger
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.load.name_map import NameMap
+from polyaccel.checkpoint.save.protocol import SaveContents
+from polyaccel.engine.base import Engine, learning_rates
+from polyaccel.engine.runtime import EngineBuilder
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.observability.timing import OUTSIDE
+from polyaccel.torch.activation_checkpointing.blocks import Recomputation
+from polyaccel.torch.api.client_optimizer import ClientOptimizer
+from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
+from polyaccel.torch.checkpoint.contents import TorchRun, contents_of
+from polyaccel.torch.checkpoint.custom_loading import CustomLoad
+from polyaccel.torch.checkpoint.load import LoadOptions, frozen_with_states, load_run, optimizer_kind
+from polyaccel.torch.checkpoint.offload_states import OffloadedStates, OffloadsStates
+from polyaccel.torch.checkpoint.unfreezing import is_due, migrate_optimizer_state
+from polyaccel.torch.checkpoint.whole_model import HasWholeModel
+from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader, call_with, cast_floats, loss_of, to_device
+from polyaccel.torch.engine.autocast import ForwardAutocast
+from polyaccel.torch.linears import Linears
+from polyaccel.torch.profiling.forward_work import ForwardWork
+from polyaccel.torch.settings import ModuleSettings
+from polyaccel.torch.sharding.backward import BackwardRunner
+from polyaccel.torch.sharding.module_adapter import TorchAdapter
+from polyaccel.torch.sharding.transforms import explaining_refusal, is_transforming
+from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.update.optimizers import SliceOptimizer
+
+log = getLogger(__name__)
+
+
+class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
+    """A torch module in training under ZeRO. Made by `polyaccel.initialize`.
+
+    `engine(*inputs)` runs the module; `backward(loss)` computes gradients, and so does `loss.backward()`; `step()`
+    updates at the accumulation boundary. Attributes that the engine lacks are the module's.
+    """
+
+    zero: ZeroEngine
+    _warned_of_16_bits = _is_closed = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: EngineBuilder,
+        slice_optimizer: SliceOptimizer | None,
+        groups: ParamGroups,
+        settings: ModuleSettings,
+    ) -> None:
+        super().__init__()
+        self._modules["module"] = module
+        self.runtime, self._stage_runtime = runtime, runtime.of_stage()
+        self._compose(runtime.engine_parts())
+        self.training_dataloader: Any = None
+        self._module_settings = settings
+        self._autocast = ForwardAutocast(self.device.type, settings.autocast_dtype)
+        self._own_data: Iterator[Any] | None = None
+        self._losses: list[Tensor] = []
+        self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
+        self._lay_out(slice_optimizer, groups)
+        self.optimizer: Any = None
+        if slice_optimizer is not None:
+            evaluates = isinstance(slice_optimizer, ClientOptimizer) and slice_optimizer.evaluates
+            if isinstance(slice_optimizer, ClientOptimizer):
+                slice_optimizer.bind(self.zero.shards)
+            self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
+        self.adapter.broadcast_buffers(self._stage_runtime.communicator)
+        self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
+        trace, notes = (
+            self._recorder.trace,
+            lambda: self.adapter.saved_tensor_hooks(),
+        )  # of an adapter that may be made anew
+        self._recomputation = Recomputation(
+            module, settings.recompute, self.accelerator, runtime.process_group_for, notes, trace
+        )
+        whole = self.adapter.param_specs(), frozenset(self.adapter.unit_names().values())
+        self._work = ForwardWork(module, settings, self._recorder, self.counters, *whole)
+        self._recorder.begin()
+
+    def _lay_out(
+        self, slice_optimizer: SliceOptimizer | None, groups: ParamGroups, trained: Collection[str] = ()
+    ) -> ZeroEngine:
+        """Build the step of the module's parameters: those that require a gradient are trained, and `trained`."""
+        self.adapter = TorchAdapter(
+            self._own_module,
+            [group["params"] for group in groups],
+            self.accelerator,
+            self.runtime.param_dtype,
+            self._passes,
+            along=self._stage_runtime.process_group_for,
+            checks_contents=self._module_settings.checks_contents,
+            trained=trained,
+        )
+        resident = isinstance(slice_optimizer, ClientOptimizer)
+        self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
+        self._offloaded = OffloadedStates(self.zero, self.adapter)
+        self.adapter.engine_ref = ref(self)
+        self.adapter.attach(self.zero)
+        return self.zero
+
+    def _train_unfrozen(self, resumed: Collection[str] = ()) -> None:
+        """Lay out anew if parameters were unfrozen, or are `resumed` with a checkpoint's states. Collective then."""
+        if is_due(self.adapter, before := self.zero, resumed):
+            arguments = before.optimizer, self.optimizer.param_groups, {*before.steps, *resumed}
+            migrate_optimizer_state(self.adapter, before, partial(self._lay_out, *arguments))
+
+    # Running the module.
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module, its parameters up to date."""
+        self.zero.params.wait_all_gathers()
+        return self._own_module
+
+    @property
+    def _own_module(self) -> nn.Module:
+        module = self._modules["module"]
+        assert module is not None  # set in the constructor
+        return module
+
+    @property
+    def device(self) -> torch.device:
+        return torch_device_of(self.accelerator)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's output, under autocast if the config says so, or else the caller."""
+        if self.runtime.casts_inputs and not getattr(self, "_receives", False):  # of users, not of another stage
+            inputs, named = cast_floats((inputs, named), torch.float16)
+        is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
+        if is_trained_on:
+            self._train_unfrozen()
+        charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
+        counted = self._work.forward_pass(inputs, named, counts=is_trained_on)
+        refusals = explaining_refusal(self._own_module)
+        with charge, self._autocast(), counted, self._recomputation.forward_pass(inputs, named), refusals:
+            outputs = self._own_module(*inputs, **named)
+        if is_trained_on and not is_transforming():
+            self._passes.watch_outputs(outputs)
+        return outputs
+
+    # Gradients.
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute the gradients of `loss`, a scalar, scaled for accumulation and fp16, and start reducing them.
+        Returns the loss divided by the accumulation steps. `scale_wrt_gas=False` leaves that division out.
+        """
+        self._require_optimizer()
+        self.adapter.require_nothing_away()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise PolyaccelError(
+                f"backward needs a scalar loss, not {shape}", hint="reduce it: loss.mean()", value=shape
+            )
+        shared = self._passes.run(loss, retain_graph=retain_graph, accumulates=scale_wrt_gas)
+        self._losses.append(loss.detach())
+        return shared
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for users who call `.backward()` on it themselves under fp16."""
+        return self._passes.scale(loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside accumulate on this rank only; the first one outside reduces what they left."""
+        return self._passes.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, accumulated ones too."""
+        self.adapter.discard_gradients()
+        super().zero_grad(set_to_none)
+        self.counters.begin_window()
+
+    def _check_accumulation(self, steps: int) -> None:
+        if isinstance(self.zero.optimizer, ClientOptimizer) and self.zero.optimizer.evaluates and steps != 1:
+            expected = "the optimizer evaluates the loss several times a step"
+            raise ConfigError([Problem("gradient_accumulation_steps", steps, expected, "use 1 micro-batch a step")])
+        types = {spec.dtype for spec in self.adapter.param_specs() if spec.trainable}
+        if steps > 1 and self.zero.plan.policy.precision.adds_in_16_bits(types) and not self._warned_of_16_bits:
+            self._warned_of_16_bits = True
+            log.warning('micro-batches add up in 16 bits: say "data_types": {"grad_accum_dtype": "fp32"} in the config')
+
+    # The update.
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
+        if not self._passes.reduce:
+            raise PolyaccelError("step was called inside no_sync", hint="leave the no_sync block first")
+        self._require_optimizer()
+        self.adapter.require_nothing_away()
+        if not self.counters.is_boundary:
+            self.counters.advance()
+            return
+        self.optimizer.step()
+        loss = float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None
+        self._losses.clear()
+        self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten. `closure` is
+        there for an optimizer that evaluates the loss itself; returns what such a one returns."""
+        self._settle_replica()
+        self.adapter.before_update()
+        result = None
+        if closure is None:
+            self._apply_update(self.optimizer.param_groups)
+        else:
+            assert isinstance(self.zero.optimizer, ClientOptimizer)  # no other one evaluates
+            result = self.zero.optimizer.minimise(closure, self.communicator)
+            self.adapter.adopt_changes()  # it wrote to the module's own parameters
+        self.adapter.discard_gradients()
+        self.adapter.on_update()
+        return result
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
+        epoch).
+
+        The module must return the loss, or a tuple, mapping or object that has it first or as `loss`. Returns the mean.
+        """
+        self.train()
+        source = self._data(data_iter)
+        losses = []
+        for _ in range(self.gradient_accumulation_steps()):
+            with self.timer("data"):
+                batch = to_device(next(source), self.device)
+            loss = loss_of(call_with(self, batch))
+            self.backward(loss)
+            losses.append(loss.detach())
+            self.step()
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Any) -> Tensor:
+        """The loss of one micro-batch from `data_iter`, without gradients; the training mode is restored."""
+        was_training = self.training
+        self.eval()
+        try:
+            with self.timer(OUTSIDE):
+                return loss_of(call_with(self, to_device(next(self._data(data_iter)), self.device)))
+        finally:
+            self.train(was_training)
+
+    def _data(self, data_iter: Any) -> Iterator[Any]:
+        if data_iter is not None:
+            return iter(data_iter) if not hasattr(data_iter, "__next__") else data_iter
+        if self.training_dataloader is None:
+            raise PolyaccelError("train_batch has no data", hint="pass data_iter, or training_data to initialize")
+        if self._own_data is None:
+            self._own_data = iter(RepeatingLoader(self.training_dataloader))
+        return self._own_data
+
+    def deepspeed_io(
+        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
+    ) -> ShardedDataLoader[Any]:
+        """A loader of this rank's micro-batches of `dataset`, shuffled anew each epoch; see `ShardedDataLoader`."""
+        line = self.mesh.group(("data",), self.communicator.rank)
+        own: dict[str, Any] = {"rank": line.index(self.communicator.rank), "world_size": len(line)}
+        own |= {"drop_last": self._module_settings.drop_last, "num_workers": num_workers}
+        size = self.train_micro_batch_size_per_gpu()
+        return ShardedDataLoader(dataset, micro_batch_size=size, collate_fn=collate_fn, **own)
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError. With
+        `checkpoint.async` it returns when all is copied (`wait_for_checkpoint`)."""
+        self.adapter.require_nothing_away()
+        self.adapter.adopt_changes()
+        self._require_whole_optimizer_step()
+        state = self._state_to_save(client_state)
+        with self.timer(OUTSIDE):
+            contents = self._contents(state, exclude_frozen=exclude_frozen_parameters)
+            self._saver.save(save_dir, tag or f"global_step{self.global_steps}", contents, save_latest=save_latest)
+        return True
+
+    def _contents(self, client_state: Mapping[str, Any], *, exclude_frozen: bool = False) -> SaveContents:
+        allows_bytes = self._saver.policy.allows_bytes
+        return contents_of(self._run(), client_state, allows_bytes=allows_bytes, exclude_frozen=exclude_frozen)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        name_map: NameMap | None = None,
+        custom_load_fn: CustomLoad | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
+        state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
+        dst=)` writes them itself. Without a tag, the newest complete one is taken, with a warning, if `latest` is not.
+
+        Raises CheckpointError, on every rank and with nothing changed, for one that is missing or damaged, has another
+        optimizer's states, or, with `load_module_strict`, lacks parameters or their states, which else stay.
+        """
+        self.adapter.require_nothing_away()
+        choices = load_optimizer_states, load_lr_scheduler_states, load_module_only
+        wanted = LoadOptions.chosen(load_module_strict, *choices, name_map, custom_load_fn)
+
+        def load(saved: CheckpointReader) -> tuple[str, dict[str, Any]]:
+            resumed = frozen_with_states(self._run(), saved, name_map) if wanted.optimizer_states else ()
+            self._train_unfrozen(resumed)
+            return load_run(self._run(), saved, wanted)
+
+        with self.timer(OUTSIDE):
+            self._saver.wait()
+            loaded = self._resume(self.runtime.storage(load_dir), tag, load, is_whole=wanted.is_whole)
+        self._own_data = None  # its position has changed
+        self.adapter.forget_changes()
+        return loaded
+
+    def _run(self) -> TorchRun:
+        """The parts that a checkpoint holds, as they are now."""
+        return TorchRun(
+            zero=self.zero,
+            accelerator=self.accelerator,
+            communicator=self.communicator,
+            counters=self.counters,
+            loss_scaler=self.loss_scaler,
+            groups=None if self.optimizer is None else self.optimizer.param_groups,
+            optimizer_kind=optimizer_kind(self.zero.optimizer),
+            schedule=self.lr_scheduler,
+            model_parallel_group=self.zero.model_parallel_group,
+            loading_nbytes=self._saver.policy.staging_nbytes,
+            adapter=self.adapter,
+            data=self.training_dataloader,
+        )
+
+    # What users ask.
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every optimizer group that has one."""
+        return list(learning_rates(self.optimizer.param_groups)) if self.optimizer is not None else []
+
+    def destroy(self) -> None:
+        """Remove the hooks and let go of buffers. The module keeps its parameters' values: with sharded parameters it
+        is collective, and every rank then holds all of them. An engine that is closed stays as it is."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._close_saving()
+        if self.adapter.away:
+            self.reload_states()
+        self.zero.params.wait_all_gathers()
+        self._linears.release()
+        self._recomputation.release()
+        self.adapter.release()
+        self._passes.close()
+        self.zero.close()
+        self.runtime.leave_groups()
+        self._recorder.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._own_module, name)

@@ -1,1 +1,0 @@
-"""Sharded parameters in torch: where they are gathered, and what users see of them meanwhile."""

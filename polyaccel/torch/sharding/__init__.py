@@ -1,0 +1,1 @@
+"""ZeRO for torch modules: parameters as shards, the hooks that gather them, their gradients and owners."""

@@ -1,0 +1,103 @@
+"""The buffers of a module as flat values that ranks exchange and checkpoints hold, whatever layout and type they have.
+
+[Note: Buffers of other kinds]
+Collectives and checkpoints know strided memory of a few element types. A sparse buffer goes as its indices and values,
+each under a name of its own; a complex one as pairs of reals; an element type that the engine does not know goes bit by
+bit as an integer. Where a buffer repeats one element along a dimension (`expand`), it is written to once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.memory.torch import torch_dtype
+from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
+from polyaccel.errors import ShardingError
+
+_KNOWN = frozenset(torch_dtype(dtype) for dtype in DType)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that give the strided tensors which a sparse one consists of."""
+
+
+def strided_tensors(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The strided tensors that hold the values of `buffers`, by name. Raises ShardingError for a buffer without any."""
+    for name, buffer in buffers:
+        if buffer.layout in _SPARSE:
+            for method in _SPARSE[buffer.layout]:
+                yield f"{name}.{method.removeprefix('_')}", getattr(buffer.detach(), method)()
+        elif buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
+            kind = "nested" if buffer.is_nested else "quantized" if buffer.is_quantized else str(buffer.layout)
+            raise ShardingError(
+                f"the buffer {name!r} is a {kind} tensor, which ranks cannot exchange and checkpoints cannot hold",
+                hint="keep it as a plain attribute of the module, or register its parts as buffers",
+                value=name,
+            )
+        else:
+            yield name, buffer
+
+
+def plain_values(tensor: Tensor) -> Tensor:
+    """The values of a strided tensor, contiguous and in a type that the engine knows."""
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    values = values.contiguous()
+    return values if values.dtype in _KNOWN else values.view(_BITS[values.element_size()])
+
+
+@torch.no_grad()
+def set_plain_values(tensor: Tensor, values: Tensor) -> None:
+    """Write `values` into a strided tensor: the inverse of `plain_values`."""
+    if tensor.is_complex():
+        values = torch.view_as_complex(values)
+    elif tensor.dtype not in _KNOWN:
+        values = values.view(tensor.dtype)
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
+def broadcast_buffers(module: nn.Module, accelerator: Accelerator, communicator: Communicator) -> None:
+    """Begin with rank 0's buffers (running statistics and the like) on every rank.
+
+    Raises ShardingError on all ranks where one has other buffers, or a sparse one with other numbers of elements.
+    """
+    if communicator.world_size == 1:
+        return
+    tensors = dict(strided_tensors(module.named_buffers()))
+    values = {name: plain_values(tensor) for name, tensor in tensors.items()}
+    shapes = {name: [str(value.dtype), *value.shape] for name, value in values.items()}
+    of_ranks = communicator.all_gather_object(shapes)
+    for rank, theirs in enumerate(of_ranks):
+        for name in sorted({*theirs, *of_ranks[0]}):
+            if theirs.get(name) != of_ranks[0].get(name):
+                raise ShardingError(
+                    f"the buffer {name!r} is {_described(theirs, name)} on rank {rank} and "
+                    f"{_described(of_ranks[0], name)} on rank 0",
+                    hint="build the same model on every rank",
+                    value=name,
+                )
+    for name, value in values.items():
+        flat = accelerator.wrap(value)
+        communicator.broadcast(flat, 0, label="initial buffers")
+        set_plain_values(tensors[name], flat.raw.view(value.shape))
+
+
+def _described(shapes: dict[str, list[str | int]], name: str) -> str:
+    if name not in shapes:
+        return "missing"
+    dtype, *shape = shapes[name]
+    return f"{dtype} of shape {tuple(shape)}"

@@ -1,0 +1,335 @@
+"""Where sharded parameters are gathered: around the forward and the backward of the modules that use them.
+
+What a module uses here is this rank's affair: `ZeroEngine.uses` makes gathers of it in which all ranks take part,
+whichever of them run the module too ([Note: Ways]).
+
+[Note: Forward]
+A *site* is a module and the buckets that it needs: a unit with all its parameters, or a module outside of the units
+with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
+
+[Note: Backward]
+The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
+around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
+when another begins. What gradients arrive, and when, has no say in it: ranks that run the same modules shall report the
+same uses in the same order, or they gather for each other what nobody needs. A site whose calls have all run backward
+will see no more gradients, so the reductions of its buckets are launched then. Should an order of events be stranger
+than that, a weight is gathered because autograd asks for it (see [Note: What autograd saves]), and a gradient is late:
+slower, never wrong.
+
+[Note: Transforms]
+`torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without buckets of
+its own puts none in force, and its forward may call them. What is gathered inside a transform, or where no hooks are in
+force, stays whole until the backward pass ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from polyaccel.core.buffer import Buffer
+from polyaccel.torch.sharding.saved_views import SavedViews
+from polyaccel.torch.sharding.sharded import EngineHook
+from polyaccel.torch.sharding.transforms import innermost, is_transforming, outside_transforms
+from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.plan.gather_schedule import SyncPoint
+
+log = getLogger(__name__)
+
+_apart: ContextVar[bool] = ContextVar("polyaccel_apart_from_passes", default=False)
+
+
+@contextmanager
+def apart_from_passes() -> Iterator[None]:
+    """Graphs that are built inside get their gradients inside too. See [Note: Gradients inside a forward pass]."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+@dataclass(eq=False)
+class HookedModule:
+    """A module and the sharded buckets that it needs. `calls` count forwards whose backward is to come, `entries` the
+    backwards that began in this pass; `usual_entries` is their number in the last one."""
+
+    name: str
+    module: nn.Module
+    buckets: list[int]
+    held: list[int] | None = None
+    """The buckets that are held for the backward under way; None outside."""
+    calls: int = 0
+    entries: int = 0
+    usual_entries: int = 0
+    runs_transforms: bool = False
+    """Its forward runs parts of it inside `torch.func`'s transforms. See [Note: Transforms]."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more gradients are expected of it in this pass."""
+        return self.held is None and self.entries >= max(self.calls, self.usual_entries)
+
+    def is_around(self, other: HookedModule) -> bool:
+        return self.name == "" or other.name.startswith(f"{self.name}.")
+
+
+@dataclass(eq=False)
+class Call:
+    """A site whose forward is running, or has run; `held` is what will be dropped after it."""
+
+    site: HookedModule
+    held: list[int] = field(default_factory=list)
+    hooks: saved_tensors_hooks | None = None
+    has_entered: bool = False
+    """Its backward has begun."""
+    is_apart: bool = False
+    """All that it can use is gathered already, by `GatheredParameters` say, if it is an outermost call: each rank may
+    run it as often as it likes."""
+    learns: bool = False
+    """It is part of a training step, if it is an outermost call: the course of the next one has what it uses."""
+    outside: BaseException | None = None
+    """The exception that was being handled when it began."""
+
+
+class UnshardHooks:
+    """The sites of `module`, by hooks on its parts. `buckets_of` gives the sharded buckets of a part, by its full
+    name. `begin` is called when the backward of a site begins."""
+
+    def __init__(
+        self, module: nn.Module, step: ZeroEngine, buckets_of: dict[str, list[int]], begin: Callable[[], None]
+    ) -> None:
+        self._step = step
+        self._begin = begin
+        self._uses = step.uses
+        self._gathering = step.params.gathering
+        self._saved = SavedViews(self._gathering, self._want)
+        self._calls: list[Call] = []
+        self._loose: list[int] = []
+        """Buckets that are held until the backward pass ends, outside of any site."""
+        self._unfinished: list[Call] = []
+        """The outermost calls whose backward needs `_loose`, which holds for all of them."""
+        self._in_backward: list[HookedModule] = []
+        self._handles: list[Any] = []
+        self._names = {part: name for name, part in module.named_modules()}
+        self._is_compiled = any("_orig_mod" in part._modules or part._compiled_call_impl for part in self._names)
+        self._sites: dict[nn.Module, HookedModule] = {}
+        self._of_bucket: dict[int, list[HookedModule]] = {}
+        for part, name in self._names.items():
+            if name in buckets_of or part is module:
+                self._add_site(part, buckets_of.get(name, ()))
+
+    def _add_site(self, part: nn.Module, buckets: Iterable[int]) -> HookedModule:
+        site = self._sites[part] = HookedModule(self._names[part], part, [])
+        self.add_buckets(part, buckets)
+        self._handles += self._hook(site)
+        return site
+
+    def add_buckets(self, part: nn.Module, buckets: Iterable[int]) -> None:
+        """From now on gather `buckets` around `part` too."""
+        site = self._sites.get(part) or self._add_site(part, ())
+        for index in buckets:
+            if index not in site.buckets:
+                site.buckets.append(index)
+                self._of_bucket.setdefault(index, []).append(site)
+
+    def remove_buckets(self, part: nn.Module, buckets: Iterable[int]) -> None:
+        """No longer gather `buckets` around `part`."""
+        site = self._sites.get(part)
+        for index in buckets:
+            if site is not None and index in site.buckets:
+                site.buckets.remove(index)
+                self._of_bucket[index].remove(site)
+
+    def release(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # What the adapter reports.
+
+    def on_bound(self, index: int, view: Buffer) -> None:
+        """A parameter of a bucket was given values in `view`."""
+        self._saved.on_bound(index, view)
+
+    def on_freed(self, index: int) -> None:
+        """A bucket is sharded again."""
+        self._saved.on_freed(index)
+
+    def on_update(self) -> None:
+        """Parameters have changed: graphs built on the old values are of no use."""
+        self._saved.on_update()
+
+    def end_backward(self, is_whole: bool) -> None:
+        """The backward pass is over (`is_whole`), or given up."""
+        while self._in_backward:
+            self._leave(self._in_backward[-1])
+        self._unfinished = [call for call in self._unfinished if not call.has_entered]
+        if not self._unfinished:
+            self._drop_loose()
+        for site in self._sites.values():
+            site.usual_entries, site.entries, site.calls = site.entries, 0, 0
+        if is_whole:
+            self._uses.sync(SyncPoint.BACKWARD, learn=self._learns)
+        else:
+            self._uses.abandon()
+
+    def before_update(self) -> None:
+        """Parameters are about to change: graphs that wait for their backward will be of no use."""
+        self._unfinished.clear()
+        self._drop_loose()
+
+    def _drop_loose(self) -> None:
+        while self._loose:
+            self._uses.end(self._loose.pop(), learn=self._step.optimizer is not None)
+
+    def try_unshard(self, buckets: Iterable[int]) -> bool:
+        """Make buckets whole for an operation on a sharded parameter; False outside of forward and backward passes."""
+        if self._calls:
+            call = self._calls[-1]
+            for index in buckets:
+                if index not in call.site.buckets:
+                    log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
+                    self.add_buckets(call.site.module, [index])
+                    self._uses.will_change_order()
+                self._hold(call, [index])
+            return True
+        if self._step.in_backward:
+            with outside_transforms():
+                for index in buckets:
+                    self._want(index)
+            return True
+        return False
+
+    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
+        """Replace gathered parameters by notes in graphs that are built from now on; the caller leaves the hooks."""
+        return self._saved.enter() if torch.is_grad_enabled() else None
+
+    # Forward.
+
+    def _hook(self, site: HookedModule) -> Iterable[Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not site.module:  # a copy of the module, which took the hooks along
+                return
+            learns = self._step.optimizer is not None and (torch.is_grad_enabled() or self._step.in_backward)
+            call = Call(site, learns=learns, outside=sys.exc_info()[1])
+            if self._is_outermost and self._uses.are_unsharded(self._inside(site)):
+                call.is_apart, call.learns = True, False
+            self._calls.append(call)
+            if is_transforming():
+                for outer in self._calls[:-1]:
+                    outer.site.runs_transforms = True
+            elif torch.is_grad_enabled() and site.buckets and not site.runs_transforms:
+                call.hooks = self._saved.enter()
+            self._hold(call, site.buckets)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._calls or self._calls[-1].site is not site or module is not site.module:
+                return  # the forward raised before `before` ran
+            call = self._calls.pop()
+            if call.hooks is not None:
+                call.hooks.__exit__(None, None, None)
+            with outside_transforms():
+                if torch.is_grad_enabled():
+                    self._watch(call, output)
+                learns = (self._calls[0] if self._calls else call).learns
+                for index in reversed(call.held):
+                    self._uses.end(index, learn=learns)
+                if self._is_outermost and not call.is_apart:
+                    self._end_forward(call)
+
+        enter, leave = EngineHook(before), EngineHook(after)
+        if self._is_compiled:  # what is around or inside the site, so that its hooks would be compiled too
+            disable: Callable[[EngineHook], EngineHook] = torch.compiler.disable
+            enter, leave = disable(enter), disable(leave)
+        yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield site.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    @property
+    def _is_outermost(self) -> bool:
+        """Whether no call is under way, nor a backward pass, which may run calls anew."""
+        return not self._calls and not self._step.in_backward and not self._in_backward
+
+    def _inside(self, site: HookedModule) -> Iterable[int]:
+        """The buckets that a call of `site` may use."""
+        return (
+            index for other in self._sites.values() if site.is_around(other) or other is site for index in other.buckets
+        )
+
+    def _end_forward(self, call: Call) -> None:
+        """An outermost call is over. If it raised, other ranks may not have come so far, and nobody is waited for."""
+        if sys.exc_info()[1] is not call.outside:
+            self._uses.abandon()
+        else:
+            self._uses.sync(SyncPoint.FORWARD if call.learns else SyncPoint.EVALUATION, learn=call.learns)
+
+    def _hold(self, call: Call, buckets: Iterable[int]) -> None:
+        """Hold buckets until the call ends, or the backward pass, should autograd keep the parameters themselves."""
+        has_notes = not is_transforming() and any(one.hooks is not None for one in self._calls)
+        stays = torch.is_grad_enabled() and not has_notes
+        with outside_transforms():
+            for index in buckets:
+                self._uses.begin(index, learn=self._learns)
+                call.held.append(index)
+                if stays and index not in self._loose:
+                    self._want(index)
+                    self._unfinished.append(self._calls[0])
+
+    @property
+    def _learns(self) -> bool:
+        """Whether what is used now is part of a training step."""
+        return self._calls[0].learns if self._calls else self._step.optimizer is not None
+
+    # Backward.
+
+    def _watch(self, call: Call, output: Any) -> None:
+        """Notice when the backward of `call` begins."""
+        if _apart.get():
+            return
+        leaves = [innermost(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        watched = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
+        for leaf in watched:
+            leaf.register_hook(lambda gradient: self._enter(call))  # type: ignore[no-untyped-call]
+        if watched and not self._step.in_backward:  # else it is a recomputation, whose call is counted already
+            call.site.calls += 1
+
+    def _enter(self, call: Call) -> None:
+        """The backward of `call` begins, unless it has begun already. See [Note: Backward]."""
+        self._begin()
+        site = call.site
+        for other in self._in_backward[::-1]:
+            if other is not site and not other.is_around(site) and not site.is_around(other):
+                self._leave(other)
+        if not call.has_entered:
+            call.has_entered = True
+            site.entries += 1
+        if site.held is None:
+            site.held = []
+            self._in_backward.append(site)
+            for index in list(site.buckets):
+                self._uses.begin(index, learn=self._learns)
+                site.held.append(index)
+
+    def _leave(self, site: HookedModule) -> None:
+        """The backward of `site` is over, as far as it has begun."""
+        held, site.held = site.held or [], None
+        self._in_backward.remove(site)
+        for index in reversed(held):
+            self._uses.end(index, learn=self._learns)
+        self._step.release(index for index in held if all(one.is_over for one in self._of_bucket[index]))
+
+    def _want(self, index: int) -> None:
+        """Hold a bucket until the backward pass ends."""
+        self._uses.begin(index, learn=self._learns)
+        self._loose.append(index)

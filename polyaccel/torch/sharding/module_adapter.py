@@ -1,0 +1,399 @@
+"""A torch module as the ZeRO step sees it: parameters by name, which become views into the step's buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
+from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType, ParamSpec
+from polyaccel.engine.model_adapter import ModelAdapter
+from polyaccel.errors import ShardingError
+from polyaccel.torch.deferred_init.values import value_of
+from polyaccel.torch.sharding.backward import BackwardRunner
+from polyaccel.torch.sharding.buffers import broadcast_buffers
+from polyaccel.torch.sharding.engine_registry import EngineParameters
+from polyaccel.torch.sharding.gradients import AUTOGRAD_S, GradientAccess, install_grad_property, remove_grad_property
+from polyaccel.torch.sharding.hooks import UnshardHooks
+from polyaccel.torch.sharding.leaf_modules import set_configured_leaves
+from polyaccel.torch.sharding.ownership import OwnedParameters, bind
+from polyaccel.torch.sharding.pending import expect
+from polyaccel.torch.sharding.sharded import hide, show, takes_hooks
+from polyaccel.torch.sharding.specs import in_gradient_order, parameter_specs
+from polyaccel.torch.sharding.state_dicts import StateDicts
+from polyaccel.torch.sharding.tensor_shard import Blocks
+from polyaccel.torch.sharding.units import external_parameters, find_units, parts_of_parameters, units_of_parameters
+from polyaccel.zero.engine import ZeroEngine
+
+
+class TorchAdapter(EngineParameters, ModelAdapter):
+    """Parameters of `module`, those of `groups` trained, all floating ones held as `param_dtype` (None: as they are).
+
+    `groups` are the optimizer's groups, each a sequence of parameters of the module. `passes` hands gradients to the
+    step. `along` gives the ranks along axes of the mesh, where parameters are blocks. `checks_contents`: changes of
+    gathered parameters are looked for at their values, not only at their version counters. `trained` names parameters
+    that an earlier adapter of the engine trained, frozen now or not.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[Sequence[nn.Parameter]],
+        accelerator: Accelerator,
+        param_dtype: DType | None,
+        passes: BackwardRunner,
+        *,
+        along: Callable[[Collection[str]], Communicator] | None = None,
+        checks_contents: bool = False,
+        trained: Collection[str] = (),
+    ) -> None:
+        self.module = module
+        self.checks_contents = checks_contents
+        self.away = ""
+        """Names of the states that are offloaded now (`OffloadedStates`)."""
+        self._accelerator = accelerator
+        self._passes = passes
+        self.engine_number = passes.number
+        self._specs = parameter_specs(module, groups, param_dtype, trained)
+        self.blocks = Blocks(self._specs, along)
+        self._owned = OwnedParameters(module, self, {fqn for fqn, spec in self._specs.items() if spec.trainable})
+        members = {member for group in groups for member in group}
+        self.frozen_members = {fqn: member for fqn, member in self._owned.frozen.items() if member in members}
+        """The members of the optimizer's groups that are laid out as frozen, by name."""
+        self._bucket_of: dict[str, int] = {}
+        self._step: ZeroEngine | None = None
+        self._gradients: GradientAccess | None = None
+        self._sites: UnshardHooks | None = None
+        self._state_dicts: StateDicts | None = None
+
+    # What the step asks.
+
+    def param_specs(self) -> Sequence[ParamSpec]:
+        return in_gradient_order(self._specs)
+
+    def read_param(self, fqn: str) -> Buffer:
+        return self._accelerator.wrap(value_of(self.parameter(fqn)).contiguous())
+
+    def on_bound(self, fqn: str, view: Buffer) -> None:
+        self._show(fqn, view.raw)
+        if self._sites is not None:
+            self._sites.on_bound(self._bucket_of[fqn], view)
+
+    def on_freed(self, fqn: str) -> None:
+        self._owned.before_freed(fqn, differs=partial(self._differs, fqn))
+        self._hide(fqn)
+        if self._sites is not None:
+            self._sites.on_freed(self._bucket_of[fqn])
+
+    def unit_names(self) -> dict[str, str]:
+        """The unit of each parameter, "" for the root unit."""
+        return units_of_parameters(self.module, self.units)
+
+    def part_names(self) -> dict[str, str]:
+        return parts_of_parameters(self.module)
+
+    @cached_property
+    def units(self) -> dict[str, nn.Module]:
+        """The modules whose parameters are unsharded together, by full name."""
+        return find_units(self.module)
+
+    # From the first step to the last.
+
+    def attach(self, step: ZeroEngine) -> None:
+        """Follow `step` from now on: its parameters are seen, and gradients handed over if it has an optimizer."""
+        self._step = step
+        self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._specs}
+        self._gather_at_use(step)
+        has_optimizer = step.optimizer is not None
+        self._owned.begin(place.bucket.slots[0].param.fqn for place in step.params if place.shared is not None)
+        trained = {fqn: self.parameter(fqn) for fqn, spec in self._specs.items() if spec.trainable and has_optimizer}
+        self._gradients = GradientAccess(step, trained, self._passes)
+        for parameter in self.names:
+            AUTOGRAD_S.__set__(parameter, None)
+            install_grad_property(parameter)
+        end_backward = self._sites.end_backward if self._sites is not None else lambda is_whole: None
+        self._passes.attach(step, trained, end_backward)
+
+    def _gather_at_use(self, step: ZeroEngine) -> None:
+        """Gather sharded parameters around the modules that use them."""
+        buckets_of: dict[str, list[int]] = {}
+        for fqn, index in self._bucket_of.items():
+            if index in step.params.gathering:
+                unit = step.layout.buckets[index].kind.unit
+                is_unit = unit in self.units  # the root too, if it was made a leaf
+                users = [unit] if is_unit else self._modules_with(self.parameter(fqn))
+                for name in users:
+                    if index not in buckets_of.setdefault(name, []):
+                        buckets_of[name].append(index)
+        if buckets_of:
+            self._require_hooks()
+            self._sites = UnshardHooks(self.module, step, buckets_of, self._passes.on_user_backward)
+            self._state_dicts = StateDicts(self.module, step)
+            for module in self.module.modules():
+                for parameter in external_parameters(module):
+                    self.register_external(module, parameter)
+
+    def _require_hooks(self) -> None:
+        """Raise ShardingError for a TorchScript module with sharded parameters: nothing can be gathered around it."""
+        for name, module in self.module.named_modules():
+            if takes_hooks(module):
+                continue
+            if any(self.is_sharded(self.names[parameter]) for parameter in module.parameters()):
+                raise ShardingError(
+                    f"{name or 'the model'!r} is a TorchScript module, on which no hooks can be put, so that stage 3 "
+                    "cannot gather its parameters when it runs",
+                    hint="use torch.compile in place of torch.jit.script, or stage 2",
+                    value=name,
+                )
+
+    def _modules_with(self, parameter: nn.Parameter) -> list[str]:
+        """The modules that have `parameter` themselves, by full name."""
+        return [
+            name
+            for name, module in self.module.named_modules()
+            if any(own is parameter for own in module._parameters.values())
+        ]
+
+    def has_unfrozen(self) -> bool:
+        """Whether a member of the optimizer's groups was frozen when it was laid out and requires a gradient now."""
+        return any(member.requires_grad for member in self.frozen_members.values())
+
+    def release(self, *, is_followed: bool = False) -> None:
+        """`is_followed`: another adapter takes the module over, for the same engine."""
+        self._give_back()
+        self._passes.release()
+        for hooks in (self._sites, self._state_dicts):
+            if hooks is not None:
+                hooks.release()
+        self._step = self._gradients = self._sites = self._state_dicts = None
+        for parameter in self.names:
+            remove_grad_property(parameter)
+        self._owned.leave()
+        if not is_followed:
+            set_configured_leaves(self.module, ())
+
+    def _give_back(self) -> None:
+        """Let each parameter have its values in memory of its own. Collective where they are sharded."""
+        if self._step is None:
+            return
+        self._step.params.gathering.close()
+        for parameter, _ in self._owned.whole():  # with what users wrote there last
+            bind(parameter, Tensor.data.__get__(parameter).clone())  # type: ignore[attr-defined]
+        for place in self._step.params:
+            if place.is_sharded:
+                with self._step.params.unsharded_view(place.bucket.index) as full:
+                    for slot in place.bucket.slots:
+                        self._show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
+
+    # What users ask of a parameter (`ParameterOwner`).
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Each parameter's fully qualified name."""
+        return self._owned.names
+
+    def parameter(self, fqn: str) -> nn.Parameter:
+        return self._owned.by_name[fqn]
+
+    def is_trained(self, fqn: str) -> bool:
+        return self._specs[fqn].trainable
+
+    def is_sharded(self, fqn: str) -> bool:
+        """Whether a parameter is whole only while it is gathered."""
+        return self._bucket_of[fqn] in self.step.params.gathering
+
+    @property
+    def step(self) -> ZeroEngine:
+        """The step that is followed, with all its states. Raises ShardingError once the engine is closed, or while
+        states are offloaded."""
+        self.require_nothing_away()
+        if self._step is None:
+            raise ShardingError("the engine of this parameter is closed", hint="use it before engine.destroy()")
+        return self._step
+
+    @property
+    def gradient_scale(self) -> float:
+        """The gradients that the step holds were multiplied with this."""
+        return self._passes.loss_scale
+
+    @property
+    def unsharded_access_hint(self) -> tuple[str, str]:
+        """Explain why a parameter is unavailable and how to access it."""
+        if self._is_suspended:
+            return "is offloaded", "call engine.reload_states() first"
+        hint = "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks"
+        return "is sharded over the ranks now", hint
+
+    def try_unshard(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Make `parameters` whole if that is safe now; False if it is not."""
+        if self._sites is None or self._is_suspended:
+            return False
+        return self._sites.try_unshard({self._bucket_of[self.names[parameter]] for parameter in parameters})
+
+    def handle_state_dict_op(self, func: Callable[..., Any], *args: Any) -> Any:
+        """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
+        not."""
+        if self._state_dicts is None or self._is_suspended:
+            return None
+        return self._state_dicts.handle(func, *args)
+
+    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
+        """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
+        leaves what is returned."""
+        return None if self._sites is None else self._sites.saved_tensor_hooks()
+
+    def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Gather `parameter` around `module` too, if it is sharded."""
+        fqn = self.names[parameter]
+        if self._sites is not None and self.is_sharded(fqn):
+            self._sites.add_buckets(module, [self._bucket_of[fqn]])
+
+    def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Undo `register_external`."""
+        if self._sites is not None:
+            self._sites.remove_buckets(module, [self._bucket_of[self.names[parameter]]])
+
+    # Gradients, as users see them.
+
+    def gradient(self, fqn: str) -> Tensor | None:
+        return None if self._gradients is None or not self._gradients.trains(fqn) else self._gradients.read(fqn)
+
+    def set_gradient(self, fqn: str, value: Tensor | None) -> bool:
+        if self._gradients is None or not self._gradients.trains(fqn):
+            return False
+        self._gradients.write(fqn, value)
+        return True
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients: they were used, or their user does not want them."""
+        self.step.discard_gradients()
+        if self._gradients is not None:
+            self._gradients.forget()
+
+    # New values.
+
+    @torch.no_grad()
+    def write(self, fqn: str, value: Tensor) -> None:
+        """Give a parameter, and its master weights in full precision, a value of its shape, equal on all ranks."""
+        parameter, home = self.parameter(fqn), self._owned.homes[fqn]
+        self.step.params.write(fqn, wrap_torch(value.detach().expand(parameter.shape).contiguous()))
+        if home.is_whole:
+            home.version = parameter._version
+
+    def changed_params(self) -> Collection[str]:
+        return self._owned.changed(self.step.params.locally_modified())
+
+    def on_adopted(self, names: Collection[str]) -> None:
+        self._owned.on_adopted(names)
+
+    def divergence_hint(self, fqn: str) -> str:
+        for module in self._modules_with(self.parameter(fqn)):
+            if getattr(self.module.get_submodule(module), "max_norm", None) is not None:
+                return (
+                    f"each rank renormalises only the rows of {module!r} that its own batch has; build it with "
+                    "max_norm=None and renormalise all rows on every rank after each step"
+                )
+        return super().divergence_hint(fqn)
+
+    def adopt_changes(self) -> None:
+        """Take over what users wrote into parameters since the last update, as `load_state_dict` does. Collective.
+
+        Raises ShardingError where ranks wrote different values, if a forward or backward pass changed a sharded
+        parameter, for that is lost, and if the module has another parameter in the place of one.
+        """
+        self.step.adopt_changes()
+
+    def adopt_here(self, fqn: str) -> None:
+        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before
+        somebody looks at its states. Whether all ranks wrote the same, the next update sees."""
+        step = self.step
+        place, _ = step.params.locate(fqn)
+        beside = [slot.param.fqn for slot in place.bucket.slots if place.shared is not None] or [fqn]
+        for name in beside:
+            if self._owned.homes[name].is_whole and step.params.differs(name):
+                step.params.adopt(name)
+
+    def forget_changes(self) -> None:
+        """What the engine holds now counts, on all ranks, whatever users wrote into parameters before."""
+        self.step.params.forget_private_views()
+        self._owned.on_adopted(home.fqn for _, home in self._owned.whole())
+
+    def _differs(self, fqn: str) -> bool:
+        """Whether a gathered parameter has other values than this rank's slice, as far as its gather is exact."""
+        index = self._bucket_of.get(fqn)
+        if self._step is None or index is None or not self._step.params.gathering.is_exact(index):
+            return False
+        return self._step.params.differs(fqn)
+
+    def before_update(self) -> None:
+        """An update follows: note the gradients that the user changed; nothing stays gathered for graphs of the old
+        values.
+
+        Raises ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained now.
+        """
+        self._owned.check_trained()
+        self._passes.require_one_scale()
+        if self._gradients is not None:
+            self._gradients.note_writes()
+        if self._sites is not None:
+            self._sites.before_update()
+
+    def on_update(self) -> None:
+        """The parameters have new values: graphs built on the old ones must not be used any more."""
+        self._owned.on_update()
+        if self._sites is not None:
+            self._sites.on_update()
+        if self._step is not None and (arriving := self._step.params.arriving):
+            for fqn, index in self._bucket_of.items():
+                if index in arriving:
+                    expect(self.parameter(fqn), partial(self._step.params.wait_all_gather, index))
+
+    def broadcast_buffers(self, communicator: Communicator) -> None:
+        """Begin with rank 0's buffers on every rank."""
+        broadcast_buffers(self.module, self._accelerator, communicator)
+
+    # Parameters away from the device.
+
+    def require_nothing_away(self) -> None:
+        """Raise ShardingError while states are offloaded, and where the parameters were handed over."""
+        self.require_not_handed_over()
+        if self.away:
+            raise ShardingError(f"{self.away} are offloaded", hint="call engine.reload_states() first", value=self.away)
+
+    def suspend(self) -> None:
+        """Parameters are about to be offloaded: whoever needs one is told."""
+        self.step.params.gathering.suspend()
+        for fqn in self._specs:
+            self._hide(fqn)
+
+    def resume(self) -> None:
+        """Parameters are back; the sharded ones are sharded still."""
+        params = self.step.params
+        params.gathering.is_suspended = False
+        for fqn in self._specs:
+            place, slot = params.locate(fqn)
+            if place.private_view is not None:
+                self._show(fqn, place.private_view.view(slot.offset, slot.param.numel).raw)
+
+    @property
+    def _is_suspended(self) -> bool:
+        return self._step is not None and self._step.params.gathering.is_suspended
+
+    def _show(self, fqn: str, values: Tensor) -> None:
+        show(self.parameter(fqn), self._owned.homes[fqn], values)
+
+    def _hide(self, fqn: str) -> None:
+        hide(self.parameter(fqn), self._owned.homes[fqn], torch_dtype(self._specs[fqn].dtype), self._device)
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return torch_device_of(self._accelerator)

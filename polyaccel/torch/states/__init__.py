@@ -1,1 +1,0 @@
-"""The engine's states on their way elsewhere: checkpoints, one file of weights, host memory."""
