@@ -112,7 +112,7 @@ test-traces: $(STAMP) ## let Perfetto's own parser read traces of real runs: TRA
 
 test-exchange: ## exchange checkpoints with orbax, in an environment of its own (orbax with JAX: 680 MB)
 	$(MAKE) environment VENV=$(VENV)-exchange EXTRAS=jax PACKAGES='pytest pytest-timeout orbax-checkpoint'
-	$(VENV)-checkpoint/convert/bin/python -m pytest tests/builds/test_orbax_exchange.py $(ARGS)
+	$(VENV)-exchange/bin/python -m pytest tests/builds/test_orbax_exchange.py $(ARGS)
 
 test-deepspeed: ## let a real DeepSpeed 0.19.8, in an environment of its own (1 GB), go on from universal checkpoints that are exported here
 	$(PYTHON) -m venv $(VENV)-deepspeed
