@@ -160,7 +160,8 @@ class FileStorage(Storage):
             except BaseException:
                 temporary.unlink(missing_ok=True)  # on a full disk, the room is needed
                 raise
-            _fsync_directory(target.parent)
+            with suppress(FileNotFoundError):  # who waited for the file has already removed it with its directory
+                _fsync_directory(target.parent)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         with self._explain(path, "read"), open(self._resolve(path), "rb") as file:

@@ -126,6 +126,23 @@ def test_many_ranks_may_make_the_same_folders_at_once(storage: FileStorage, monk
     assert storage.names("folder") == tuple(str(rank) for rank in range(ranks))
 
 
+def test_a_reader_may_remove_a_file_as_soon_as_it_appears(
+    storage: FileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 of a save in the background removes the notes of other ranks, with their folder, once it has read them."""
+    replace, removed = os.replace, []
+
+    def read_and_removed(source: Path, target: Path) -> None:
+        replace(source, target)
+        removed.append(Path(target).read_bytes())
+        shutil.rmtree(Path(target).parent)
+
+    monkeypatch.setattr(os, "replace", read_and_removed)
+    storage.write("told/rank00001.json", [b"note"])
+    assert removed == [b"note"]
+    assert storage.names("told") == ()
+
+
 def test_a_short_file_is_named(storage: FileStorage) -> None:
     storage.write("file", [b"12345"])
     with pytest.raises(CheckpointError, match=r"there/file ends at byte 5, 2 bytes too early"):
