@@ -200,7 +200,7 @@ class _UnderWay:
         self._communicator = communicator
         self._tag, self._storage, self._folder = tag, storage, folder
         self._pending: async_client.Save | None = None
-        self._outcomes: list[async_client.SaveOutcome | None] = []
+        self._outcomes: dict[int, async_client.SaveOutcome | None] = {}
 
     @classmethod
     def begin(
@@ -293,17 +293,19 @@ class _UnderWay:
         assert self._pending is not None  # unless `begin` raised
         mine = self._pending.outcome(timeout_s)
         told = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
-        self._outcomes = [None if each is None else async_client.SaveOutcome(*each) for each in told]
-        if all(outcome is not None for outcome in self._outcomes):
+        self._outcomes = {
+            rank: None if each is None else async_client.SaveOutcome(*each) for rank, each in enumerate(told)
+        }
+        if all(outcome is not None for outcome in self._outcomes.values()):
             end_hold(self._storage, f"{self._tag}/{self._folder}")
             return True
-        if any(outcome is not None and outcome.error for outcome in self._outcomes):
+        if any(outcome is not None and outcome.error for outcome in self._outcomes.values()):
             self._pending.give_up()
         return False
 
     def check(self) -> None:
         """Raise CheckpointError if anything failed on any rank."""
-        failed = {rank: outcome for rank, outcome in enumerate(self._outcomes) if outcome is not None and outcome.error}
+        failed = {rank: outcome for rank, outcome in self._outcomes.items() if outcome is not None and outcome.error}
         if self._pending is not None:
             self._pending.is_told = True
         if failed:
@@ -317,7 +319,7 @@ class _UnderWay:
         """Wait for this rank's part alone. Raises CheckpointError if it failed."""
         assert self._pending is not None  # unless `begin` raised
         self._pending.finish_soon()
-        self._outcomes = [self._pending.outcome(timeout_s=None)]
+        self._outcomes = {self._communicator.rank: self._pending.outcome(timeout_s=None)}
         end_hold(self._storage, f"{self._tag}/{self._folder}")
         self.check()
 

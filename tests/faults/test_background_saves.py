@@ -192,6 +192,22 @@ def test_the_next_step_tells_all_ranks_of_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_faulty")
+def test_the_end_of_an_engine_names_the_rank_that_failed(tmp_path: Path) -> None:
+    """A rank that closes asks no other rank, so what it raises is about itself."""
+
+    def train(communicator: Communicator, model: Any) -> None:
+        config = {"async": True, "storage": {"faulty": {"fault": "error before", "at": 0, "of": "rank00001"}}}
+        engine = engine_of(model, 1, checkpoint=config)
+        step(engine, communicator, 0)
+        engine.save_checkpoint(str(tmp_path), tag="t")
+        with pytest.raises(CheckpointError) as caught:
+            engine.destroy()
+        assert caught.value.value == (communicator.rank,)
+
+    on_threads(2, train, parity_model)
+
+
+@pytest.mark.usefixtures("_faulty")
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     """At most one is in memory. The first lasts until the second is asked for, by another thread."""
 
