@@ -109,7 +109,7 @@ class LossScaler:
         return self.dynamic or self._scale != 1.0
 
     def update(self, overflow: bool, culprit: str | None = None) -> None:
-        """Move the scale after a step that was skipped because its gradients overflowed, or was not.
+        """Halve the loss scale after an overflow; double it after a window of steps without one.
 
         Raises LossScaleError when it would have to go below the minimum, or cannot move and more than `MOST_SKIPS`
         steps were skipped one after the other; `culprit` is the parameter that the message then names, the first whose

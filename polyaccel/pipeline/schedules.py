@@ -132,6 +132,7 @@ def _inference(stages: int, micro_batches: int, chunks: int, stage: int) -> list
 
 
 def _one_forward_one_backward(stages: int, micro_batches: int, chunks: int, stage: int) -> list[PipelineTask]:
+    """Return the tasks of `stage` under 1F1B (PipeDream-Flush, Narayanan et al. 2021)."""
     tape = _Tape(stage)
     for _ in range(min(stages - stage - 1, micro_batches)):
         tape.forward()

@@ -28,7 +28,7 @@ def communicator_beside(communicator: Communicator) -> Communicator | None:
 
 
 class SavingThread:
-    """A rank's part of a save, under way in a thread: what `background.client.Pending` is for one of a process."""
+    """A rank's part of a save, under way in a thread: what `async_client.Pending` is for one of a process."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self.is_told = False

@@ -1,4 +1,4 @@
-"""The steps of a save, whoever takes them: the ranks themselves (`writer`) or processes beside them (`background`).
+"""The steps of a save, whoever takes them: the ranks themselves (`writer`) or processes beside them (`async_process`).
 
 The order is everything: see [Note: Commit] in `polyaccel.checkpoint.format.commit`.
 """

@@ -87,7 +87,7 @@ class TokenDispatch(NamedTuple):
         tokens are `tokens[numbers]`: (tokens, features) and (pairs,). Collective, in backward too."""
         if self.communicator.world_size == 1:
             return tokens.index_select(0, numbers)
-        out: Tensor = _There.apply(tokens, numbers, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Dispatch.apply(tokens, numbers, self)  # type: ignore[no-untyped-call]
         return out
 
     def combine(self, rows: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class TokenDispatch(NamedTuple):
         too."""
         if self.communicator.world_size == 1:
             return rows
-        out: Tensor = _Back.apply(rows, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Combine.apply(rows, self)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -163,7 +163,7 @@ def _starts(table: Tensor) -> Tensor:
     return torch.stack((starts, table), dim=2)
 
 
-class _There(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, numbers: Tensor, plan: TokenDispatch) -> Tensor:
         ctx.save_for_backward(numbers)
@@ -179,7 +179,7 @@ class _There(torch.autograd.Function):
         return arrived.new_zeros(ctx.shape).index_add_(0, numbers, arrived), None, None
 
 
-class _Back(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: TokenDispatch) -> Tensor:
         ctx.plan = plan

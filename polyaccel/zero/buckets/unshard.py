@@ -278,7 +278,7 @@ class ParamUnsharder:
             self._free(self._buckets[idle.pop()])
 
     def _prefetch(self) -> None:
-        """Begin with what comes next, then gather what was begun before. See [Note: Reading ahead]."""
+        """Prefetch parameters of the units that follow: start fetches, then all-gathers. See [Note: Reading ahead]."""
         begun = [self._buckets[index] for index in self.schedule.upcoming() if self._buckets[index].fetch is not None]
         for index in self.schedule.upcoming():
             place = self._buckets[index]
