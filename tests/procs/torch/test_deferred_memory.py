@@ -22,6 +22,7 @@ SLACK_MIB = 50
 BUILD = """
 import json, sys
 import torch
+import torch.utils.flop_counter  # it imports Triton where a wheel for CUDA brings it: 115 MiB of code
 from torch import nn
 import polyaccel
 
