@@ -1,1 +1,1 @@
-"""The save of a checkpoint: the protocol of ranks, its writer, the process beside a rank, and storages of each node."""
+"""The save of a checkpoint: the protocol of ranks, its writer, the writing process, and storages of each node."""
