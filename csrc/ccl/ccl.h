@@ -1,7 +1,7 @@
 // The C ABI over oneCCL, which Python calls by ctypes (polyaccel/comm/backends/ccl/library.py). Host memory only.
 //
 // oneCCL is not safe to call from several threads, and its calls block until the peers come: all of them run one after
-// another, in the order in which they were submitted, on one thread of this library. Whoever submits gets a job and
+// another, in the order in which they were submitted, on one thread of this library. The submitter gets a job and
 // waits for it as long as it likes.
 #pragma once
 

@@ -50,7 +50,7 @@ struct Transfer {
                 break;
             }
         }
-        // Some file systems tell only now that a write failed. The descriptor is gone even after EINTR.
+        // Some file systems report only now that a write failed. The descriptor is gone even after EINTR.
         if (close(file) != 0 && errno != EINTR && writes && done >= 0) done = -errno;
         return done;
     }

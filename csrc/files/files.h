@@ -11,7 +11,7 @@ extern "C" {
 typedef struct pa_files pa_files;
 
 // `threads` threads that wait for transfers; null when not one can be started. Any of the functions below may be called
-// from several threads at once, but for pa_files_close, which finishes every transfer, ends the threads and frees all.
+// from several threads at once, except for pa_files_close, which finishes every transfer, ends the threads and frees all.
 // A child of fork has none of the threads and may call none of them.
 PA_EXPORT pa_files* pa_files_open(int32_t threads);
 PA_EXPORT void pa_files_close(pa_files* files);

@@ -1,6 +1,6 @@
-// The part of XLA's foreign function interface that a handler needs, declared anew so that it is compiled ahead of time,
+// The part of XLA's foreign function interface that a handler needs, declared again so that it is compiled ahead of time,
 // without JAX's headers: the C ABI of xla/ffi/api/c_api.h, version 0.3. XLA keeps it stable, grows it only at the end of
-// structures, and writes into each the size that it knows, by which ffi.cpp checks a structure that it is given.
+// structures, and writes into each the size that it has, by which ffi.cpp checks a structure that it is given.
 #pragma once
 
 #include <stddef.h>

@@ -48,8 +48,8 @@ gomp_parallel loaded_openmp() {
 // [Note: Joining a job]
 // A job lives on its caller's stack. The caller opens `seats` on it; a worker takes a seat and is counted in `seated`
 // until it leaves, both under the mutex. The caller works too, and when it finds no part left it closes the seats and waits
-// for `seated` to reach zero: workers that woke too late find no seat and never see the job. Nobody waits for a worker
-// that sleeps on a busy core.
+// for `seated` to reach zero: workers that woke too late find no seat and never see the job. A worker that
+// sleeps on a busy core is not waited for.
 class Pool {
   public:
     void run(Job& job, int32_t helpers) {
@@ -104,7 +104,7 @@ class Pool {
 };
 
 // Never freed: sleeping threads use it until the process ends. A child of fork has the parent's locks in any state and
-// none of its threads; it makes its pool in the same memory anew.
+// none of its threads; it makes its pool in the same memory again.
 alignas(Pool) unsigned char room[sizeof(Pool)];
 
 void make_pool() { new (room) Pool; }

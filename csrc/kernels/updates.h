@@ -220,8 +220,8 @@ static void combine(float* const* arrays, const float*, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) target[i] = combined(kind, target[i], source[i]);
 }
 
-// An update's name in polyaccel.ops, its arrays, and which of them (bit i: array i) it reads and writes. It may have forms
-// of its own for bfloat16 gradients, and for bfloat16 everywhere.
+// An update's name in polyaccel.ops, its arrays, and which of them (bit i: array i) it reads and writes. It may have its
+// own forms for bfloat16 gradients, and for bfloat16 everywhere.
 typedef struct {
     const char* name;
     update_fn run;

@@ -2,7 +2,7 @@
 //
 // [Note: Rows of a product]
 // An element of C is one chain of fused multiply-adds over a segment of the inner dim, from its start on, and the sums of
-// segments are added in order. Which rows and columns lie beside it, how they are cut into tiles, and how many threads
+// segments are added in order. Which rows and columns lie next to it, how they are cut into tiles, and how many threads
 // there are decide nothing: a row of A gives the same bits alone and among a thousand. (Without fused operations, as on
 // SSE2, each product is rounded.)
 #pragma once

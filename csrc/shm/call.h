@@ -63,7 +63,7 @@ inline bool is_agreed(const pa_shm_told& a, const pa_shm_told& b) {
            a.is_shared == b.is_shared && a.parts == b.parts;
 }
 
-// Tell the peers what this rank calls, to be checked after the next step.
+// Publish what this rank calls, to be checked after the next step.
 inline void tell(const Call& c) { c.group->block.seats[c.rank()].told[(c.group->epoch + 1) & 1] = c.call->told; }
 
 inline const pa_shm_told& told_by(const Call& c, int32_t peer, uint32_t epoch) {

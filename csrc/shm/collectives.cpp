@@ -3,7 +3,7 @@
 // Every function here runs the same steps on every rank, for they follow from what the ranks have agreed on.
 //
 // [Note: Order of a reduction] in polyaccel/comm/collectives/reduction.py holds here: ((p0 + p1) + p2) + ... for each element,
-// whoever adds it and however the buffer is cut.
+// by every rank and however the buffer is cut.
 
 #include <stdint.h>
 #include <string.h>
@@ -157,7 +157,7 @@ int32_t all_reduce_small(const Call& c, pa_shm_told* theirs) {
     return PA_SHM_OK;
 }
 
-// A chunk of an all-reduce: one piece for each rank, equal but for the last ones.
+// A chunk of an all-reduce: one piece for each rank, equal except for the last ones.
 struct Chunk {
     int64_t start, piece, end;
 
@@ -242,7 +242,7 @@ int32_t direct(const Call& c) {
     return c.step();
 }
 
-// Whether a direct form exists; then the first step only tells the ranks where the buffers are.
+// Whether a direct form exists; then the first step only exchanges where the buffers are.
 bool may_be_direct(const Call& c) {
     const int32_t op = c.call->told.op;
     return c.nbytes >= DIRECT && (op == PA_SHM_ALL_REDUCE || op == PA_SHM_REDUCE_SCATTER || op == PA_SHM_ALL_GATHER);

@@ -47,7 +47,7 @@ void sleep_on(ShmWord& word, uint32_t target, int64_t nanoseconds) {
     const uint32_t seen = word.count.load(std::memory_order_seq_cst);
     if (static_cast<int32_t>(seen - target) < 0) {
         const timespec limit{nanoseconds / 1000000000, nanoseconds % 1000000000};
-        // Comes back on a wake, at the limit, on a signal, or at once when the word has changed: all alike to the caller.
+        // Comes back on a wake, at the limit, on a signal, or at once when the word has changed: all the same to the caller.
         syscall(SYS_futex, &word.count, FUTEX_WAIT, seen, &limit, nullptr, 0);
     }
     word.sleepers.fetch_sub(1, std::memory_order_seq_cst);
@@ -82,7 +82,7 @@ int32_t find_missing(const pa_shm_group* group, uint32_t target, const ShmPatien
         left[i] = late[i] && group->block.seats[i].has_left.load(std::memory_order_acquire) && is_awaited(i);
         any_left |= left[i];
     }
-    // Only now: whoever left because another one had ended must not be seen without that one.
+    // Only now: a peer that left because another one had ended must not be seen without that one.
     for (int32_t i = 0; i < group->world; i++) {
         dead[i] = late[i] && !pa_shm_is_alive(group->peers[i].pid, group->peers[i].start) && is_awaited(i);
         any_dead |= dead[i];
@@ -137,7 +137,7 @@ int32_t shm_wait(const pa_shm_group* group, ShmWord& word, uint32_t target, cons
         const int32_t status = find_missing(group, target, patience, peer, is_step, left_ns <= 0);
         if (status == PA_SHM_OK) continue;
         if (!has_reached(word, target)) return status;
-        // It came after all; whoever else is missing is found when its turn comes.
+        // It came after all; any other missing peer is found when its turn comes.
         memset(patience.missing, 0, group->world);
     }
     return PA_SHM_OK;

@@ -68,7 +68,7 @@ struct pa_shm_group {
     ShmBlock block;
     ShmPeer* peers;
     uint32_t epoch;
-    std::atomic<bool> is_broken;  // messages have threads of their own
+    std::atomic<bool> is_broken;  // messages have their own threads
 
     char* stage(int32_t of, uint32_t at) const { return block.stages + (2 * of + (at & 1)) * SHM_STAGE; }
     ShmChannel& channel(int32_t from, int32_t to) const { return block.channels[from * world + to]; }
@@ -86,11 +86,11 @@ struct ShmPatience {
 
 ShmPatience shm_patience(const pa_shm_call* call, uint8_t* missing);
 
-// Let go of Python's lock, where there is one, and take it again.
+// Release Python's lock, where there is one, and take it again.
 void shm_release_python();
 void shm_take_python();
 
-// Count `word` up to `to` and wake whoever sleeps on it.
+// Count `word` up to `to` and wake all that sleep on it.
 void shm_count(ShmWord& word, uint32_t to);
 
 // Return PA_SHM_OK once `word`, which `peer` counts, is `target` or beyond. In a step (`is_step`) every rank behind

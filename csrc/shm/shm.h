@@ -78,7 +78,7 @@ extern "C" {
 #endif
 
 // To be called before the first collective or message, which from then on expect the caller to hold Python's lock.
-// They let go of it while they run.
+// They release it while they run.
 PA_EXPORT void pa_shm_set_python(const pa_shm_python* python);
 
 // Bytes of a control block.

@@ -73,7 +73,7 @@ int main() {
     check(pa_files_wait(files, pa_files_start(files, 0, "/none/such", 0, room.data(), 10)) == -ENOENT, "no error");
     check(pa_files_wait(files, 12345) == -EINVAL, "an unknown handle was waited for");
     for (int i = 0; i < 8; i++) check(pa_files_start(files, 1, path, i, room.data(), 10) != 0, "refused");
-    pa_files_close(files);  // with transfers that nobody waited for
+    pa_files_close(files);  // with transfers that were not waited for
     unlink(path);
     check(pa_files_open(0) == nullptr, "files without threads");
     puts("files_tests: ok");

@@ -10,7 +10,7 @@
 
 #include "../jax/ffi.h"
 
-struct xla_ffi_error { // XLA's own: what it was told
+struct xla_ffi_error { // XLA's own: what it received
     std::string message;
     int code;
 };

@@ -1,13 +1,13 @@
 """Who this process is among how many: the only reader of rank variables.
 
 A table of sources is asked in order; the first that applies answers. Explicit arguments come first, then the variables
-that torchrun and `polyaccel run` set; then cloud services, whose jobs are MPI's with a meeting place of their own; then
+that torchrun and `polyaccel run` set; then cloud services, whose jobs are MPI's with their own meeting place; then
 launchers of MPI, which may have been started by Slurm's; then tasks of Slurm; then a process group that the script made
 itself. Else the world is one process, for which nothing is looked up: no host name, no MPI, no network.
 
 [Note: Left over or nested]
 RANK and WORLD_SIZE may stand in the environment because torchrun or `polyaccel run` was started by mpirun or srun, once
-a host: they and the outer launcher's numbers differ, rightly. Or somebody exported them in a shell before mpirun: then
+a host: they and the outer launcher's numbers differ, rightly. Or a user exported them in a shell before mpirun: then
 every rank would train alone as rank 0. The launchers of our field leave a mark; without one, both must agree.
 """
 
@@ -46,14 +46,14 @@ _log = logging.getLogger(__name__)
 
 _TORCHRUN = "torchrun variables"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Where gloo is told which network interface is its."""
+"""Where gloo reads which network interface to use."""
 _MARKS = ("TORCHELASTIC_RUN_ID", "POLYACCEL_JOB_ID", "CROSS_SIZE")
 """Set by torchrun, `polyaccel run` and DeepSpeed's launcher for each of their ranks."""
 _PASSED_ON: Mapping[str, Mapping[str, str]] = {
     cloud.AZURE: cloud.AZURE_EXTRAS,
     **{name: {} for name in (cloud.SAGEMAKER, *mpi.NAMES, slurm.NAME)},
 }
-"""Launchers with variables of their own, and what their processes need to be set besides."""
+"""Launchers with their own variables, and what else their processes need."""
 
 
 class Source(NamedTuple):
@@ -84,9 +84,9 @@ def discover(
 ) -> Rendezvous:
     """The rendezvous of this process. `port` is used where the environment names none.
 
-    Where a launcher of MPI is seen and the environment does not say all, mpi4py is imported, unless `ask_mpi` is False;
+    Where a launcher of MPI is seen and the environment is incomplete, mpi4py is imported, unless `ask_mpi` is False;
     the call is then collective. Raises CommError when the source that applies is incomplete or contradicts itself or
-    another one, and the message shows all of it; CommTimeout when ranks are not heard of within `timeout_s`.
+    another one, and the message shows all of it; CommTimeout when ranks do not answer within `timeout_s`.
     """
     variables = os.environ if environ is None else environ
     began_s = monotonic()
@@ -102,7 +102,7 @@ def discover(
 def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[DiscoveryRow]:
     """A row for each source: the variables that it sees, whether `discover()` would read it, and its error if any.
 
-    Imports nothing and asks nobody.
+    Imports nothing and sends nothing.
     """
     request = Request(os.environ if environ is None else environ)
     matched = False
@@ -114,8 +114,8 @@ def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[Discovery
 
 
 def export_torchrun_env(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
-    """Put what a launcher with variables of its own said into torchrun's, for whoever reads those, and tell gloo its
-    network interface where it would take a wrong one. What is set stays."""
+    """Copy the variables of other launchers to torchrun's, and set gloo's network interface where it would take a wrong
+    one. What is set stays."""
     if rendezvous.world_size == 1:
         return
     values: dict[str, object] = {}
@@ -131,7 +131,7 @@ def export_torchrun_env(rendezvous: Rendezvous, environ: MutableMapping[str, str
 
 
 def is_torchrun_like(rendezvous: Rendezvous) -> bool:
-    """Whether the ranks are those of torchrun or `polyaccel run`, all of them, as the variables say."""
+    """Whether the ranks are those of torchrun or `polyaccel run`, all of them, by the variables."""
     return rendezvous.source == _TORCHRUN and rendezvous.world_size > 1
 
 
@@ -141,12 +141,12 @@ def local_rank(*, default: int) -> int:
 
 
 def meeting_address() -> str:
-    """Where rank 0's host is reached; this host where nobody said it."""
+    """Where rank 0's host is reached; this host if unset."""
     return os.environ.get("MASTER_ADDR", LOOPBACK)
 
 
 def _problem(source: Source, request: Request) -> str:
-    """Why reading `source` would fail, as far as that is known without MPI."""
+    """Why reading `source` would fail, as far as that can be found without MPI."""
     try:
         if source.read is _from_mpi:
             mpi.checked_place(request)
@@ -196,17 +196,17 @@ def _from_torchrun(request: Request) -> Rendezvous:
                 break
     if world_size == 1:
         return Rendezvous(0, 1, integer(env, "LOCAL_RANK", 0), 1, None, None, _TORCHRUN)
-    # DeepSpeed's launcher and ours also say LOCAL_SIZE; without either, all ranks are on this host.
+    # DeepSpeed's launcher and ours also set LOCAL_SIZE; without either, all ranks are on this host.
     local_world_size = integer(env, "LOCAL_WORLD_SIZE", integer(env, "LOCAL_SIZE", world_size))
     local_rank = integer(env, "LOCAL_RANK", rank % max(1, local_world_size))
     check_rank(local_rank, local_world_size, found, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if request.init_method is None and not env.get("MASTER_ADDR"):
         raise CommError(
-            f"{world_size} ranks, but MASTER_ADDR does not say where they meet: {found}",
+            f"{world_size} ranks, but MASTER_ADDR is not set: {found}",
             hint="set MASTER_ADDR to the address of rank 0's host (127.0.0.1 for one host)",
             value=None,
         )
-    # torchrun's agent already listens on the port; only torch's own `env://` knows that.
+    # torchrun's agent already listens on the port; only torch's own `env://` handles that.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = LaunchedRank(_TORCHRUN, rank, world_size, local_rank, local_world_size, found)
     port = meeting_port(env, request.port or DEFAULT_PORT)
@@ -224,14 +224,14 @@ def _from_mpi(request: Request) -> Rendezvous:
         return rendezvous.mpi_rendezvous(here, request)
     if not here.is_complete:
         raise CommError(
-            f"{here.launcher} started this process, but does not say how many ranks there are, here and in all "
+            f"{here.launcher} started this process, but does not set how many ranks there are, here and in all "
             f"({here.shown}), and MPI cannot be asked: {problem}",
-            hint="pip install 'polyaccel[mpi]', or let torchrun's variables say it: RANK, WORLD_SIZE, LOCAL_RANK",
+            hint="pip install 'polyaccel[mpi]', or set torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK",
             value=here.shown,
         )
     if not (meets_otherwise or request.has_meeting):
         raise CommError(
-            f"{here.launcher} started {here.world_size} ranks, but they cannot agree on where to meet: {problem}; "
+            f"{here.launcher} started {here.world_size} ranks, but they cannot agree on a rendezvous: {problem}; "
             f"{shown(env, MEETING_VARIABLES)}",
             hint="pip install 'polyaccel[mpi]' (mpi4py of the same MPI as mpirun), "
             "or set MASTER_ADDR and MASTER_PORT for all ranks",
@@ -280,10 +280,10 @@ SOURCES = (
 
 
 def _gloo_interface(rendezvous: Rendezvous, environ: Mapping[str, str]) -> str | None:
-    """The interface that gloo must be told, for it takes the one that this host's name leads to.
+    """Return the interface to set for gloo, which takes the one that this host's name leads to.
 
-    Ranks of one host need no other host to reach them: the loopback, where nobody said that there are others. Between
-    hosts it is the one on the way to rank 0's, whatever the name leads to: often the loopback, or a container's bridge.
+    Ranks of one host need no other host to reach them: the loopback, unless other hosts are configured. Between hosts
+    it is the one on the way to rank 0's, whatever the name leads to: often the loopback, or a container's bridge.
     """
     address = rendezvous.address or LOOPBACK
     if rendezvous.local_world_size < rendezvous.world_size:

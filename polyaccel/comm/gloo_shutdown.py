@@ -1,11 +1,11 @@
 """The end of a process with process groups of torch.
 
 [Note: Gloo's threads]
-A thread of gloo tells that a collective is done, and only then lets go of its tensors. Where those are Python's objects
-and nobody else's any more, it needs the interpreter's lock for that; Python ends a thread that asks for it while the
-interpreter ends, and C++ aborts the process for it: "terminate called without an active exception", one time in many on
-a busy machine, after all work was done. So before the interpreter ends, every such thread has come to rest: it sleeps
-where it waits for the next collective, or for a rank that will not come.
+A thread of gloo reports that a collective is done, and only then releases its tensors. Where only the thread still
+refers to these, as Python's objects, it needs the interpreter's lock for that; Python ends a thread that asks for it
+while the interpreter ends, and C++ aborts the process for it: "terminate called without an active exception", one time
+in many on a busy machine, after all work was done. So before the interpreter ends, every thread of gloo has come to
+rest: it sleeps where it waits for the next collective, or for a rank that will not come.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOKS = 3
 
 @cache
 def join_gloo_threads_at_exit() -> None:
-    """Let this process, when it ends, wait until gloo's threads have let go of what they were given."""
+    """Let this process, when it ends, wait until gloo's threads have released what they were given."""
     atexit.register(wait_for_rest)
 
 
@@ -35,7 +35,7 @@ def wait_for_rest(limit_s: float = _LIMIT_S) -> bool:
     """Wait until every thread of gloo rests, at most so long. Returns whether all do.
 
     The interpreter's lock is free between looks: one that waits for it sleeps as well, and has moved on at the next.
-    Where the system does not tell of threads, a moment is all there is.
+    Where the system does not report threads, a moment is all there is.
     """
     ends_s = time.monotonic() + limit_s
     at_rest = 0

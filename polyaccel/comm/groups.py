@@ -1,7 +1,7 @@
 """The groups of ranks along the axes of the mesh, by the names that users of Megatron and DeepSpeed expect.
 
-An engine that is made says which groups there are; before that, all ranks are data-parallel. Groups are communicators,
-which every function of `polyaccel.comm` takes as `group`. None of these functions is collective.
+An engine that is made sets the groups; before that, all ranks are data-parallel. Groups are communicators, which every
+function of `polyaccel.comm` takes as `group`. None of these functions is collective.
 """
 
 from __future__ import annotations

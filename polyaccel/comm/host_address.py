@@ -19,7 +19,7 @@ _IPV6_FILE = Path("/proc/net/if_inet6")
 _GLOBAL, _HOST = 0x00, 0x10
 """Scopes of addresses in that file; others hold on one link, and mean nothing without their interface."""
 _ANY_PORT = 9
-_ELSEWHERE = "192.0.2.1"  # an address of nobody's (RFC 5737), to which nothing is sent
+_ELSEWHERE = "192.0.2.1"  # an unassigned address (RFC 5737), to which nothing is sent
 _BACKLOG = 4096  # ranks that come at once; the system takes less where it allows less
 
 
@@ -68,14 +68,14 @@ def listening_socket(address: str, port: int) -> socket.socket:
                 raise
             continue
         return listener
-    _log.info("%s is no address of this host: rank 0 listens on port %d of all interfaces", address, port)
+    _log.info("%s is not an address of this host: rank 0 listens on port %d of all interfaces", address, port)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback's network interface; None where there is none or it is not known."""
+    """The name of the loopback's network interface; None where there is none or it cannot be found."""
     return next((name for name, found in _all_interfaces().items() if any(map(means_this_host, found))), None)
 
 
@@ -114,7 +114,7 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def interface_facing(peer: str) -> str | None:
-    """The network interface on the way to `peer`; None where there is none or it is not known."""
+    """The network interface on the way to `peer`; None where there is none or it cannot be found."""
     facing = address_facing(peer)
     if facing is None or means_this_host(facing):
         return None
@@ -123,8 +123,8 @@ def interface_facing(peer: str) -> str | None:
 
 
 def interface_between_hosts(master: str) -> str | None:
-    """The network interface by which this host and that of rank 0, at `master`, reach each other; None where it is not
-    known.
+    """The network interface by which this host and that of rank 0, at `master`, reach each other; None where it cannot
+    be found.
 
     That is the one on the way there. Where the way leads to the loopback, because this is that host and calls itself
     so, it is the only interface, or the one on the way to anywhere.
@@ -146,8 +146,8 @@ def host_name() -> str:
 
 
 def start_of(process: int | str) -> int:
-    """When a process started, in ticks since boot: with its id, what tells it from a later one of that id. Linux only;
-    raises OSError where there is no such process."""
+    """Return when a process started, in ticks since boot, which distinguishes it from a later one with the same id.
+    Linux only; raises OSError where the process does not exist."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
 
 

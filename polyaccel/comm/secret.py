@@ -2,9 +2,9 @@
 
 [Note: A secret among one user's ranks]
 A launcher other than `polyaccel run` gives ranks no secret. Where all of them can read a file that belongs to this user
-alone, which is so on one host, rank 0 writes one there, tells the others its name, and removes it when all have read
-it. A stranger may learn the name, or tell another one: he can neither read the file nor put one of his own in a folder
-that is verified to be this user's.
+alone, which is so on one host, rank 0 writes one there, sends the others its name, and removes it when all have read
+it. An attacker may learn the name, or send another one. But they can neither read the file nor put their own in a
+folder that is verified to be this user's.
 """
 
 from __future__ import annotations

@@ -2,21 +2,21 @@
 to import; torch is loaded when a group is made.
 
 [Note: Two process groups]
-Scripts use `torch.distributed` beside us (a DistributedSampler asks it for the rank), so its default group always
-exists afterwards: the one that the script made is adopted, else we make it. Our collectives run on a second group of
-all ranks, which has our time limit and in which no call of the script can stand between ours.
+Scripts use `torch.distributed` as well (a DistributedSampler asks it for the rank), so its default group always exists
+afterwards: the one that the script made is adopted, else we make it. Our collectives run on a second group of all
+ranks, which has our time limit and in which no call of the script can stand between ours.
 
 [Note: Where rank 0 listens]
-The store in which torch's groups meet believes whoever connects, and torch itself listens on every interface. So rank
-0 binds the socket: to the address at which the ranks were told to meet, which on one host is the loopback, and to every
-interface only where that address is none of this host's own (a service, a translated address). A store that the script
-or torchrun's agent has opened is as they opened it.
+The store of torch's rendezvous trusts every peer that connects, and torch itself listens on every interface. So rank 0
+binds the socket: to the rendezvous address, which on one host is the loopback, and to every interface only where that
+address is not one of this host's (a service, a translated address). A store that the script or torchrun's agent has
+opened is as they opened it.
 
 [Note: A store that outlives its ranks]
 torchrun's agent keeps one store for all starts of its ranks (`--max-restarts`, hosts that come and go), and no variable
-numbers the starts alike on all hosts. What ranks of an earlier start have written there, addresses above all, would be
-taken for their successors'. So rank 0 draws a name for its start, under which all keys of the start stand, and gives it
-to each rank that asks by a random text, which no rank of an earlier start knows.
+numbers the starts in the same way on all hosts. What ranks of an earlier start have written there, addresses above all,
+would be taken for their successors'. So rank 0 draws a name for its start, under which all keys of the start stand, and
+gives it to each rank that asks by a random text, which no rank of an earlier start has.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def initialized_world() -> tuple[int, int] | None:
 def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline, enter: Callable[[], object]) -> None:
     """Make torch's default group over `backend`, or adopt the script's. Nothing happens for one process without one.
 
-    `enter` is called in the thread that makes the group: libraries remember a device by thread. Raises CommTimeout that
-    says what this rank waited for, and who was there, when the ranks have not met at the `deadline`.
+    `enter` is called in the thread that makes the group: libraries remember a device by thread. Raises CommTimeout,
+    with what this rank waited for and which ranks were there, when ranks are missing at the `deadline`.
     """
     adopted = initialized_world()
     if rendezvous.world_size == 1 and adopted is None:
@@ -80,14 +80,14 @@ def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline,
     elif adopted != (rendezvous.rank, rendezvous.world_size):
         raise CommError(
             f"torch.distributed is initialised as rank {adopted[0]} of {adopted[1]}, "
-            f"but {rendezvous.source} says rank {rendezvous.rank} of {rendezvous.world_size}",
+            f"but {rendezvous.source} has rank {rendezvous.rank} of {rendezvous.world_size}",
             hint="let both come from the same launcher, or drop your own init_process_group",
             value=adopted,
         )
 
 
 def store_all_gather(topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
-    """Every rank's `text` for `topic`, in rank order, through the store where the default group met.
+    """Every rank's `text` for `topic`, in rank order, through the store of the default group.
 
     Raises CommTimeout, naming them, when ranks post none before the `deadline`, and CommError when the store ends.
     """
@@ -119,7 +119,7 @@ def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, e
     except (RuntimeError, ValueError, OSError) as error:
         reason = error.message if isinstance(error, CommError) else str(error).strip().partition("\n")[0]
         raise _kind_of(error)(
-            f"rank {rank} could not meet the other {world_size - 1} ranks "
+            f"rank {rank} could not reach the other {world_size - 1} ranks "
             f"at {where} ({rendezvous.source}) within {deadline.timeout_s:g} s: {reason}",
             hint="check that all ranks were started, with the same address and port, and that the port is free",
             missing_ranks=error.missing_ranks if isinstance(error, CommError) else (),
@@ -128,8 +128,8 @@ def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, e
 
 
 def _open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
-    """The store where the ranks meet; rank 0 serves it unless a file or torchrun's agent does. See [Note: Where rank 0
-    listens]."""
+    """Return the store of the rendezvous; rank 0 serves it unless a file or torchrun's agent does. See [Note: Where
+    rank 0 listens]."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -142,7 +142,7 @@ def _open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
             _own_file(url.path)
         return next(torch_rendezvous(rendezvous.init_method, rank, world_size, timeout=deadline.remaining()))[0]
     if address is None or port is None:
-        raise ValueError("no address and port say where")
+        raise ValueError("no address and port are set")
     file = listening_socket(address, port).detach() if rank == 0 else None
     return TCPStore(
         address,
@@ -172,7 +172,7 @@ def own_part(store: Any, rank: int, world_size: int, deadline: Deadline) -> Any:
         return PrefixStore(f"{_START}/{name}", store)
     name, absent, answered = secrets.token_hex(8), set(range(1, world_size)), set[bytes]()
     posting_s = min(_POSTING_S, deadline.timeout_s / 10)
-    while absent and deadline.remaining_s() > posting_s:  # who is absent in the end, the notes of all ranks say
+    while absent and deadline.remaining_s() > posting_s:  # the notes of all ranks list who is absent in the end
         for peer in sorted(absent):
             if store.check([f"{_START}/{name}/{peer}"]):
                 absent.discard(peer)
@@ -225,14 +225,14 @@ def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, dea
 
 
 def _kind_of(error: Exception) -> type[CommError]:
-    """CommTimeout for an error that says that time is over; torch has no common exception for that."""
+    """CommTimeout for an error about a time limit; torch has no common exception for that."""
     text = str(error).lower()
     is_late = isinstance(error, CommTimeout) or "timed out" in text or "timeout" in text
     return CommTimeout if is_late else CommError
 
 
 def _who_is_there(store: Any, keys: list[str], secret: bytes | None) -> tuple[list[int] | None, str]:
-    """The ranks without a note, and what those with one say; None where the store does not answer."""
+    """The ranks without a note, and the notes of the others; None where the store does not answer."""
 
     def ask() -> dict[int, bytes]:
         return {peer: bytes(store.get(key)) for peer, key in enumerate(keys) if store.check([key])}
@@ -243,11 +243,11 @@ def _who_is_there(store: Any, keys: list[str], secret: bytes | None) -> tuple[li
         return None, ""
     cut = 0 if secret is None else auth.MAC_NBYTES
     present = [f"rank {peer} ({note[cut:].decode(errors='replace')[:80]})" for peer, note in notes.items()]
-    return [peer for peer in range(len(keys)) if peer not in notes], f"here is {', '.join(present) or 'nobody'}"
+    return [peer for peer in range(len(keys)) if peer not in notes], f"here is {', '.join(present) or 'no rank'}"
 
 
 def _own_file(path: str) -> None:
-    """Let the file of a store be this user's, writable by nobody else. Raises CommError for any other one."""
+    """Make the file of a store this user's, writable by no other user. Raises CommError for any other one."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         status = os.fstat(opened)
@@ -266,5 +266,5 @@ def _allow_many_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # some systems allow less than they say
+        with suppress(OSError, ValueError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -101,5 +101,5 @@ def test_a_start_where_something_else_answers_ends_at_its_limit(answer: str) -> 
         server(ANSWERS[answer]) as port,
     ):
         here = Rendezvous(1, 2, 1, 2, "127.0.0.1", port, "this test")
-        with pytest.raises(CommError, match=rf"rank 1 could not meet the other 1 ranks at tcp://127.0.0.1:{port}"):
+        with pytest.raises(CommError, match=rf"rank 1 could not reach the other 1 ranks at tcp://127.0.0.1:{port}"):
             join_default_group("gloo", here, Deadline(SHORT_S), lambda: None)

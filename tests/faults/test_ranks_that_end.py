@@ -22,9 +22,9 @@ MEMORY = r"; give it less: a smaller micro-batch, offload, activation checkpoint
 UNCAUGHT = rf"{WHO} takes part no more, {CALL}: uncaught"
 IN_ORDER = rf"{WHO} has ended in order, {CALL}: out of data, or sys\.exit\?.*drop_last"
 # What it called in its last second it may not have told.
-SILENT = rf"{WHO} has ended without a word, ({CALL}|before it told of a call .*): killed, out of memory, or os\._exit\?"
+SILENT = rf"{WHO} has ended without a word, ({CALL}|before it noted a call .*): killed, out of memory, or os\._exit\?"
 # The store in which ranks tell of themselves lives in rank 0 where no launcher keeps one, and ends with it.
-STORE_LOST = rf"{WHO} has ended, and the store in which ranks tell how they end cannot be reached"
+STORE_LOST = rf"{WHO} has ended, and the store in which ranks note how they end cannot be reached"
 
 
 class Ending(NamedTuple):

@@ -41,7 +41,7 @@ def all_gather_coalesced(
     async_op: bool = False,
     label: str = "",
 ) -> Work:
-    """`Communicator.all_gather` of each of `sources` into the `outs` beside it, as one collective for each element
+    """`Communicator.all_gather` of each of `sources` into the `outs` next to it, as one collective for each element
     type."""
     _check("all_gather_coalesced", communicator, outs, sources, parts_of="out")
     works: list[Work] = []
@@ -67,7 +67,7 @@ def reduce_scatter_coalesced(
     async_op: bool = False,
     label: str = "",
 ) -> Work:
-    """`Communicator.reduce_scatter` of each of `sources` into the `outs` beside it, as one collective for each element
+    """`Communicator.reduce_scatter` of each of `sources` into the `outs` next to it, as one collective for each element
     type."""
     _check("reduce_scatter_coalesced", communicator, outs, sources, parts_of="source")
     works: list[Work] = []
@@ -85,7 +85,7 @@ def reduce_scatter_coalesced(
 
 
 def _by_dtype(buffers: Sequence[Buffer]) -> Iterable[tuple[DType, list[int]]]:
-    """The indices of the buffers of each type, in the order in which types first appear: alike on all ranks."""
+    """The indices of the buffers of each type, in the order in which types first appear: the same on all ranks."""
     found: dict[DType, list[int]] = {}
     for index, buffer in enumerate(buffers):
         found.setdefault(buffer.dtype, []).append(index)

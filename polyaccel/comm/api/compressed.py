@@ -4,7 +4,7 @@
 Each rank sends the signs of what it has to add, with the mean magnitude of every block as its scale (blocks: Zheng et
 al. 2019), and keeps what that leaves out for the next call. The rank that answers for a part averages what arrives,
 sends signs and scales of the average, and keeps what those leave out. So errors do not add up over calls on the same
-quantity, such as a momentum; a single result is rough. All ranks get the same bits.
+quantity, for example a momentum; a single result is rough. All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Bits = npt.NDArray[np.uint8]
 class CompressedAllReduce:
     """Averages one quantity of `numel` elements over the ranks of `group` (None: all), call after call.
 
-    Make one for each tensor, on every rank alike: it keeps the errors of both rounds, 4 (1 + 1/N) bytes an element in
-    host memory. Signs are packed by the host's processor. See [Note: Error feedback].
+    Make one for each tensor, on every rank: it keeps the errors of both rounds, 4 (1 + 1/N) bytes an element in host
+    memory. Signs are packed by the host's processor. See [Note: Error feedback].
     """
 
     def __init__(self, numel: int, group: Communicator | None = None) -> None:

@@ -1,10 +1,10 @@
 """Timing the collectives of a communicator, all of whose ranks measure together.
 
 [Note: What is timed]
-A round begins when all ranks have met, and lasts until its slowest rank has come out of the last of its calls: a sender
-may be done long before its message has arrived. Small sizes are called several times a round, for one call is shorter
-than ranks are apart after a barrier. Buffers are those that the communicator allocates, gathers and reduce-scatters are
-in place, as the engine does it, and all values are zero, so that sums stay what they are.
+A round begins after a barrier of all ranks, and lasts until its slowest rank has come out of the last of its calls: a
+sender may be done long before its message has arrived. Small sizes are called several times a round, for one call is
+shorter than ranks are apart after a barrier. Buffers are those that the communicator allocates, gathers and
+reduce-scatters are in place, as the engine does it, and all values are zero, so that sums stay what they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sizes(smallest_nbytes: int, largest_nbytes: int, factor: int) -> tuple[int, 
 
 
 class SpeedMeter:
-    """Times collectives of up to `largest_nbytes` bytes of `dtype`. All ranks make it and call it alike.
+    """Times collectives of up to `largest_nbytes` bytes of `dtype`. All ranks make it and call it in the same way.
 
     Raises CommError for a group of one rank.
     """
@@ -45,7 +45,7 @@ class SpeedMeter:
     def __init__(self, communicator: Communicator, largest_nbytes: int, dtype: DType) -> None:
         if communicator.world_size < 2:
             raise CommError(
-                "a rank alone has nobody to send to",
+                "a single rank has no peer to send to",
                 hint="start several: polyaccel comm bench --nproc 2, or --hostfile FILE",
                 value=communicator.world_size,
             )

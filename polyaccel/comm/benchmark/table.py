@@ -74,7 +74,7 @@ class CollectiveTimings:
         if not rows:
             known = ", ".join(dict.fromkeys(row.operation for row in self.rows))
             raise CommError(
-                f"the table of speeds has {known}, and no {operation}",
+                f"the table of speeds has {known}, not {operation}",
                 hint="measure all operations: polyaccel comm bench --json FILE",
                 value=operation,
             )
@@ -111,7 +111,7 @@ class CollectiveTimings:
             return cls(backend, accelerator, dtype, hosts, str(tree["date"]), _sorted(rows))
         except (ValueError, TypeError, KeyError, LookupError, RecursionError) as error:
             raise CommError(
-                f"{source} is no table of speeds: {type(error).__name__}: {error}",
+                f"{source} is not a table of speeds: {type(error).__name__}: {error}",
                 hint="write one: polyaccel comm bench --json FILE",
                 value=source,
             ) from error

@@ -1,4 +1,4 @@
-"""A group of which one rank is there: what it would do is to be foretold, and no value matters."""
+"""A group with one present rank, for estimates of what it would do: no value matters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The flight recorder on disk: one JSON file a rank, written when a collective fails, when the process gets SIGUSR1 or
-SIGTERM, or when it ends by an exception that nobody caught. A rank that is killed leaves none: a launcher ends the
-others by SIGTERM, and what these were in shows whom they waited for.
+SIGTERM, or when it ends by an uncaught exception. A rank that is killed leaves none: a launcher ends the others by
+SIGTERM, and what these were in shows whom they waited for.
 
 [Note: Signals while a collective hangs]
 Python runs a signal handler between two of its own instructions, and a rank that hangs inside a library gets to none.
@@ -54,7 +54,7 @@ MOST_OLD_JOBS = 16
 
 @dataclass(frozen=True, slots=True)
 class DumpedCall:
-    """A call as a rank recorded it. `is_message`: a send or receive, which has no number of its own."""
+    """A call as a rank recorded it. `is_message`: a send or receive, which has no number."""
 
     group: tuple[int, ...]
     seq: int
@@ -140,7 +140,7 @@ class FlightRecorderDumper:
     """Writes this rank's dump when something goes wrong. One a process, from `start` to `stop`.
 
     `folder` is the user's choice; None is the job's in the runtime folder, which is made when there is something to
-    write. An event is written once; SIGUSR1 writes anew each time, so that a job can be asked twice.
+    write. An event is written once; SIGUSR1 writes again each time, so that a job can write twice.
     """
 
     def __init__(
@@ -213,9 +213,9 @@ class FlightRecorderDumper:
         return path, f"{reason}; the last calls are in {path}, compare all ranks with `{compare}`"
 
     def _write_last(self, reason: str) -> None:
-        """`write` of a process that ends now. The line is shown only where a call has not ended for a while, which
-        others may wonder about, and if nobody holds up the log: the main thread, which may have been in the middle of a
-        line of its own when the signal came, writes no more."""
+        """`write` of a process that ends now. The line is shown only where a call has not ended for a while, and if the
+        log is not held up: the main thread, which may have been in the middle of its own line when the signal came,
+        writes no more."""
         hangs = self._hangs()
         with self._writing:
             path, said = self._write(reason)
@@ -234,7 +234,7 @@ class FlightRecorderDumper:
         of_main, of_threads = sys.excepthook, threading.excepthook
 
         def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not (hasattr(sys, "ps1") or sys.flags.interactive):  # where a prompt follows, the process goes on
+            if not (hasattr(sys, "ps1") or sys.flags.interactive):  # where a prompt follows, the process continues
                 self._leave(uncaught(error))
             if not issubclass(kind, KeyboardInterrupt):
                 self.write(f"uncaught {kind.__name__}")
@@ -271,7 +271,7 @@ class FlightRecorderDumper:
             """The thread answers, unless the C handler could not reach it; it ends the process."""
             if number == signal.SIGTERM:
                 theirs.send(bytes([number]))
-                # A script that went on could end well before the thread has written. But what this thread is writing
+                # A script that continued could end well before the thread has written. But what this thread is writing
                 # itself, the other one waits for.
                 if self._main_is_writing:
                     self._after_writing = wait_for_the_end
@@ -334,7 +334,7 @@ class FlightRecorderDumper:
 
 
 def _start_of(process: int) -> int:
-    """`start_of`; 0 where there is no such process, or no way to ask."""
+    """`start_of`; 0 where the process does not exist, or no way to ask."""
     try:
         return start_of(process)
     except (OSError, ValueError, IndexError):

@@ -2,7 +2,7 @@
 
 `RecordingCommunicator` wraps any communicator and changes nothing but errors. Each call on a group has a sequence
 number there; ranks that call the same collectives in the same order have the same numbers, so after a timeout the
-number of each rank's last call, which a watchdog keeps on the communicator's board, tells who stayed behind and where.
+number of each rank's last call, which a watchdog keeps on the communicator's board, shows who stayed behind and where.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Entry:
         self.started_s = time()
         self.ended_s: float | None = None
         self.waited_s: float | None = None
-        """When somebody began to wait for a call that was under way."""
+        """When a caller began to wait for a call that was under way."""
         self.timing: Timing | None = None
 
     @property
@@ -79,9 +79,9 @@ class FlightRecorder:
         self.waited_s: defaultdict[str, float] = defaultdict(float)
         self.last: dict[tuple[int, ...], Entry] = {}
         self.kept: list[Entry] | None = None
-        """Where all calls go, the last and those before; None: nobody wants them."""
+        """Where all calls go, the last and those before; None: they are not wanted."""
         self.on_failure: Callable[[str], object] | None = None
-        """Called when a call has failed, with a sentence that says so, before its error is raised."""
+        """Called when a call has failed, with a sentence about it, before its error is raised."""
 
     def start(self, group: tuple[int, ...], collective: Collective, sent_numel: float) -> Entry:
         entry = Entry(group, collective)
@@ -203,7 +203,7 @@ class RecordingCommunicator(WrappedCommunicator):
         self.inner.close()
 
     def leave(self, why: str) -> None:
-        """Let the others know that this rank takes part no more: its process ends, which can take a while."""
+        """Notify the others that this rank takes part no more: its process ends, which can take a while."""
         if self._watchdog is not None:
             self._watchdog.stop(why)
 
@@ -222,7 +222,7 @@ class RecordingCommunicator(WrappedCommunicator):
         entry.collective.let_go()
 
     def explain(self, entry: Entry, error: CommError) -> CommError:
-        """`error` with what the board knows of the ranks that did not take part in `entry`'s call."""
+        """`error` with what the board has about the ranks that did not take part in `entry`'s call."""
         if self.recorder.on_failure is not None:
             self.recorder.on_failure(f"a collective {'timed out' if isinstance(error, CommTimeout) else 'failed'}")
         known, is_late = error.missing_ranks, isinstance(error, CommTimeout)

@@ -32,7 +32,7 @@ class Row:
     `algorithm_gbps` is the whole buffer over the mean latency, `bus_gbps` the same times what the algorithm must move
     of it, so that it compares with the link's own speed whatever the number of ranks (see `bus_factor`).
     `straggler_ms` is the part of the total in which this rank waited for later ones: what exceeds the shortest latency
-    that any rank had in the same call. None where nobody asked, or where ranks counted differently.
+    that any rank had in the same call. None where it was not asked for, or where ranks counted differently.
     """
 
     key: CallKey
@@ -62,7 +62,7 @@ def start_log(
 
 
 def reset_log() -> None:
-    """Forget what was recorded; recording goes on."""
+    """Forget what was recorded; recording continues."""
     log = _own_log()
     if log is not None:
         log.reset()

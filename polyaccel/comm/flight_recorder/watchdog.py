@@ -26,11 +26,11 @@ from polyaccel.comm.host_address import host_name, is_running, start_of
 
 ENDED_IN_ORDER = "it has ended in order"
 _OUT_OF_MEMORY = re.compile("memory ?error|out ?of ?memory|can't allocate memory", re.IGNORECASE)
-_LESS = "; give it less: a smaller micro-batch, offload, activation checkpointing (`polyaccel plan` says what fits)"
-_HEARTBEAT_EVERY = 5  # looks without news until the rank says again that it lives
+_LESS = "; give it less: a smaller micro-batch, offload, activation checkpointing (`polyaccel plan` shows what fits)"
+_HEARTBEAT_EVERY = 5  # looks without news until the rank writes again that it lives
 _STALE_BEATS = 3
 _LOOKS = 2  # of the watchdog, until what its rank has called is on the board for sure
-_EVERY_S = 1.0  # between looks, of a rank that has said nothing
+_EVERY_S = 1.0  # between looks, of a rank without a note
 _ENDING_S = 0.4
 # What fits on a board of 4 kB.
 _MOST_GROUPS = 12
@@ -55,7 +55,7 @@ class LastCall(Protocol):
 @dataclass(frozen=True)
 class Heartbeat:
     """A rank's note: its time, how often the rank looks for news, how old a note may become in a healthy rank, the
-    rank's last call by group, and its process. `ended` says how that has ended, empty while it runs."""
+    rank's last call by group, and its process. `ended` is how that has ended, empty while it runs."""
 
     at_s: float
     every_s: float
@@ -82,7 +82,7 @@ class WatchedProcess:
             return cls(os.getpid(), 0, socket.gethostname(), "")
 
     def has_ended(self) -> bool | None:
-        """Whether it has ended; None where this process cannot know."""
+        """Return whether it has ended; None where this process cannot find out."""
         if not self.system or self.system != WatchedProcess.this().system:
             return None
         return not is_running(self.pid, self.start)
@@ -146,7 +146,7 @@ class Watchdog:
 
 
 def uncaught(error: BaseException) -> str:
-    """How a process ends by `error`, as notes have it: its type and the first line of what it says."""
+    """How a process ends by `error`, as notes have it: its type and the first line of its message."""
     said = str(error).strip().partition("\n")[0]
     return f"uncaught {type(error).__name__}{': ' if said else ''}{said}"[:_ENDED_LENGTH]
 
@@ -174,7 +174,7 @@ def _heartbeat(fields: dict[str, Any]) -> Heartbeat:
 
 def wait_for_ends(notes: Mapping[int, Heartbeat], group: Collection[int], closed: Collection[int]) -> None:
     """Give ranks whose connections have closed a moment to end: the system closes a process's connections before it
-    lets others see that the process has ended. `closed` are the ones that the transport names; where it names nobody,
+    lets others see that the process has ended. `closed` are the ones that the transport names; where it names no ranks,
     the first of `group` to end is waited for. Ranks on other hosts, and of this process, are not."""
     until_s, this = monotonic() + _ENDING_S, WatchedProcess.this()
     asked = [notes[rank] for rank in closed or group if rank in notes]
@@ -200,13 +200,13 @@ def describe_missing_ranks(
     started_s: float,
     is_late: bool = True,
 ) -> dict[int, str]:
-    """A sentence on each rank of `group` that is not in call number `seq` with this rank, as its note tells.
+    """A sentence on each rank of `group` that is not in call number `seq` with this rank, by its note.
 
-    `started_s` is when this rank entered the call: a rank is said to stay behind only if it has had the time to report
-    that it came after. `missing` are ranks known to be missing: there is a sentence on each of them, whatever the notes
-    say. `is_late` False is for a call that failed before its limit: then only `missing` ranks and those that have ended
-    explain it. Without any note (a board that cannot be reached) nothing can be said. A board that has not even this
-    rank's own note cannot be reached any more, and its notes are what was remembered.
+    `started_s` is when this rank entered the call: a rank counts as behind only if it has had the time to report that
+    it came after. `missing` are ranks that are certainly missing: there is a sentence on each of them, whatever the
+    notes have. `is_late` False is for a call that failed before its limit: then only `missing` ranks and those that
+    have ended explain it. Without any note (a board that cannot be reached) nothing can be reported. A board that has
+    not even this rank's own note cannot be reached any more, and its notes are what was remembered.
     """
     if not notes:
         return {}
@@ -229,7 +229,7 @@ def describe_missing_ranks(
 
 
 def have_ended(notes: Mapping[int, Heartbeat], group: Collection[int]) -> tuple[int, ...]:
-    """The ranks of `group` whose process has ended, or that have said that they take part no more."""
+    """The ranks of `group` whose process has ended, or that have a note that they take part no more."""
     return tuple(rank for rank in group if rank in notes and _end(notes[rank], "") is not None)
 
 
@@ -238,11 +238,11 @@ def _end(note: Heartbeat | None, group: str, *, is_board_lost: bool = False) -> 
     if note is None or not (note.ended or (note.process is not None and note.process.has_ended())):
         return None
     at, text, _ = note.calls.get(group, (-1, "", 0.0))
-    none = "before its first call on this group" if note.ended else "before it told of a call on this group"
+    none = "before its first call on this group" if note.ended else "before it noted a call on this group"
     last = f"after #{at} {text}" if text else none
     who = f"({note.process}) " if note.process is not None else ""
     if not note.ended and is_board_lost:
-        return f"{who}has ended, and the store in which ranks tell how they end cannot be reached: see its own output"
+        return f"{who}has ended, and the store in which ranks note how they end cannot be reached: see its own output"
     if not note.ended:
         return f"{who}has ended without a word, {last}: killed, out of memory, or os._exit?"
     if note.ended == ENDED_IN_ORDER:

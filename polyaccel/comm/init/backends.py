@@ -1,4 +1,4 @@
-"""Which comm backend: the one of a name, and the one that fits where nobody named one."""
+"""The choice of the comm backend: by name, or the one that fits where none is named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 def comm_backend(name: str) -> type[CommBackend]:
     """The backend called `name`: a plugin, else one that some other package gives to torch.distributed. Raises as
-    `load_plugin`; PluginNotFound if torch does not know it either."""
+    `load_plugin`; PluginNotFound if torch does not have it either."""
     try:
         plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, name, CommBackend, API_VERSION)
     except PluginNotFound:

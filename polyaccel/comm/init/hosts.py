@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 def make_hierarchical(flat: Communicator, local_rank: int) -> Communicator:
     """`flat`, or the same group with shared memory inside hosts where every host has the same number of ranks, at least
-    two. Collective; rank 0 logs why it stays flat on several hosts. `local_rank` is what the launcher said."""
+    two. Collective; rank 0 logs why it stays flat on several hosts. `local_rank` is what the launcher set."""
     within = comm_backend(WITHIN_HOST)
     probe = within.probe()
     notes = flat.all_gather_object((host_name() if probe.usable else "", local_rank, probe.reason))

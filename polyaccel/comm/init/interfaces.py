@@ -15,11 +15,11 @@ from polyaccel.comm.discovery import GLOO_INTERFACE
 _log = logging.getLogger(__name__)
 
 InterfaceNote = tuple[str, str, int, dict[str, int]]
-"""A host's name, the interface that its ranks use, and the speed of that and of its others in Mbit/s; 0: not known."""
+"""A host's name, the interface that its ranks use, and the speed of that and of its others in Mbit/s; 0: unknown."""
 
 
 def name_interfaces(communicator: Communicator) -> None:
-    """Let rank 0 say which interface each host uses, and what looks like a slip. Collective over all hosts' ranks."""
+    """Log on rank 0 which interface each host uses, and what looks like a slip. Collective over all hosts' ranks."""
     notes = communicator.all_gather_object(_note())
     if communicator.rank == 0:
         hosts = list({note[0]: note for note in reversed(notes)}.values())[::-1]
@@ -53,11 +53,11 @@ def _note() -> InterfaceNote:
         named = host_address.named_addresses()
         used = next((name for name, address in present.items() if address in named), "")
     others = {name: megabits for name in present if name != used and (megabits := _megabits(name))}
-    return socket.gethostname(), used or "an interface of its own choice", _megabits(used) if used else 0, others
+    return socket.gethostname(), used or "its own interface choice", _megabits(used) if used else 0, others
 
 
 def _megabits(interface: str) -> int:
-    """What the system says of an interface's speed; 0 where it does not know."""
+    """Return an interface's speed as the system reports it; 0 if unknown."""
     try:
         return max(0, int(Path(f"/sys/class/net/{interface}/speed").read_text()))
     except (OSError, ValueError):

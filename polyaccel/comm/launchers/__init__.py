@@ -1,1 +1,1 @@
-"""The launchers that discovery knows, a file each: which variables they set and what those mean."""
+"""The launchers that discovery finds, a file each: which variables they set and what those mean."""

@@ -1,4 +1,4 @@
-"""Ranks that a cloud's training service started, by Open MPI and with the meeting place in variables of its own.
+"""Ranks that a cloud's training service started, by Open MPI and with its own variables for the rendezvous.
 
 Variables and ports are those that DeepSpeed reads on AzureML and SageMaker. MPI is not asked.
 """
@@ -74,7 +74,7 @@ def _meeting(request: Request, here: LaunchedRank, address: str, variable: str, 
     address = env.get("MASTER_ADDR") or address
     if not address and request.init_method is None:
         raise CommError(
-            f"{here.launcher} does not say in {variable} where rank 0 is",
+            f"{here.launcher} does not set {variable}, which names rank 0's host",
             hint="set MASTER_ADDR to rank 0's host",
             value=env.get(variable),
         )

@@ -1,10 +1,10 @@
 """Ranks that an MPI's launcher started: mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, and PMIx.
 
-[Note: Only where a launcher says so]
+[Note: MPI only under a launcher]
 Importing `mpi4py.MPI` starts MPI, and without a launcher that aborts or hangs on some machines. So the ranks come from
-the launcher's variables, and only where those are set is mpi4py imported: to verify them, and to agree on where to
-meet. Slurm's own tasks have PMI variables too (`srun --mpi=pmi2`), but nobody there need have MPI: they are Slurm's,
-unless a launcher's other variables say that it stands between.
+the launcher's variables, and only where those are set is mpi4py imported: to verify them, and to agree on the
+rendezvous. Slurm's own tasks have PMI variables too (`srun --mpi=pmi2`), but MPI need not be installed there: they are
+Slurm's, unless a launcher's other variables show that it stands between.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def may_start(environ: Mapping[str, str]) -> bool:
 
 
 def place(request: Request) -> LaunchedRank | None:
-    """The rank that the launchers' variables say; None without them. Raises CommError where two disagree."""
+    """Return the rank that the launchers' variables set; None without them. Raises CommError where two disagree."""
     places = [place_by(launcher, request.environ) for launcher in _seen(request)]
     for other in places[1:]:
         sizes = {place.world_size for place in (places[0], other)} - {None}
@@ -106,7 +106,7 @@ def checked_place(request: Request) -> LaunchedRank:
 
 
 def _seen(request: Request) -> list[MpiVariables]:
-    """The launchers whose ranks are set. See [Note: Only where a launcher says so]."""
+    """The launchers whose ranks are set. See [Note: MPI only under a launcher]."""
     env = request.environ
     in_step = slurm.look(request).applies
     return [

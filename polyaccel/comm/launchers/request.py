@@ -32,7 +32,7 @@ class Request:
 
     @property
     def has_meeting(self) -> bool:
-        """The environment says where to meet."""
+        """The environment sets the rendezvous."""
         return all(name in self.environ for name in MEETING_VARIABLES)
 
 
@@ -45,7 +45,7 @@ class Detection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRank:
-    """Where a process stands among the ranks, as the variables of one launcher say; None where they do not."""
+    """Where a process stands among the ranks, by the variables of one launcher; None without them."""
 
     launcher: str
     rank: int
@@ -60,12 +60,12 @@ class LaunchedRank:
         return None not in (self.world_size, self.local_rank, self.local_world_size)
 
     def meeting(self, address: str | None, port: int | None, init_method: str | None = None) -> Rendezvous:
-        """The rendezvous there; one rank alone meets nobody. Raises CommError unless the place is complete."""
+        """The rendezvous there; one rank alone needs none. Raises CommError unless the place is complete."""
         if self.world_size == 1:
             return Rendezvous(0, 1, 0, 1, None, None, self.launcher, init_method)
         if self.world_size is None or self.local_rank is None or self.local_world_size is None:
             raise CommError(
-                f"{self.launcher} does not say how many ranks there are, here and in all: {self.shown}",
+                f"{self.launcher} does not set how many ranks there are, here and in all: {self.shown}",
                 hint="pass its variables on where they are filtered, as into a container",
                 value=self.shown,
             )
@@ -97,11 +97,11 @@ def integer(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def meeting_port(environ: Mapping[str, str], default: int) -> int:
-    """MASTER_PORT, or `default`. Raises CommError when nobody can meet there."""
+    """MASTER_PORT, or `default`. Raises CommError when it cannot be one."""
     port = integer(environ, "MASTER_PORT", default)
-    if not 0 < port < 65536:  # 0 would let every rank listen on a port of its own, where nobody comes
+    if not 0 < port < 65536:  # 0 would let every rank listen on its own port, to which no rank connects
         raise CommError(
-            f"MASTER_PORT {port} is no port that ranks can meet on: {shown(environ)}",
+            f"MASTER_PORT {port} is not a valid port: {shown(environ)}",
             hint="set MASTER_PORT to one free port for all ranks, between 1 and 65535",
             value=port,
         )
@@ -119,12 +119,12 @@ def check_rank(rank: int, world_size: int, found: str, rank_name: str = "RANK", 
 
 
 def check_agreement(environ: Mapping[str, str], place: LaunchedRank) -> None:
-    """Raise CommError, showing both, when rank variables are set that say something else than `place`."""
+    """Raise CommError, showing both, when rank variables are set that contradict `place`."""
     said = (place.rank, place.world_size, place.local_rank, place.local_world_size)
     for name, number in zip(RANK_VARIABLES, said, strict=True):
         if number is not None and integer(environ, name, number) != number:
             raise CommError(
-                f"{name}={environ[name]} is set, but {place.launcher} says {number}: "
+                f"{name}={environ[name]} is set, but {place.launcher} sets {number}: "
                 f"{shown(environ, RANK_VARIABLES)}; {place.shown}",
                 hint=f"unset what is left over of another job: {name}, or the variables of {place.launcher}",
                 value=(environ[name], number),

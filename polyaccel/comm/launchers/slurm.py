@@ -2,7 +2,7 @@
 
 [Note: A job is not a step]
 Slurm sets SLURM_JOB_ID, SLURM_NTASKS and in batch scripts also SLURM_PROCID=0 wherever a job runs, and what runs there
-is one process: the script itself, or the shell of `salloc`. Only `srun` starts the tasks of a step, and says so by
+is one process: the script itself, or the shell of `salloc`. Only `srun` starts the tasks of a step, and sets
 SLURM_STEP_ID; the numbers that hold are the step's. A step may be smaller than its job, and on other nodes of it.
 """
 
@@ -72,7 +72,7 @@ def read(request: Request) -> Rendezvous:
 
 
 def _address(request: Request, task: LaunchedRank) -> str:
-    """The host of rank 0, which every task works out alone: there is nobody to ask before the ranks have met."""
+    """Return the host of rank 0, which every task works out alone: before the rendezvous there is no other source."""
     env = request.environ
     if task.local_world_size == task.world_size:
         return LOOPBACK
@@ -99,6 +99,8 @@ def first_host(nodes: str) -> str:
     host = _BRACKETS.sub(lambda found: found["first"], first)
     if not host or not host.isprintable() or any(character in "[], " for character in host):
         raise CommError(
-            f"{nodes!r} is no list of hosts as Slurm writes them", hint="set MASTER_ADDR to rank 0's host", value=nodes
+            f"{nodes!r} is not a list of hosts as Slurm writes them",
+            hint="set MASTER_ADDR to rank 0's host",
+            value=nodes,
         )
     return host

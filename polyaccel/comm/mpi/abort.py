@@ -1,8 +1,8 @@
 """Ending the whole MPI job when this rank fails, so that no rank waits for it forever.
 
-An exception that nobody catches ends one process only: it would wait inside MPI's finalize for ranks that wait for it
-in a collective. So it is printed as always, and then `MPI.Abort` ends all ranks. A rank that ends normally aborts
-nothing; but where calls are still under way then, it carries them through first, within their time limit.
+An uncaught exception ends one process only: it would wait inside MPI's finalize for ranks that wait for it in a
+collective. So it is printed as always, and then `MPI.Abort` ends all ranks. A rank that ends normally aborts nothing;
+but where calls are still under way then, it carries them through first, within their time limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AbortOnFailure:
         atexit.register(self._at_exit)
 
     def abort(self) -> None:
-        """End the job at once, on every rank. A forked child is no rank and ends only itself."""
+        """End the job at once, on every rank. A forked child is not a rank and ends only itself."""
         for stream in (sys.stdout, sys.stderr):
             _pass_on(stream)
         if os.getpid() == self._process and MPI.Is_initialized() and not MPI.Is_finalized():

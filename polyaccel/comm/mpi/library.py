@@ -1,7 +1,8 @@
 """The MPI library of this process, started when this module is imported.
 
 [Note: Addresses on devices]
-Whether MPI takes addresses of a device's memory it says itself, in one of three ways, asked in this order: the info key
+MPI itself reports whether it takes addresses of a device's memory, in one of three ways, asked in this order: the info
+key
 `mpi_memory_alloc_kinds` (MPI 4.1, section 12.4.3), the functions MPIX_Query_*_support of Open MPI and MPICH, and the
 variables that switch it on in libraries that have neither.
 """
@@ -35,7 +36,7 @@ def world() -> MPI.Intracomm:
     """All ranks of the job. Raises CommError after finalize."""
     if MPI.Is_finalized():
         raise CommError("MPI is finalized in this process", hint="connect before MPI.Finalize is called")
-    if not MPI.Is_initialized():  # a script has told mpi4py not to
+    if not MPI.Is_initialized():  # a script has set mpi4py not to
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI.COMM_WORLD
 

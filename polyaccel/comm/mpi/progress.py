@@ -1,7 +1,7 @@
-"""Calls under way over MPI: nobody carries them on but whoever waits, or asks whether one is done.
+"""Calls under way over MPI: they progress only while a caller waits, or asks whether one is done.
 
 [Note: Progress over MPI]
-MPI libraries move messages inside MPI calls only, and a helper thread that makes such calls all the time would take a
+MPI libraries move messages inside MPI calls only, and a helper thread that makes these calls all the time would take a
 core from the computation. So nothing progresses in the background here: every wait, and every `is_done`, takes all
 calls of this process one step further, on whichever group and in whichever order they were started. That is what lets
 ranks wait at different times: a rank that waits for another call still answers those that wait for this one.
@@ -34,8 +34,8 @@ class Progress:
     """Everything that this process has under way. Any thread may poll; one at a time does.
 
     `awake_s`: how long a wait looks all the time before it takes naps between looks. Naps cost a third of the speed of
-    messages that take that long, but leave the core to whoever is late; where ranks share cores they are late for want
-    of one.
+    messages that take that long, but leave the core to late ranks; where ranks share cores they are late for want of
+    one.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ PROGRESS = Progress()
 
 class MpiWork(Work):
     """A collective whose messages are under way. It and `PROGRESS` own its buffers until the last one is through, also
-    when a wait has timed out or nobody waits."""
+    when a wait has timed out or without a waiter."""
 
     def __init__(self, steps: Steps, written: Buffer | None, timeout_s: float, failed: Failed) -> None:
         self._steps = steps
@@ -146,7 +146,7 @@ class MpiWork(Work):
             PROGRESS.failed.append(self)
         else:
             self._awaited, self._requests = [], []
-            self._steps = iter(())  # lets go of the buffers
+            self._steps = iter(())  # releases the buffers
         self._is_complete = True
 
     def _missing(self) -> list[int]:

@@ -1,6 +1,6 @@
-"""Agreeing through MPI on where the ranks meet: rank 0 hears everybody, decides and answers.
+"""Agreement through MPI on the rendezvous: rank 0 gathers, decides and answers.
 
-Messages are point to point and looked for until a deadline, so that whoever is missing has a name.
+Messages are point to point and looked for until a deadline, so that missing ranks have a name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Where all meet, and this rank's place among those on its host; or why they cannot."""
+    """The rendezvous of all, and this rank's place among those on its host; or why they cannot."""
 
     address: str = ""
     port: int = 0
@@ -45,7 +45,7 @@ class Answer:
 
 
 def why_not() -> str:
-    """Why MPI cannot be asked here; empty if it can, as far as is known without starting it."""
+    """Why MPI cannot be asked here; empty if it can, as far as can be found without starting it."""
     return "" if find_spec("mpi4py") else "mpi4py is not installed"
 
 
@@ -53,13 +53,13 @@ def mpi_rendezvous(here: LaunchedRank, request: Request) -> Rendezvous:
     """Start MPI, verify `here` against MPI.COMM_WORLD and agree on the meeting place. Collective.
 
     Raises CommError where MPI contradicts the launcher or no address can be found, and CommTimeout naming the ranks
-    that were not heard of within `request.timeout_s`.
+    that did not answer within `request.timeout_s`.
     """
     mpi, library = _start(here)
     world = mpi.COMM_WORLD
     if world.rank != here.rank or here.world_size not in (None, world.size):
         raise CommError(
-            f"{here.launcher} says {here.shown}, but MPI.COMM_WORLD of {library.name()} says "
+            f"{here.launcher} has {here.shown}, but MPI.COMM_WORLD of {library.name()} has "
             f"rank {world.rank} of {world.size}",
             hint="install an mpi4py for the MPI whose mpirun starts the ranks (pip install --no-binary=mpi4py mpi4py), "
             "or set MASTER_ADDR and MASTER_PORT and pass auto_mpi_discovery=False",
@@ -69,8 +69,8 @@ def mpi_rendezvous(here: LaunchedRank, request: Request) -> Rendezvous:
     env = request.environ
     note = Note(mpi.Get_processor_name(), host_address.own_addresses(), *(env.get(name) for name in MEETING_VARIABLES))
     if world.rank == 0:
-        heard = _receive(mpi, set(range(1, world.size)), deadline, request.timeout_s)
-        notes = [note, *(Note(*heard[rank]) for rank in range(1, world.size))]
+        received = _receive(mpi, set(range(1, world.size)), deadline, request.timeout_s)
+        notes = [note, *(Note(*received[rank]) for rank in range(1, world.size))]
         answers = assign_ranks(notes, env, request.port)
         for rank in range(1, world.size):
             _send(mpi, answers[rank], rank)
@@ -95,7 +95,7 @@ def assign_ranks(notes: Sequence[Note], environ: Mapping[str, str], port: int | 
                 MEETING_VARIABLES, (note.master_addr, note.master_port), (address, str(port)), strict=True
             ):
                 if theirs not in (None, ours):
-                    raise CommError(f"{name}={theirs} is set on rank {rank}, but rank 0 says {ours}")
+                    raise CommError(f"{name}={theirs} is set on rank {rank}, but rank 0 has {ours}")
     except PolyaccelError as error:
         return [Answer(problem=error.message) for _ in notes]
     hosts = [(note.host, note.addresses) for note in notes]
@@ -141,7 +141,7 @@ def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> 
             received[status.Get_source()] = tagged_json.from_bytes(bytes(data))
         elif time.monotonic() > deadline:
             raise CommTimeout(
-                f"rank {world.rank} did not hear of ranks {sorted(waiting)} over MPI within {timeout_s:g} s",
+                f"rank {world.rank} received nothing from ranks {sorted(waiting)} over MPI within {timeout_s:g} s",
                 missing_ranks=sorted(waiting),
                 hint="look for the first error among them: all ranks must get as far as init_distributed",
             )

@@ -1,1 +1,1 @@
-"""The ranks of a job that have met and have no communicator yet: what they tell each other, and how they connect."""
+"""The ranks of a job before they have a communicator: what they exchange, and how they connect."""

@@ -2,8 +2,8 @@
 
 [Note: A door without a file]
 Rank 0 listens on a Unix socket in Linux's abstract namespace, which ends with the process: there is no file to protect
-and none to remove. Its name follows from the user and from where the launcher lets ranks meet, so anybody could guess
-it; therefore both sides ask the kernel whose process is at the other end, and talk to their own user's only.
+and none to remove. Its name follows from the user and from the launcher's rendezvous address, so anyone could guess it;
+therefore both sides ask the kernel whose process is at the other end, and talk to their own user's only.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from polyaccel.errors import CommError, CommTimeout
 
 _MOST_NBYTES = 1 << 20
 _RETRY_S = 0.01
-_GRACE_S = 10.0  # the others wait longer than rank 0, which then tells them who is missing
+_GRACE_S = 10.0  # the others wait longer than rank 0, which then sends them the missing ranks
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 def all_gather_on_host(where: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
     """Every rank's `text`, in rank order; `where` is equal on all ranks and different in other jobs of this user.
 
-    Raises CommTimeout, naming them, when ranks do not come by the `deadline`, and CommError when two jobs meet here.
+    Raises CommTimeout, naming them, when ranks do not come by the `deadline`, and CommError when two jobs use this
+    rendezvous.
     """
     door = f"\0polyaccel-{os.geteuid()}-{sha256(where.encode()).hexdigest()[:32]}"
     if rank == 0:
@@ -47,8 +48,8 @@ def _collect(door: str, where: str, world_size: int, text: str, deadline: Deadli
                 listener.bind(door)
             except OSError as error:
                 raise CommError(
-                    f"rank 0 cannot be met at {where}: {error.strerror}",
-                    hint="another job of yours meets there: give each its own MASTER_PORT",
+                    f"rank 0 cannot be reached at {where}: {error.strerror}",
+                    hint="another job of yours uses it: give each its own MASTER_PORT",
                     value=where,
                 ) from error
             listener.listen(world_size)
@@ -67,7 +68,7 @@ def _collect(door: str, where: str, world_size: int, text: str, deadline: Deadli
                             ready.register(caller, EVENT_READ, caller)
                         continue
                     ready.unregister(key.data)
-                    problem = _take(notes, _heard(key.data), world_size)
+                    problem = _take(notes, _received(key.data), world_size)
                     if problem:
                         _answer([key.data], {"problem": problem})
         everything = [notes[rank] for rank in range(world_size)]
@@ -81,12 +82,12 @@ def _collect(door: str, where: str, world_size: int, text: str, deadline: Deadli
 def _take(notes: dict[int, str], message: bytes, world_size: int) -> str:
     """Put a caller's note among `notes`; returns what is wrong with it."""
     if not message:
-        return "nothing was said"  # the process has ended: its rank will be missing
+        return "nothing was sent"  # the process has ended: its rank will be missing
     match _understood(message):
         case {"rank": int(rank), "world_size": int(theirs), "text": str(text)} if rank in range(theirs):
             pass
         case _:
-            return "something was said that is no note of a rank"
+            return "something was sent that is not a note of a rank"
     if theirs != world_size:
         return f"rank {rank} is one of {theirs} ranks, and rank 0 one of {world_size}"
     if rank in notes:
@@ -115,7 +116,7 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
         caller.settimeout(deadline.remaining_s() + _GRACE_S)
         try:
             caller.send(tagged_json.to_bytes(dict(note), "the note"))
-            answer = _heard(caller)
+            answer = _received(caller)
         except TimeoutError as error:
             raise _timeout([0], where, deadline.timeout_s) from error
         except BrokenPipeError:
@@ -127,13 +128,13 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
     match _understood(answer):
         case {"problem": str(problem)}:
             raise CommError(
-                f"two jobs meet at {where}: {problem}", hint="give each job its own MASTER_PORT", value=where
+                f"two jobs use the rendezvous {where}: {problem}", hint="give each job its own MASTER_PORT", value=where
             )
         case {"missing": [*missing]}:
             raise _timeout(missing, where, deadline.timeout_s)
         case {"notes": [*notes]} if len(notes) == note["world_size"]:
             return notes
-    raise CommError(f"what waits at {where} is no rank 0 of ours", hint="choose another MASTER_PORT", value=where)
+    raise CommError(f"what waits at {where} is not a rank 0 of ours", hint="choose another MASTER_PORT", value=where)
 
 
 def _understood(message: bytes) -> Any:
@@ -145,7 +146,7 @@ def _understood(message: bytes) -> Any:
 
 
 def _answer(callers: list[socket.socket], answer: Mapping[str, object]) -> None:
-    """Tell all of them. Who has ended meanwhile is missed by whatever the ranks do next."""
+    """Send it to all of them. A rank that has ended meanwhile is missed by whatever the ranks do next."""
     for caller in callers:
         try:
             caller.send(tagged_json.to_bytes(dict(answer), "the answer"))
@@ -153,7 +154,7 @@ def _answer(callers: list[socket.socket], answer: Mapping[str, object]) -> None:
             continue
 
 
-def _heard(peer: socket.socket) -> bytes:
+def _received(peer: socket.socket) -> bytes:
     """The peer's message; empty if it has ended."""
     try:
         return peer.recv(_MOST_NBYTES)

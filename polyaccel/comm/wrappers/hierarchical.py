@@ -10,11 +10,11 @@ overflow where the sum would. Messages are direct.
 
 An all-to-all of short parts passes them on: what is for any rank of a host goes to the one there that has the sender's
 place, which gives it to its host, so a rank sends H-1 messages to other hosts and not (H-1) L. Between hosts comes
-first, for it goes from where the parts are and waits for nobody of this host. How much there is to be passed on to
-whom, only the ends know where parts are uneven, so receivers tell the ranks of their host before. Of long parts the
-bytes count and not their number: they go directly. So do uneven ones unless all ranks know that none is long
-(`Collective.max_send_numel`), for they must agree which way to take, and those of two ranks on a host, for what is told
-there costs as much as the one message that would be saved.
+first, for it goes from where the parts are and waits for no rank of this host. Where parts are uneven, only the ends
+have the sizes that are passed on, so receivers first send these to the ranks of their host. Of long parts the bytes
+count and not their number: they go directly. So do uneven ones unless it is established that none is long
+(`Collective.max_send_numel`), for they must agree which way to take, and those of two ranks on a host, for sending the
+sizes costs as much as the one message that would be saved.
 
 Collectives of two levels run one after another on a helper thread when they are asynchronous, and in the caller's
 otherwise, as in [Note: Shared memory, who waits]; hence for host memory only.
@@ -138,7 +138,7 @@ class HierarchicalCommunicator(Communicator):
         self._call(self.inter, collective, Operation.BARRIER)  # and so is every other one
 
     def _is_short(self, collective: Collective) -> bool:
-        """Whether all ranks know that the parts of this all-to-all are short, and that there are any."""
+        """Return whether, by what all ranks hold, the parts of this all-to-all are short and there are any."""
         longest = collective.max_send_numel if collective.is_uneven else collective.numel // self.world_size
         most = _short_nbytes(self.intra.world_size, is_uneven=collective.is_uneven)
         return longest is not None and 0 < longest * collective.buffer_received().dtype.itemsize <= most
@@ -171,10 +171,10 @@ class HierarchicalCommunicator(Communicator):
         if not collective.is_uneven:
             return [tuple(coming[:ranks])] * hosts
         block = self._scratch.take(2 * self.world_size, DType.INT64)
-        mine, told = (block.view(start, self.world_size) for start in (0, self.world_size))
+        mine, theirs = (block.view(start, self.world_size) for start in (0, self.world_size))
         mine.from_bytes(pack(f"<{self.world_size}q", *(coming[rank] for rank in chain(*zip(*self.hosts, strict=True)))))
-        self._call(self.intra, collective, Operation.ALL_TO_ALL, mine, told)
-        numbers = unpack(f"<{self.world_size}q", told.to_bytes())
+        self._call(self.intra, collective, Operation.ALL_TO_ALL, mine, theirs)
+        numbers = unpack(f"<{self.world_size}q", theirs.to_bytes())
         self._scratch.give_back(block)
         return [numbers[host::hosts] for host in range(hosts)]
 
@@ -293,6 +293,6 @@ def two_level(flat: Communicator, intra: Communicator, hosts: Sequence[Sequence[
 
 
 def _short_nbytes(ranks: int, *, is_uneven: bool) -> int:
-    """The longest part that is passed on where a host has so many ranks. Telling how long uneven parts are takes as
+    """The longest part that is passed on where a host has so many ranks. Sending the lengths of uneven parts takes as
     long as a message."""
     return (ranks - 1 - is_uneven) * _SHORT_NBYTES

@@ -33,7 +33,7 @@ class StagedCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.supports_strided = False
         self.accelerator = accelerator
-        # Pinned memory only of a device that has it: others allocate for it what `inner`'s kernels need not know.
+        # Pinned memory only of a device that has it: others allocate for it what `inner`'s kernels need not support.
         pins = accelerator.capabilities().host_pinning
         self._pool = ScratchPool(accelerator if pins else inner.accelerator, pinned=pins)
 

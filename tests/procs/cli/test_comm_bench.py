@@ -58,7 +58,7 @@ def test_ranks_of_another_launcher_measure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--nproc", "1"], "a rank alone has nobody to send to"),
+        (["--nproc", "1"], "a single rank has no peer to send to"),
         (["--nproc", "2", "--operations", "alltoall"], "no operation 'alltoall' is measured"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_backend_keeps_the_contract(outcomes: dict[tuple[str, str], Future[Non
     ("suite", "test", "message"),
     [
         ("NamesNobody", STAYS_AWAY, r"by the error of rank 0: expected 1 and not 0, got \[\]"),
-        ("NamesNobody", DIES, "rank 1 was killed, and another one does not say so"),
+        ("NamesNobody", DIES, "rank 1 was killed, and another one does not report it"),
     ],
 )
 def test_a_time_limit_without_a_name_breaks_the_contract(

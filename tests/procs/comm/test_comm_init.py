@@ -162,6 +162,6 @@ def test_a_group_that_the_script_made_is_adopted(rank_pool: Callable[[int], Rank
 
 
 def test_a_group_that_contradicts_the_launcher_is_an_error(rank_pool: Callable[[int], RankPool]) -> None:
-    expected = r"initialised as rank \d of 2, but torchrun variables says rank \d of 5"
+    expected = r"initialised as rank \d of 2, but torchrun variables has rank \d of 5"
     with pytest.raises(CommError, match=expected):
         rank_pool(2).run(adopt, 5)

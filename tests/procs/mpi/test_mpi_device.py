@@ -86,12 +86,12 @@ def test_a_device_s_queue_is_waited_for_before_its_memory_is_sent(mpi_pool: Call
 
 def contradicts_mpi(comm: Communicator) -> str:
     wrong = Rendezvous(1 - comm.rank, 2, 0, 2, None, None, "this test")
-    with pytest.raises(CommError, match="but this test says rank") as caught:
+    with pytest.raises(CommError, match="but this test has rank") as caught:
         MpiBackend().connect(wrong, CpuAccelerator(), timeout_s=5.0)
     return str(caught.value)
 
 
 def test_a_rendezvous_that_contradicts_mpi_is_an_error_that_shows_both(mpi_pool: Callable[..., MpiRankPool]) -> None:
     first, second = mpi_pool(2).run(contradicts_mpi)
-    assert "says rank 0 of 2, but this test says rank 1 of 2" in first
-    assert "says rank 1 of 2, but this test says rank 0 of 2" in second
+    assert "has rank 0 of 2, but this test has rank 1 of 2" in first
+    assert "has rank 1 of 2, but this test has rank 0 of 2" in second

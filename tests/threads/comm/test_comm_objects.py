@@ -156,7 +156,7 @@ def test_what_a_stranger_sends_is_refused_before_it_is_read(forge: Any) -> None:
     ("message", "said"),
     [
         (b"up" + pickle.dumps(Trap()), "the object of rank 1 cannot be read: it holds a value that is not plain"),
-        (b"uv[", "the object of rank 1 cannot be read: it holds 1 bytes that are no plain value"),
+        (b"uv[", "the object of rank 1 cannot be read: it holds 1 bytes that are not a plain value"),
         (b"s" + bytes(40), "the object of rank 1 is sealed, and this rank has no secret"),
     ],
     ids=["pickle", "no JSON", "sealed"],

@@ -94,14 +94,16 @@ def test_two_jobs_at_one_place_are_told(threads: ThreadPoolExecutor, place: str)
     one = enter(threads, place, 1, 3)
     with pytest.raises(CommError, match="rank 1 is one of 2 ranks, and rank 0 one of 3"):
         all_gather_on_host(place, 1, 2, "stray", Deadline(30.0))
-    with pytest.raises(CommError, match=r"another job of yours|cannot be met"):
+    with pytest.raises(CommError, match=r"another job of yours|cannot be reached"):
         all_gather_on_host(place, 0, 3, "stray", Deadline(30.0))
     again = enter(threads, place, 1, 3)  # this or the first rank 1 is one too many, and learns it while they still meet
     wait([one, again], return_when=FIRST_COMPLETED)
     last = enter(threads, place, 2, 3)
     assert first.result() == last.result() == ["note 0", "note 1", "note 2"]
     problems = [error for error in (one.exception(), again.exception()) if error is not None]
-    assert [str(error).splitlines()[0] for error in problems] == [f"two jobs meet at {place}: there are two ranks 1"]
+    assert [str(error).splitlines()[0] for error in problems] == [
+        f"two jobs use the rendezvous {place}: there are two ranks 1"
+    ]
 
 
 def test_processes_of_another_user_are_neither_heard_nor_told(

@@ -108,7 +108,7 @@ def test_an_mpi_that_contradicts_its_launcher_is_an_error_that_shows_both(world:
     with pytest.raises(CommError) as caught:
         discover(environ=launched(1, 2))
     assert "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2" in str(caught.value)
-    assert f"MPI.COMM_WORLD of An MPI v1 says rank {world[0]} of {world[1]}" in str(caught.value)
+    assert f"MPI.COMM_WORLD of An MPI v1 has rank {world[0]} of {world[1]}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, (2, 3)), (1, (0,))])
@@ -117,13 +117,13 @@ def test_ranks_that_are_not_heard_of_are_named(rank: int, missing: tuple[int, ..
     with pytest.raises(CommTimeout) as caught:
         discover(environ=launched(rank, 4), timeout_s=0.01)
     assert caught.value.missing_ranks == missing
-    assert f"did not hear of ranks {list(missing)} over MPI within 0.01 s" in str(caught.value)
+    assert f"received nothing from ranks {list(missing)} over MPI within 0.01 s" in str(caught.value)
 
 
 def test_what_rank_0_cannot_decide_is_the_same_error_everywhere(play: Any) -> None:
     elsewhere = Note("here", ("10.0.0.1",), "elsewhere", None)
     world = play(World(0, 2, {1: elsewhere}))
-    problem = "MASTER_ADDR=elsewhere is set on rank 1, but rank 0 says 127.0.0.1"
+    problem = "MASTER_ADDR=elsewhere is set on rank 1, but rank 0 has 127.0.0.1"
     with pytest.raises(CommError, match=problem):
         discover(environ=launched(0, 2))
     assert world.sent[1].problem == problem

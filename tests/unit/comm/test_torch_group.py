@@ -90,12 +90,12 @@ def test_a_deadline_counts_from_its_beginning() -> None:
 def test_a_store_that_says_nothing_is_given_up_at_the_limit(mute_server: int, url: str | None) -> None:
     with pytest.raises(CommTimeout) as caught:
         meet(1, mute_server, Deadline(SHORT_S), init_method=url and url.format(port=mute_server))
-    assert f"rank 1 could not meet the other 1 ranks at tcp://127.0.0.1:{mute_server} (this test)" in str(caught.value)
+    assert f"rank 1 could not reach the other 1 ranks at tcp://127.0.0.1:{mute_server} (this test)" in str(caught.value)
     assert f"the store of rank 0 at tcp://127.0.0.1:{mute_server}" in caught.value.message.partition("within")[2]
 
 
 def test_a_store_that_is_not_there_is_given_up_at_the_limit() -> None:
-    with pytest.raises(CommTimeout, match=r"rank 1 could not meet the other 1 ranks at tcp://127\.0\.0\.1:"):
+    with pytest.raises(CommTimeout, match=r"rank 1 could not reach the other 1 ranks at tcp://127\.0\.0\.1:"):
         meet(1, free_port(), Deadline(SHORT_S))
 
 
@@ -110,7 +110,7 @@ def test_ranks_that_do_not_come_are_named_and_so_are_those_that_did() -> None:
 def test_a_port_that_is_taken_is_said() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(CommError, match=r"rank 0 could not meet .*Address already in use"),
+        pytest.raises(CommError, match=r"rank 0 could not reach .*Address already in use"),
     ):
         meet(0, other.getsockname()[1], patient())
 

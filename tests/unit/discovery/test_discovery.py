@@ -74,8 +74,8 @@ def without(*names: str) -> dict[str, str]:
         (without("WORLD_SIZE"), "WORLD_SIZE not set"),
         (without("RANK"), "RANK not set"),
         (without("RANK", "WORLD_SIZE"), "RANK and WORLD_SIZE not set"),
-        (without("MASTER_ADDR"), "MASTER_ADDR does not say where they meet"),
-        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR does not say where they meet"),
+        (without("MASTER_ADDR"), "MASTER_ADDR is not set"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         (TORCHRUN | {"RANK": "4"}, "RANK 4 is not in a world of 4"),
         (TORCHRUN | {"RANK": "-1"}, "RANK -1 is not in a world of 4"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "RANK 3 is not in a world of 0"),
@@ -210,7 +210,7 @@ def test_looking_around_shows_every_source_and_the_one_that_counts() -> None:
 @pytest.mark.parametrize("left_over", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}])
 def test_looking_around_shows_contradictions(left_over: Mapping[str, str]) -> None:
     (matched,) = (row for row in list_sources({**OPEN_MPI, **left_over}) if row.matched)
-    assert "PROBLEM: RANK=0 is set, but Open MPI says 1" in matched.text
+    assert "PROBLEM: RANK=0 is set, but Open MPI sets 1" in matched.text
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])

@@ -83,8 +83,8 @@ def test_a_rank_of_pmix_alone_must_ask_how_many_there_are() -> None:
         (LAUNCHERS["Open MPI"] | {"PMI_RANK": "0", "PMI_SIZE": "4"}, ("OMPI_COMM_WORLD_RANK=3", "PMI_RANK=0")),
         (LAUNCHERS["Open MPI"] | {"PMI_RANK": "3", "PMI_SIZE": "1"}, ("PMI_RANK 3 is not in a world of 1",)),
         (LAUNCHERS["Open MPI"] | {"PMIX_RANK": "0"}, ("OMPI_COMM_WORLD_RANK=3", "PMIX_RANK=0")),
-        (LAUNCHERS["PMI"] | {"WORLD_SIZE": "8"}, ("WORLD_SIZE=8 is set, but PMI says 4", "PMI_SIZE=4")),
-        (LAUNCHERS["PMI"] | {"LOCAL_RANK": "0"}, ("LOCAL_RANK=0 is set, but PMI says 1", "MPI_LOCALRANKID=1")),
+        (LAUNCHERS["PMI"] | {"WORLD_SIZE": "8"}, ("WORLD_SIZE=8 is set, but PMI sets 4", "PMI_SIZE=4")),
+        (LAUNCHERS["PMI"] | {"LOCAL_RANK": "0"}, ("LOCAL_RANK=0 is set, but PMI sets 1", "MPI_LOCALRANKID=1")),
         (LAUNCHERS["PMI"] | {"PMI_RANK": "four"}, ("PMI_RANK='four' is not an integer",)),
     ],
 )
@@ -153,8 +153,8 @@ def test_no_way_between_hosts_is_said_to_all(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("theirs", "problem"),
     [
-        ({"address": "h"}, "MASTER_ADDR=h is set on rank 1, but rank 0 says 127.0.0.1"),
-        ({"port": "9"}, "MASTER_PORT=9 is set on rank 1, but rank 0 says 7"),
+        ({"address": "h"}, "MASTER_ADDR=h is set on rank 1, but rank 0 has 127.0.0.1"),
+        ({"port": "9"}, "MASTER_PORT=9 is set on rank 1, but rank 0 has 7"),
     ],
 )
 def test_what_only_one_rank_says_is_refused_on_all(theirs: dict[str, str], problem: str) -> None:
@@ -195,9 +195,9 @@ def test_cloud_services_say_where_to_meet(environ: Mapping[str, str], source: st
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (AZURE, "AzureML does not say in AZ_BATCH_MASTER_NODE where rank 0 is"),
-        (SAGEMAKER | {"SM_TRAINING_ENV": "{"}, "SageMaker does not say in SM_TRAINING_ENV where rank 0 is"),
-        (SAGEMAKER | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but SageMaker says 4"),
+        (AZURE, "AzureML does not set AZ_BATCH_MASTER_NODE, which names rank 0's host"),
+        (SAGEMAKER | {"SM_TRAINING_ENV": "{"}, "SageMaker does not set SM_TRAINING_ENV, which names rank 0's host"),
+        (SAGEMAKER | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but SageMaker sets 4"),
     ],
 )
 def test_cloud_services_that_do_not_say_it_are_errors(environ: Mapping[str, str], message: str) -> None:

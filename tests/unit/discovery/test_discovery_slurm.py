@@ -92,11 +92,11 @@ def test_an_mpirun_that_slurm_started_is_asked_first() -> None:
     ("change", "message"),
     [
         ({"SLURM_PROCID": "3"}, "SLURM_PROCID 3 is not in a world of 3"),
-        ({"SLURM_GTIDS": ""}, "Slurm does not say how many ranks there are, here and in all"),
+        ({"SLURM_GTIDS": ""}, "Slurm does not set how many ranks there are, here and in all"),
         ({"SLURM_NODEID": "1", "SLURM_PROCID": "0"}, r"task 0 runs on node 1 of n\[02-03\]"),
-        ({"SLURM_STEP_NODELIST": "n[02"}, r"'n\[02' is no list of hosts"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but Slurm says 3"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, but Slurm says 0"),
+        ({"SLURM_STEP_NODELIST": "n[02"}, r"'n\[02' is not a list of hosts"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but Slurm sets 3"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, but Slurm sets 0"),
     ],
 )
 def test_what_cannot_be_is_an_error(change: Mapping[str, str], message: str) -> None:
@@ -121,7 +121,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize("nodes", ["", "[", "a[", "a[]", "a[x-y]", ",a", "a b", "(null)[1"])
 def test_what_is_no_list_is_refused(nodes: str) -> None:
-    with pytest.raises(CommError, match="no list of hosts"):
+    with pytest.raises(CommError, match="not a list of hosts"):
         first_host(nodes)
 
 

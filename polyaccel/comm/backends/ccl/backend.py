@@ -13,7 +13,7 @@ from polyaccel.registry import PluginGroup, load_plugin
 
 
 class CclBackend(CommBackend):
-    """Ranks meet over gloo, which also carries messages; collectives go through oneCCL.
+    """Rendezvous is over gloo, which also carries messages; collectives go through oneCCL.
 
     `available_collectives` are what oneCCL itself does, in DeepSpeed's names. Small all-reduces are
     `all_reduce_caching`: oneCCL keeps the plan of each size. `inference_all_reduce` is an all-reduce like any other.
@@ -32,14 +32,14 @@ class CclBackend(CommBackend):
         if not probe.usable:
             return probe
         if not meeting.usable:
-            return Probe(False, f"ranks meet by gloo: {meeting.reason}")
+            return Probe(False, f"the rendezvous is gloo's: {meeting.reason}")
         return Probe(True, f"{probe.reason} does {', '.join(cls.available_collectives)}")
 
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         probe = self.probe()
         reason = probe.reason
         if probe.usable and accelerator.current_device().type != "cpu":
-            reason = f"it moves host memory, and {accelerator.name} has memory of its own"
+            reason = f"it moves host memory, and {accelerator.name} has its own memory"
         elif probe.usable:
             messages = _messages()().connect(rendezvous, accelerator, timeout_s=timeout_s)
             if messages.world_size == 1:
@@ -49,6 +49,6 @@ class CclBackend(CommBackend):
 
 
 def _messages() -> type[CommBackend]:
-    """The backend by which ranks meet, and which carries messages."""
+    """The backend of the rendezvous and of messages."""
     plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, "gloo", CommBackend, API_VERSION)
     return plugin

@@ -1,8 +1,8 @@
 """Where oneCCL is, and the compiling of csrc/ccl against it: when polyaccel is installed, or by `polyaccel build ccl`.
 
 oneCCL is Intel's to distribute, and its C++ interface is that of one version. So what calls it is compiled where it is
-found, and belongs to that installation: `pip install` puts it beside the package, `polyaccel build ccl` into the user's
-cache, which also works where the package cannot be written to.
+found, and belongs to that installation: `pip install` puts it next to the package, `polyaccel build ccl` into the
+user's cache, which also works where the package cannot be written to.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _roots() -> list[Path]:
 
 
 def _package_folders() -> Iterator[Path]:
-    """Beside this package, and where pip put what it compiled while the sources are used where they lie."""
+    """Next to this package, and where pip put what it compiled while the sources are used where they lie."""
     yield Path(__file__).parents[3]
     try:
         yield Path(str(metadata.distribution("polyaccel").locate_file("polyaccel")))

@@ -67,9 +67,9 @@ class CclCommunicator(Communicator):
     oneCCL chooses the order of additions by size, hence not deterministic; all ranks get the same bits. 16-bit floats
     are rounded after every addition. `messages` joins the same ranks over gloo: sends and receives, and the board.
 
-    After a time limit it names nobody: oneCCL does not say who has come, and whether a rank that computes on has
-    started the call is known only where something speaks for it meanwhile. That is the recorder's watchdog, and so the
-    missing ranks are named in all that `init_distributed` gives.
+    After a time limit it names no ranks: oneCCL does not report who has come. Only the recorder's watchdog reports
+    whether a rank that computes on has started the call. So communicators of `init_distributed`, which are recorded,
+    name the missing ranks.
     """
 
     backend = "ccl"

@@ -3,8 +3,9 @@
 [Note: One thread calls oneCCL]
 Its calls block until all peers have come, and it is not safe to call from several threads (three groups in three
 threads hang). So one thread of csrc/ccl makes all calls of a process, those of different groups too, in the order in
-which they were started. Ranks that are in several groups must therefore start calls in one order across groups. Whoever
-waits can give up; the thread cannot: after a call that ran out of time, no other call of the process can succeed.
+which they were started. Ranks that are in several groups must therefore start calls in one order across groups. A
+caller that waits can give up; the thread cannot: after a call that ran out of time, no other call of the process can
+succeed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CclTimeout(Exception):
 
 
 class CclFailure(Exception):
-    """A call failed; the text is oneCCL's, or says which earlier call is in the way."""
+    """A call failed; the text is oneCCL's, or names the earlier call that is in the way."""
 
 
 class CclJob:
@@ -94,7 +95,7 @@ class CclGroup:
         return self._address.raw
 
     def join(self, address: bytes | None, rank: int, world_size: int, timeout_s: float) -> None:
-        """Meet the others at `address`; None on the rank that is `host`."""
+        """Connect to the others at `address`; None on the rank that is `host`."""
         handle = self._library.pa_ccl_join(self._group, address, rank, world_size)
         CclJob(handle, f"meeting {world_size - 1} ranks").wait(timeout_s)
 
@@ -122,7 +123,7 @@ class CclGroup:
         while self._under_way and self._under_way[0].ends_within(0):
             self._under_way.popleft()
         job = CclJob(self._library.pa_ccl_collective(self._group, call), what, *buffers)
-        self._under_way.append(job)  # whatever becomes of whoever should wait for it
+        self._under_way.append(job)  # whatever becomes of the caller that should wait for it
         return job
 
     def leave(self) -> None:

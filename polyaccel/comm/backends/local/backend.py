@@ -29,7 +29,7 @@ from polyaccel.errors import CommError
 
 
 class LocalBackend(CommBackend):
-    """World size 1: connects to nobody. Ranks as threads are made with `LocalWorld` instead."""
+    """World size 1, without connections. Ranks as threads are made with `LocalWorld` instead."""
 
     name: ClassVar[str] = "local"
 
@@ -212,7 +212,7 @@ class LocalCommunicator(Communicator):
         return self._work(meeting, finish, collective, None)
 
     def _brought(self, collective: Collective, source: Buffer | None) -> list[Buffer] | None:
-        """A copy of this rank's contribution to the meeting, cut where each rank takes a part of its own."""
+        """A copy of this rank's contribution to the meeting, cut where each rank takes its own part."""
         if source is None:
             return None
         copy = self._copy(source)
@@ -253,7 +253,7 @@ class LocalCommunicator(Communicator):
     def _copy(self, buffer: Buffer) -> Buffer:
         copy = self.accelerator.allocate(buffer.numel, buffer.dtype)
         copy.copy_from(buffer)
-        self.accelerator.current_stream().synchronize()  # the ranks that read it have streams of their own
+        self.accelerator.current_stream().synchronize()  # the ranks that read it have their own streams
         return copy
 
     def _reduced(self, meeting: ThreadCollective, op: ReduceOp) -> Buffer:

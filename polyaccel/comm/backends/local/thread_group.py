@@ -1,4 +1,5 @@
-"""Where threads meet: the n-th collective of a group is one `ThreadCollective`, to which every rank brings a value.
+"""The rendezvous of threads: the n-th collective of a group is one `ThreadCollective`, to which every rank brings a
+value.
 
 No buffers here, only arrivals, time limits, disagreement and failure.
 """

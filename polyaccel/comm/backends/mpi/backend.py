@@ -1,7 +1,7 @@
 """The backend `mpi`: ranks that an MPI's mpirun has started, joined by mpi4py alone. Light to import.
 
 Importing `mpi4py.MPI` starts MPI, so that happens only when ranks connect that a launcher of MPI has started; see
-[Note: Only where a launcher says so] in `launchers/mpi.py`. mpi4py asks MPI for calls by several threads, and finalizes
+[Note: MPI only under a launcher] in `launchers/mpi.py`. mpi4py asks MPI for calls by several threads, and finalizes
 it when the interpreter ends; a job whose rank dies is ended by its launcher.
 """
 
@@ -48,8 +48,8 @@ class MpiBackend(CommBackend):
         world = library.world()
         if (world.rank, world.size) != (rendezvous.rank, rendezvous.world_size):
             raise CommError(
-                f"{library.name()} says rank {world.rank} of {world.size}, "
-                f"but {rendezvous.source} says rank {rendezvous.rank} of {rendezvous.world_size}",
+                f"{library.name()} has rank {world.rank} of {world.size}, "
+                f"but {rendezvous.source} has rank {rendezvous.rank} of {rendezvous.world_size}",
                 hint="start the ranks with the mpirun of the MPI that mpi4py was built for",
                 value=(world.rank, world.size),
             )
@@ -60,7 +60,7 @@ class MpiBackend(CommBackend):
         is_direct = device == "cpu" or takes_memory_of(device)
         worker = accelerator if is_direct else host_accelerator(accelerator)
         ranks = tuple(range(world.size))
-        # MPI's copies of a communicator have no time limit, so all must be known to have come.
+        # MPI's copies of a communicator have no time limit, so all must have come before.
         MpiCommunicator(world, ranks, worker, timeout_s).barrier(label="connect")
         board = MpiBoard(world.Dup()) if library.allows_threads() else None
         communicator = MpiCommunicator(world.Dup(), ranks, worker, timeout_s, board)

@@ -1,4 +1,4 @@
-"""A notice board over MPI: every rank tells every other, in messages that wait for nobody."""
+"""A notice board over MPI: every rank sends every other one its notes, in messages that do not wait."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TAG = 0
 
 
 class MpiBoard(StatusStore):
-    """Notes as small messages on a communicator of their own; what arrived last is what a rank says.
+    """Notes as small messages on their own communicator; the last one that arrived from a rank counts.
 
-    Notes are written by a thread beside the one that hangs, so MPI must allow calls of several threads at a time. A
-    rank that does not fetch its messages is sent no second one before the first has left.
+    Notes are written by a thread next to the one that hangs, so MPI must allow calls of several threads at a time. A
+    rank that does not fetch its messages gets no second one before the first has left.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -40,7 +40,7 @@ class MpiBoard(StatusStore):
                         self._sending[peer] = self._comm.Isend([data, MPI.BYTE], peer, _TAG)
                 self._fetch()
             except MPI.Exception:
-                return  # a board that cannot be reached says nothing; the error being reported matters more
+                return  # a board that cannot be reached is silent; the error being reported matters more
 
     def read(self, world_size: int) -> Mapping[int, str]:
         with self._lock:

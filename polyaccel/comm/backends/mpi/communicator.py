@@ -35,7 +35,7 @@ class MpiExchange(Exchange):
     def start(self, buffer: Buffer, peer: int, tag: int, *, sends: bool) -> Message:
         comm = self._owner.comm
         begin = comm.Isend if sends else comm.Irecv
-        # MPI knows no streams: kernels still queued may write what is sent, or read what is overwritten.
+        # MPI has no streams: kernels still queued may write what is sent, or read what is overwritten.
         self._owner.accelerator.current_stream().synchronize()
         start, nbytes = buffer.data_ptr(), buffer.nbytes
         requests = []
@@ -46,7 +46,7 @@ class MpiExchange(Exchange):
 
 
 class MpiCommunicator(P2PCollectives[MpiExchange]):
-    """A group of MPI's ranks. `comm` is an MPI communicator of our own, in which nobody else sends."""
+    """A group of MPI's ranks. `comm` is an MPI communicator of our own, in which nothing else is sent."""
 
     backend = "mpi"
 
@@ -77,7 +77,7 @@ class MpiCommunicator(P2PCollectives[MpiExchange]):
         return self._comm
 
     def new_exchange(self, collective: Collective) -> MpiExchange:
-        self.comm  # noqa: B018 - a closed communicator says so also for a call that sends nothing
+        self.comm  # noqa: B018 - a closed communicator raises also for a call that sends nothing
         return MpiExchange(self, collective)
 
     def carry(self, exchange: MpiExchange, steps: Steps, written: Buffer | None, *, rounds: int) -> Work:

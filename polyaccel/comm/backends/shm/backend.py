@@ -26,8 +26,8 @@ SYMMETRIC_VARIABLE = "POLYACCEL_SHM_SYMMETRIC"
 
 
 class ShmBackend(CommBackend):
-    """Ranks meet as gloo's do, and torch's default group (gloo) is theirs to use; our collectives go through memory.
-    Without torch they meet on the host."""
+    """The rendezvous is gloo's, and torch's default group (gloo) is theirs to use; our collectives go through memory.
+    Without torch the rendezvous is on the host."""
 
     name: ClassVar[str] = "shm"
     most_ranks: ClassVar[int | None] = MOST_RANKS
@@ -51,7 +51,7 @@ class ShmBackend(CommBackend):
         probe = self.probe()
         reason, world = probe.reason, rendezvous.world_size
         if probe.usable and accelerator.current_device().type != "cpu":
-            reason = f"{accelerator.name} has memory of its own"
+            reason = f"{accelerator.name} has its own memory"
         elif probe.usable and rendezvous.local_world_size != world:
             reason = f"{rendezvous.local_world_size} of {world} ranks are on this host ({rendezvous.source})"
         elif probe.usable and world > MOST_RANKS:

@@ -3,8 +3,8 @@
 [Note: Shared memory, who waits]
 A synchronous call runs in the caller's thread: it spins for a moment, then sleeps until it is woken. Asynchronous calls
 run one after another on a helper thread, which sleeps at once, for its core has better things to do; a synchronous call
-that finds the helper busy queues behind it, so that every rank has its calls in one order. Messages have an order of
-their own between each two ranks: a helper for each direction, made when it is first needed.
+that finds the helper busy queues behind it, so that every rank has its calls in one order. Messages have their own
+order between each two ranks: a helper for each direction, made when it is first needed.
 
 [Note: Calls made before]
 A training step makes the same calls on the same buffers again and again, and looking at the arguments takes several

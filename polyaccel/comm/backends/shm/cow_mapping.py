@@ -2,9 +2,10 @@
 
 [Note: Private pages]
 The system maps one file twice: shared, for the engine, and copy-on-write, for users ([Note: One memory, private
-writes]). A page that nobody here has written to is that of the file, in both. The first write through the second
-mapping makes a copy of the page, for this process alone, and the system tells such pages from the others ([Note: Three
-answers]), whatever wrote to them: torch, numpy or a library. Given back, they are the file's again at the next look.
+writes]). A page to which this process has not written is that of the file, in both. The first write through the second
+mapping makes a copy of the page, for this process alone, and the system distinguishes these pages from the others
+([Note: Three answers]), whatever wrote to them: torch, numpy or a library. Given back, they are the file's again at the
+next look.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _are_searched() -> bool:
 
 @cache
 def can_track_dirty_pages() -> bool:
-    """Whether this system says which pages of a private mapping were written to."""
+    """Return whether this system reports which pages of a private mapping were written to."""
     try:
         file = new_file("polyaccel-probe", 2 * rounded_up(1))
         try:

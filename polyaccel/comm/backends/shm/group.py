@@ -15,10 +15,10 @@ from polyaccel.comm.backends.shm.library import (
     DTYPES,
     REDUCE_CODES,
     REDUCES,
+    CallKey,
     ShmCall,
     ShmOp,
     Status,
-    Told,
     shm_library,
     waiting_library,
 )
@@ -50,7 +50,7 @@ class Host:
 class Failure(Exception):
     """The failure of a call: its status, the group ranks concerned, and the call that the first of them was in."""
 
-    def __init__(self, status: Status, missing: list[int], theirs: Told) -> None:
+    def __init__(self, status: Status, missing: list[int], theirs: CallKey) -> None:
         self.status = status
         self.missing = missing
         self.theirs = theirs
@@ -60,7 +60,7 @@ class PreparedCall:
     """A collective whose arguments were checked, as the library takes it. It stays valid as long as the buffers stay
     where they are, and may be made again and again.
 
-    `eager` and `patient` are addresses: of the call for a thread that somebody waits for, which looks before it sleeps
+    `eager` and `patient` are addresses: of the call for a thread with a waiting caller, which looks before it sleeps
     and heeds signals, and of the call for a helper.
     """
 
@@ -81,7 +81,7 @@ class PreparedCall:
 
 
 class ShmGroup:
-    """The ranks of one group. Calls come from one thread at a time, but for messages."""
+    """The ranks of one group. Calls come from one thread at a time, except for messages."""
 
     def __init__(self, host: Host, control: Bytes, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         world = self._world = len(ranks)
@@ -102,7 +102,7 @@ class ShmGroup:
         if not self._group:
             raise CommError(f"a group of {world} ranks cannot be opened", value=tuple(ranks))
         self._missing = (c_uint8 * world)()
-        self._theirs = Told()
+        self._theirs = CallKey()
         self._missing_at, self._theirs_at = ctypes.addressof(self._missing), ctypes.addressof(self._theirs)
         self.limit(timeout_s)
         self._spin_ns = _SPIN_NS if len(host.members) <= (os.cpu_count() or 1) else _SPIN_NS_OF_MANY
@@ -115,7 +115,7 @@ class ShmGroup:
 
     def prepare(self, op: ShmOp, collective: Collective, whole: Buffer | None) -> PreparedCall:
         """`collective` as the library takes it; `whole` is the buffer of all its elements if peers may read it where it
-        is. Raises ShardingError when the ranks have in common what each should have of its own."""
+        is. Raises ShardingError when ranks share a buffer that each should have for itself."""
         place, delta = (
             _NOWHERE if whole is None else self._host.heap.book.find(whole.data_ptr(), whole.nbytes) or _NOWHERE
         )
@@ -129,7 +129,7 @@ class ShmGroup:
         counts, sent = collective.counts, collective.source_counts
         bounds = None if counts is None else (c_int64 * (self._world + 1))(*bounds_of(counts, 0, self._world))
         in_bounds = None if sent is None else (c_int64 * (self._world + 1))(*bounds_of(sent, 0, self._world))
-        told = Told(
+        key = CallKey(
             op=op,
             type=DTYPE_CODES[collective.dtype or DType.UINT8],
             reduce=REDUCE_CODES[collective.reduction],
@@ -148,7 +148,7 @@ class ShmGroup:
         where = [None if one is None else ctypes.addressof(one) for one in (bounds, in_bounds)]
         if pieces is not None:
             where += [pieces.table.data_ptr(), pieces.count, pieces.cuts_source]
-        call = ShmCall(told, *addresses, self._timeout_ns, self._spin_ns, 1, 0, *where)
+        call = ShmCall(key, *addresses, self._timeout_ns, self._spin_ns, 1, 0, *where)
         return PreparedCall(call, bounds, in_bounds, pieces)
 
     def run(self, address: int) -> None:
@@ -160,10 +160,10 @@ class ShmGroup:
     def message(self, peer: int, buffer: Buffer, *, sends: bool, patient: bool) -> None:
         """Send `buffer` to `peer`, or fill it with what comes from there. `patient`: sleep at once where there is
         nothing to do, whatever signals come. Raises Failure, and what the handler of a signal raises."""
-        missing, theirs = (c_uint8 * len(self._missing))(), Told()
-        told = Told(type=DTYPE_CODES[buffer.dtype], numel=buffer.numel)
+        missing, theirs = (c_uint8 * len(self._missing))(), CallKey()
+        key = CallKey(type=DTYPE_CODES[buffer.dtype], numel=buffer.numel)
         where = buffer.data_ptr()
-        call = ShmCall(told, where, where, self._timeout_ns, 0 if patient else self._spin_ns, heeds_signals=not patient)
+        call = ShmCall(key, where, where, self._timeout_ns, 0 if patient else self._spin_ns, heeds_signals=not patient)
         asked = self._group, peer, ctypes.addressof(call), ctypes.addressof(missing)
         if sends:
             status = self._waiting.pa_shm_send(*asked)
@@ -173,9 +173,9 @@ class ShmGroup:
             raise self._failure(status, missing, theirs)
 
     @staticmethod
-    def _failure(status: int, missing: ctypes.Array[c_uint8], theirs: Told) -> Failure:
-        copy = Told()
-        ctypes.memmove(ctypes.byref(copy), ctypes.byref(theirs), ctypes.sizeof(Told))
+    def _failure(status: int, missing: ctypes.Array[c_uint8], theirs: CallKey) -> Failure:
+        copy = CallKey()
+        ctypes.memmove(ctypes.byref(copy), ctypes.byref(theirs), ctypes.sizeof(CallKey))
         return Failure(Status(status), [rank for rank, flag in enumerate(missing) if flag], copy)
 
     def close(self, *, is_idle: bool) -> None:
@@ -229,25 +229,25 @@ def explain(
     if failure.status is Status.BROKEN:
         return CommError(
             f"{what} failed: a signal interrupted an earlier call",
-            hint="end this process: its peers were told that it takes part no more",
+            hint="end this process: its peers have the notice that it takes part no more",
         )
     return CommError(f"{what} failed: {failure.status.name}", hint="POLYACCEL_COMM=gloo does without shared memory")
 
 
 def _digest(counts: Sequence[int] | None, bucket: int | None) -> int:
-    """A number that tells calls apart whose parts or buckets differ; 0 for equal parts of no bucket."""
+    """Return a number that differs between calls whose parts or buckets differ; 0 for equal parts of no bucket."""
     return 0 if counts is None and bucket is None else crc32(repr((counts, bucket)).encode()) | 1
 
 
-def _described(told: Told, collective: Collective) -> str:
+def _described(key: CallKey, collective: Collective) -> str:
     """The call that a peer announced, in the words of a collective."""
-    dtype = DTYPES[told.type]
+    dtype = DTYPES[key.type]
     if collective.operation in MESSAGES:
-        return f"a message of {told.numel} x {dtype.value}"
-    if told.op == ShmOp.ALL_TO_ALL and told.parts and collective.operation is Operation.ALL_TO_ALL:
-        return f"all_to_all with a part of {told.numel} x {dtype.value} for this rank"
-    theirs = Collective(Operation(ShmOp(told.op).name.lower()), numel=told.numel, root=told.root)
-    theirs.dtype = None if told.op == ShmOp.BARRIER else dtype
-    theirs.reduction = REDUCES[told.reduce]
-    is_other = told.parts not in (0, _digest(collective.counts, collective.bucket))
+        return f"a message of {key.numel} x {dtype.value}"
+    if key.op == ShmOp.ALL_TO_ALL and key.parts and collective.operation is Operation.ALL_TO_ALL:
+        return f"all_to_all with a part of {key.numel} x {dtype.value} for this rank"
+    theirs = Collective(Operation(ShmOp(key.op).name.lower()), numel=key.numel, root=key.root)
+    theirs.dtype = None if key.op == ShmOp.BARRIER else dtype
+    theirs.reduction = REDUCES[key.reduce]
+    is_other = key.parts not in (0, _digest(collective.counts, collective.bucket))
     return theirs.agreed() + (" in other parts or for another bucket" if is_other else "")

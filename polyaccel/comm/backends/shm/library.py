@@ -60,7 +60,7 @@ REDUCES = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD, ReduceOp.AVG
 REDUCE_CODES = {op: code for code, op in enumerate(REDUCES)}
 
 
-class Told(ctypes.Structure):
+class CallKey(ctypes.Structure):
     """`pa_shm_told`: what the ranks agree on, and where this rank's buffer is."""
 
     _fields_ = (
@@ -82,7 +82,7 @@ class ShmCall(ctypes.Structure):
     """`pa_shm_call`."""
 
     _fields_ = (
-        ("told", Told),
+        ("key", CallKey),
         ("source", c_void_p),
         ("out", c_void_p),
         ("timeout_ns", c_int64),
@@ -138,7 +138,7 @@ def probe_library() -> Probe:
 
 @cache
 def shm_library() -> ctypes.CDLL:
-    """The library with its signatures set. Raises CommError where `probe_library` says that there is none."""
+    """The library with its signatures set. Raises CommError where `probe_library` finds none."""
     probe = probe_library()
     library = native().library if probe.usable else None
     if library is None:
@@ -157,8 +157,8 @@ def shm_library() -> ctypes.CDLL:
 
 @cache
 def waiting_library() -> ctypes.PyDLL:
-    """The functions that wait for peers. They let go of Python's lock themselves, so that while they wait they can run
-    a signal's handler in the main thread; what it raises, they raise."""
+    """The functions that wait for peers. They release Python's lock themselves, so that while they wait they can run a
+    signal's handler in the main thread; what it raises, they raise."""
     library = ctypes.PyDLL(shm_library()._name)
     for name, arguments in _WAITING_SIGNATURES.items():
         function = getattr(library, name)

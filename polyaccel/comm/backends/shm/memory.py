@@ -5,10 +5,10 @@ Nothing here has a name in /dev/shm: every piece is a memfd, which a peer opens 
 lives and holds by a descriptor or a mapping from then on. The system takes the pages back when the last process that
 maps them ends, however it ends, so there is nothing to leave behind and nothing to clean up; nor does the size of
 /dev/shm matter. A peer's file is taken only from a process of the same user, readable by that user alone, and when it
-begins with the secret that the peer announced where the ranks met.
+begins with the secret that the peer announced at the rendezvous.
 
-Each rank has one file, its heap, in which every allocation has a place of its own for good: a place is never used
-again, so a peer that still maps a freed one sees zeros and nobody else's data.
+Each rank has one file, its heap, in which every allocation has its own place for good: a place is never used again, so
+a peer that still maps a freed one sees zeros and no other data.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Heap:
         self._lock = Lock()
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Zeroed bytes that peers can map. Raises CommError when there is no room for them."""
+        """Return zeroed bytes that peers can map. Raises CommError when there is no room for them."""
         length = rounded_up(nbytes + spare_nbytes(nbytes))
         with self._lock:
             base, self._end = self._end, self._end + length
@@ -174,8 +174,8 @@ class PeerFile:
 
 
 def map_file(file: int, nbytes: int, book: AddressBook | None = None) -> Bytes:
-    """The first bytes of a file of their own, which the system keeps until the last process has unmapped them. `book`
-    is told that all ranks share them."""
+    """Return the first bytes of a separate file, kept by the system until the last process has unmapped them. `book`
+    registers them as shared by all ranks."""
     region = MappedMemory(file, HeapRange(0, rounded_up(nbytes), 0), nbytes)
     unmap = shm_library().pa_shm_unmap
     weakref.finalize(region, unmap, region.mapped, -1, 0, rounded_up(nbytes), 0).atexit = False
@@ -206,7 +206,7 @@ def lengthen(file: int, nbytes: int) -> None:
 
 
 def open_peer(pid: int, file: int, what: str) -> int:
-    """A descriptor of another process's file in memory. Raises CommError unless it is this user's and nobody else's."""
+    """A descriptor of another process's file in memory. Raises CommError unless it belongs to this user alone."""
     path = f"/proc/{pid}/fd/{file}"
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,11 +1,11 @@
-"""Which pages of a copy-on-write mapping this process has written to, as Linux tells it.
+"""Which pages of a copy-on-write mapping this process has written to, as Linux reports it.
 
 [Note: Three answers]
-A page that was written to belongs to no file any more, and the page map (`/proc/self/pagemap`) says so of each page: it
-is read (a millisecond for 4 MiB), or, since Linux 6.7, searched by the system itself (PAGEMAP_SCAN, a millisecond for
-20 to 140 MiB, as it looks up whose each page is). The third answer costs a millisecond for 4 GiB: pages are protected
-by a userfaultfd, the system itself takes the protection off at the first write (UFFD_FEATURE_WP_ASYNC, 6.7), and
-searches the page tables for those without. No process has to answer faults, and none needs a privilege.
+A page that was written to belongs to no file any more, and the page map (`/proc/self/pagemap`) has a bit for each page:
+it is read (a millisecond for 4 MiB), or, since Linux 6.7, searched by the system itself (PAGEMAP_SCAN, a millisecond
+for 20 to 140 MiB, as it looks up whose each page is). The third answer costs a millisecond for 4 GiB: pages are
+protected by a userfaultfd, the system itself takes the protection off at the first write (UFFD_FEATURE_WP_ASYNC, 6.7),
+and searches the page tables for those without. No process has to answer faults, and none needs a privilege.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read(address: int, nbytes: int) -> Ranges:
     wanted = nbytes // page * _ENTRY_NBYTES
     entries = os.pread(_pagemap(os.getpid()), wanted, address // page * _ENTRY_NBYTES)
     if len(entries) != wanted:
-        raise CommError(f"{_PAGEMAP} tells {len(entries)} of {wanted} bytes", hint="set POLYACCEL_SHM_SYMMETRIC=0")
+        raise CommError(f"{_PAGEMAP} gives {len(entries)} of {wanted} bytes", hint="set POLYACCEL_SHM_SYMMETRIC=0")
     flags = np.frombuffer(entries, np.uint8)[_ENTRY_NBYTES - 1 :: _ENTRY_NBYTES] & _FLAGS
     (pages,) = np.nonzero((flags != 0) & (flags & _OF_A_FILE == 0))
     if not pages.size:
@@ -138,7 +138,7 @@ def _scan(address: int, nbytes: int, **categories: int) -> Ranges:
     return found
 
 
-# A forked process has a page map and a userfaultfd of its own: descriptors are found by its id.
+# A forked process has a page map and its own userfaultfd: descriptors are found by its id.
 @cache
 def _pagemap(process: int) -> int:
     return os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The notice board of torch process groups: the key-value store through which they met."""
+"""The notice board of torch process groups: the key-value store of their rendezvous."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _KEEPER = 0
 
 
 class StoreBoard(StatusStore):
-    """Notes in a c10d store, on a connection of its own where the store can have one.
+    """Notes in a c10d store, on its own connection where the store can have one.
 
     The store may live in a rank that hangs, so every access runs in a thread that is left behind after a second. It
-    ends with the rank in which it lives, which without a launcher is rank 0: the last note of rank 0 is remembered, so
-    that one more thing can be said then.
+    ends with the rank in which it lives, which without a launcher is rank 0: the last note of rank 0 is remembered, for
+    one more report then.
     """
 
     def __init__(self, store: Store, *, may_wait: bool) -> None:
         self._store = PrefixStore(_PREFIX, store)
-        self._may_wait = may_wait  # for a note, on a connection that nobody else uses
+        self._may_wait = may_wait  # for a note, on a connection that nothing else uses
         self._remembered: dict[int, str] = {}
 
     @classmethod
     def of_default_group(cls) -> StoreBoard | None:
-        """A board in the default group's store; None if there is no such group or its store cannot be reached."""
+        """A board in the default group's store; None if there is no group or its store cannot be reached."""
         if not dist.is_initialized():
             return None
         store = distributed_c10d._get_default_store()
@@ -46,7 +46,7 @@ class StoreBoard(StatusStore):
             store = store.clone()  # type: ignore[attr-defined]  # younger than its stub
             store.set_timeout(timedelta(seconds=_LIMIT_S))
         except (AttributeError, NotImplementedError, RuntimeError):
-            # One connection for everybody is worse than one of its own, but better than none.
+            # A shared connection is worse than a separate one, but better than none.
             return cls(store, may_wait=False)
         return cls(store, may_wait=True)
 
@@ -77,7 +77,7 @@ def _within_limit(access: Callable[[], Any]) -> None:
         try:
             access()
         except Exception:
-            return  # a board that cannot be reached says nothing; the error being reported matters more
+            return  # a board that cannot be reached is silent; the error being reported matters more
 
     thread = Thread(target=attempt, daemon=True, name="polyaccel board")
     _attempts.add(thread)

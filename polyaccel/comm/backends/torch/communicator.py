@@ -39,7 +39,7 @@ _TORCH_OPS = {
 def tensor_of(buffer: Buffer) -> torch.Tensor:
     """The flat tensor over a buffer's memory, without a copy, whatever framework made it."""
     raw = buffer.raw
-    if isinstance(raw, np.ndarray) and buffer.dtype is DType.BFLOAT16:  # which numpy exports to nobody
+    if isinstance(raw, np.ndarray) and buffer.dtype is DType.BFLOAT16:  # which numpy does not export
         return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
     return raw if isinstance(raw, torch.Tensor) else from_dlpack(buffer)
 
@@ -191,7 +191,7 @@ class TorchCommunicator(Communicator):
         return ended(TorchWork(works, written, (*held, collective), failed), collective)
 
     def error_of(self, collective: Collective, error: Exception, missing: Sequence[int] = ()) -> CommError:
-        """The error to raise for a failed call; `missing` are the global ranks known not to have taken part."""
+        """The error to raise for a failed call; `missing` are the global ranks that have certainly not taken part."""
         who = f"rank {self.ranks[self.rank]}"
         lost = f": ranks {list(missing)} did not take part" if missing else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -214,7 +214,7 @@ def new_group(
     """A process group of those global `ranks`, None on the others. Raises CommError when it cannot be made.
 
     `everybody`: all processes call this, members or not. Otherwise only members do, which works as long as they were in
-    equally many groups before (torch names such a group by their number).
+    equally many groups before (torch names the group by their number).
     """
     try:
         group = dist.new_group(

@@ -35,7 +35,7 @@ class TorchExchange(Exchange):
         try:
             work = begin(tensor_of(buffer), owner.ranks[peer], group, tag)
         except RuntimeError as error:
-            # A dead peer is no reason to leave the others without their messages: they would blame this rank.
+            # After a peer's death the others still get their messages: they would blame this rank.
             self._failed[peer] = error
             return None
         if work is None:
@@ -102,7 +102,7 @@ class ExchangeCommunicator(P2PCollectives[TorchExchange], TorchCommunicator):
         self._background: Background | None = None
 
     def new_exchange(self, collective: Collective) -> TorchExchange:
-        self.group  # noqa: B018 - a closed communicator says so
+        self.group  # noqa: B018 - a closed communicator raises
         return TorchExchange(self, collective)
 
     def carry(self, exchange: TorchExchange, steps: Steps, written: Buffer | None, *, rounds: int) -> Work:
