@@ -1,4 +1,4 @@
-"""Steps whose outcome all ranks share: a failure on one rank is raised on every rank, before any of them goes on."""
+"""Steps whose outcome all ranks share: a failure on one rank is raised on every rank, before any of them continues."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ManifestTree(_Tree):
 
 
 class RankFileTree(_Tree):
-    """What a rank tells rank 0 of its file. A blob is (name, file, offset, nbytes, crc32)."""
+    """What a rank sends rank 0 about its file. A blob is (name, file, offset, nbytes, crc32)."""
 
     name: FileName
     nbytes: Count
@@ -92,8 +92,8 @@ def parsed(model: type[Parsed], tree: dict[str, Any], what: str) -> Parsed:
         return model.model_validate(tree)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found[:4])
-        raise not_understood(what, told) from error
+        summary = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found[:4])
+        raise not_understood(what, summary) from error
 
 
 def not_understood(what: str, why: str) -> CheckpointError:
@@ -101,4 +101,4 @@ def not_understood(what: str, why: str) -> CheckpointError:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")

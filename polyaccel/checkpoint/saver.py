@@ -1,4 +1,4 @@
-"""An engine's saves: written beside training where that is possible, one after the other."""
+"""An engine's saves: written next to training where that is possible, one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from polyaccel.checkpoint.save import async_client
 from polyaccel.checkpoint.save.async_image import Image
 from polyaccel.checkpoint.save.node_topology import StorageNodes
 from polyaccel.checkpoint.save.per_node import save_places, write_per_node
-from polyaccel.checkpoint.save.per_node_thread import SavingThread, communicator_beside
+from polyaccel.checkpoint.save.per_node_thread import SavingThread, thread_communicator
 from polyaccel.checkpoint.save.protocol import SaveContents, SavePart, TagValidation, abandon, agree_on_parts
 from polyaccel.checkpoint.save.writer import write_parts
 from polyaccel.checkpoint.storage.base import Storage, open_storage
@@ -40,8 +40,8 @@ _LOOK_AGAIN_S = 0.05
 class SavePolicy:
     """How an engine saves.
 
-    `in_background`: a process beside the rank writes, from a copy in memory of at most `staging_nbytes` (None: half of
-    what the host has left, shared by its ranks). `retention` says which tags stay. `storage` and `options` are the
+    `in_background`: a process next to the rank writes, from a copy in memory of at most `staging_nbytes` (None: half of
+    what the host has left, shared by its ranks). `retention` decides which tags stay. `storage` and `options` are the
     plugin and its options. `allows_bytes`: a client state may have bytes.
     """
 
@@ -65,8 +65,8 @@ class Saver:
         self._about = about
         self._under_way: _UnderWay | None = None
         self._image: Image | None = None
-        self._has_told = False
-        self._beside: list[Communicator | None] = []
+        self._has_logged = False
+        self._for_threads: list[Communicator | None] = []
 
     def save(
         self,
@@ -77,7 +77,7 @@ class Saver:
         save_latest: bool,
     ) -> None:
         """As `polyaccel.checkpoint.save_checkpoint`; what is written in the background is complete and durable when
-        `poll` or `wait` has said so. Returns once what `contents` gives may change. Collective.
+        `poll` or `wait` has reported so. Returns once what `contents` gives may change. Collective.
 
         Raises CheckpointError on every rank, for the save before too if that failed.
         """
@@ -92,11 +92,11 @@ class Saver:
         places = None if storage.is_shared else save_places(storage, self._communicator)
         is_in_background = all(intent.has_room for intent in intents)
         if places is not None and places.count > 1 and is_in_background:
-            beside = self._communicator_beside()
-            is_in_background = beside is not None
-            if beside is not None:
+            thread_comm = self._thread_communicator()
+            is_in_background = thread_comm is not None
+            if thread_comm is not None:
                 self._under_way = _UnderWay.begin_apart(
-                    self._communicator, beside, storage, places, self.policy, tag, part, save_latest, self._filled
+                    self._communicator, thread_comm, storage, places, self.policy, tag, part, save_latest, self._filled
                 )
                 return
         if not is_in_background:
@@ -142,26 +142,26 @@ class Saver:
         finally:
             if image is not None:
                 image.close()
-            while self._beside:
-                beside = self._beside.pop()
-                if beside is not None:
-                    beside.close()
+            while self._for_threads:
+                thread_comm = self._for_threads.pop()
+                if thread_comm is not None:
+                    thread_comm.close()
 
     def _end(self) -> None:
         ended, self._under_way = self._under_way, None
         assert ended is not None  # as its callers have seen
         ended.check()
 
-    def _communicator_beside(self) -> Communicator | None:
-        """That of the threads that save where hosts have storages of their own. Collective the first time."""
-        if not self._beside:
-            self._beside.append(communicator_beside(self._communicator))
-            if self._beside[0] is None and self._communicator.rank == 0:
+    def _thread_communicator(self) -> Communicator | None:
+        """That of the threads that save where hosts have separate storages. Collective the first time."""
+        if not self._for_threads:
+            self._for_threads.append(thread_communicator(self._communicator))
+            if self._for_threads[0] is None and self._communicator.rank == 0:
                 _log.info(
-                    "checkpoints are written while training waits: hosts send each other copies of theirs, in messages "
-                    "that lie on a device; said once"
+                    "checkpoints are written while training waits: hosts send each other copies of their files, in "
+                    "messages that lie on a device; logged once"
                 )
-        return self._beside[0]
+        return self._for_threads[0]
 
     def _filled(self, part: SavePart) -> Image:
         """A copy of a part, in the memory that the save before had if that is as long: new pages cost more than the
@@ -184,11 +184,11 @@ class Saver:
             ranks_here = min(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), world_size)
             most = memory_stats().free_nbytes // 2 // max(1, ranks_here)
             most += 0 if self._image is None else self._image.nbytes
-        if nbytes > most and not self._has_told:
-            self._has_told = True
+        if nbytes > most and not self._has_logged:
+            self._has_logged = True
             _log.warning(
                 "checkpoints are written while training waits: rank %d would stage %s bytes, and may stage %s "
-                "(checkpoint.staging_memory); said once", self._communicator.rank, f"{nbytes:,}", f"{most:,}",
+                "(checkpoint.staging_memory); logged once", self._communicator.rank, f"{nbytes:,}", f"{most:,}",
             )  # fmt: skip
         return nbytes <= most
 
@@ -214,7 +214,7 @@ class _UnderWay:
         save_latest: bool,
         filled: Callable[[SavePart], Image],
     ) -> _UnderWay:
-        """Copy every rank's part, and let the processes beside the ranks write them. Collective."""
+        """Copy every rank's part, and let the processes next to the ranks write them. Collective."""
 
         def prepare() -> str:
             clear_leftovers(storage)
@@ -258,7 +258,7 @@ class _UnderWay:
     def begin_apart(
         cls,
         communicator: Communicator,
-        beside: Communicator,
+        thread_comm: Communicator,
         storage: Storage,
         places: StorageNodes,
         policy: SavePolicy,
@@ -267,8 +267,8 @@ class _UnderWay:
         save_latest: bool,
         filled: Callable[[SavePart], Image],
     ) -> _UnderWay:
-        """Copy every rank's part, and let threads beside the ranks, whose communicator is `beside`, write them on the
-        hosts' own storages. Collective."""
+        """Copy every rank's part, and let threads next to the ranks, whose communicator is `thread_comm`, write them
+        on the hosts' own storages. Collective."""
         images: list[Image] = []
         run_on_all(communicator, f"staging {tag!r}", lambda: images.append(filled(part)))
         save = cls(communicator, tag, storage, "")
@@ -278,7 +278,7 @@ class _UnderWay:
             places,
             tag,
             part,
-            communicator=beside,
+            communicator=thread_comm,
             save_latest=save_latest,
             retention=policy.retention,
             read=images[0].reading(part.layout),
@@ -292,9 +292,9 @@ class _UnderWay:
         Collective."""
         assert self._pending is not None  # unless `begin` raised
         mine = self._pending.outcome(timeout_s)
-        told = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
+        gathered = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
         self._outcomes = {
-            rank: None if each is None else async_client.SaveOutcome(*each) for rank, each in enumerate(told)
+            rank: None if each is None else async_client.SaveOutcome(*each) for rank, each in enumerate(gathered)
         }
         if all(outcome is not None for outcome in self._outcomes.values()):
             end_hold(self._storage, f"{self._tag}/{self._folder}")
@@ -307,7 +307,7 @@ class _UnderWay:
         """Raise CheckpointError if anything failed on any rank."""
         failed = {rank: outcome for rank, outcome in self._outcomes.items() if outcome is not None and outcome.error}
         if self._pending is not None:
-            self._pending.is_told = True
+            self._pending.is_reported = True
         if failed:
             what = "; ".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed.items())
             hint = next((outcome.hint for outcome in failed.values() if outcome.hint), "")

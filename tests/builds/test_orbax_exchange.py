@@ -87,4 +87,4 @@ def test_memory_is_bounded_and_progress_tells_every_byte(tmp_path: Path) -> None
 def test_what_is_no_orbax_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["ckpt", "import", str(tmp_path / "empty"), str(tmp_path / "c"), "--from", "orbax"]) == 1
-    assert "is no checkpoint of orbax" in capsys.readouterr().err
+    assert "is not a checkpoint of orbax" in capsys.readouterr().err

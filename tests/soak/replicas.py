@@ -195,7 +195,7 @@ def main() -> None:
     print("| killed | times |\n|---|---|")
     for victim in VICTIMS:
         print(f"| {victim} | {done[victim]} |")
-    from_memory = sum(line.startswith("[rank 0] [polyaccel] going on from the replica") for line in job.log)
+    from_memory = sum(line.startswith("[rank 0] [polyaccel] continuing from the replica") for line in job.log)
     took_s = monotonic() - began_s
     print(f"\n{steps:,} steps in {took_s:.0f} s, {len(job.begun)} starts, {from_memory} of them from memory")
     print(f"steps printed and done again, by start: {dict(sorted(back.items()))}")

@@ -1,4 +1,4 @@
-"""Two checkpoints beside each other: tensors and plain values that one of them lacks, or that are not equal."""
+"""Two checkpoints next to each other: tensors and plain values that one of them lacks, or that are not equal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Difference:
 
 
 def difference(one: CheckpointReader, other: CheckpointReader, progress: Callable[[int], None]) -> Difference:
-    """Compare the tensors run by run, in the memory of two runs; `progress` is told the bytes read of each run of
+    """Compare the tensors run by run, in the memory of two runs; `progress` receives the bytes read of each run of
     `one`. Raises CheckpointError where one of them is damaged."""
     ours = {(tensor.fqn, tensor.kind): tensor for tensor in one.tensors()}
     theirs = {(tensor.fqn, tensor.kind): tensor for tensor in other.tensors()}

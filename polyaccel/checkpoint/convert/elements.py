@@ -62,7 +62,7 @@ class BytesBuffer(CountedBuffer):
 
 
 class SourceBuffer(CountedBuffer):
-    """Elements that somebody else holds, for a writer: `read(start, numel)` gives the bytes of some of them."""
+    """Elements that another object holds, for a writer: `read(start, numel)` gives the bytes of some of them."""
 
     def __init__(self, numel: int, dtype: DType, read: Callable[[int, int], bytes], *, start: int = 0) -> None:
         super().__init__()

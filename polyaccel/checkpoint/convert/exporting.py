@@ -90,7 +90,7 @@ def default_kinds() -> tuple[str, ...]:
 
 
 def in_files(tensors: Sequence[ExportTensor], most_nbytes: int) -> list[list[ExportTensor]]:
-    """The tensors as one list a file, of at most `most_nbytes` each; a larger tensor has a file of its own."""
+    """The tensors as one list a file, of at most `most_nbytes` each; a larger tensor has its own file."""
     files: list[list[ExportTensor]] = [[]]
     filled = 0
     for tensor in tensors:

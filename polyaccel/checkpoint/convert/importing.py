@@ -1,9 +1,9 @@
-"""Writing a checkpoint of tensors that come from elsewhere, so that an engine loads it like one of its own.
+"""Writing a checkpoint of tensors that come from elsewhere, so that an engine loads it like one that it saved.
 
-[Note: What an import says of the run]
-A checkpoint has plain values beside its tensors (`polyaccel.engine.resume.SavedValues`). Weights alone say nothing of
+[Note: Plain values of an import]
+A checkpoint has plain values next to its tensors (`polyaccel.engine.resume.SavedValues`). Weights alone have nothing of
 a run: its counts are zero, its optimizer is unknown, and no parameter counts as trained, so that an engine begins the
-optimizer states of each anew. Where states come too, their parameters count as trained, with their updates.
+optimizer states of each again. Where states come too, their parameters count as trained, with their updates.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ImportTensor:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Something of the source that the checkpoint will not have, and why. `is_needed`: a run that goes on would use it,
-    as it would an optimizer state or a schedule."""
+    """Something of the source that the checkpoint will not have, and why. `is_needed`: a run that continues would use
+    it, as it would an optimizer state or a schedule."""
 
     name: str
     why: str
@@ -69,7 +69,7 @@ class Incoming:
     """All that another tool saved, in the engine's words.
 
     `steps` has the number of updates of each parameter with optimizer states, `groups` the optimizer's groups without
-    their parameters (None: it is not said), `members` the names of those. See [Note: Imported optimizer states] in
+    their parameters (None: unknown), `members` the names of those. See [Note: Imported optimizer states] in
     `polyaccel.checkpoint.format.imported` for the `family` and `positions`; `numbers` are states of one number a
     parameter.
     """
@@ -87,7 +87,7 @@ class Incoming:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     lr_scheduler: Mapping[str, Any] | None = None
     blobs: Mapping[str, bytes] = field(default_factory=dict)
-    """What the checkpoint has as bytes: a schedule's state that is no plain value."""
+    """What the checkpoint has as bytes: a schedule's state that is not a plain value."""
     left_out: Sequence[LeftOut] = ()
 
     def weights(self) -> Incoming:
@@ -102,7 +102,7 @@ class Incoming:
         return bool(self.steps or self.groups or self.counters or self.lr_scheduler or self.blobs)
 
     def scalars(self) -> dict[str, Any]:
-        """The plain values of the checkpoint. See [Note: What an import says of the run]."""
+        """The plain values of the checkpoint. See [Note: Plain values of an import]."""
         counts = dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0)
         groups: dict[str, Any] | None = None
         if self.groups is not None:
@@ -125,8 +125,8 @@ class Incoming:
 
 
 def imported(incoming: Incoming, directory: str, tag: str, origin: str, progress: Callable[[int], None]) -> Commit:
-    """Write `incoming` as the checkpoint `tag`, in the memory of 16 MiB beside what its source takes; `origin` is told
-    in what the checkpoint says about its run. Raises CheckpointError where a tensor comes twice or cannot be read."""
+    """Write `incoming` as the checkpoint `tag`, in the memory of 16 MiB next to what its source takes; `origin` is
+    recorded in the checkpoint's `about`. Raises CheckpointError where a tensor comes twice or cannot be read."""
     seen: set[tuple[str, str]] = set()
     for tensor in incoming.tensors:
         if (tensor.fqn, tensor.kind) in seen:

@@ -19,7 +19,7 @@ _GIVE = "give the directory that save_checkpoint was given"
 
 
 def storage_of(place: str, storage: str | None = None) -> Storage:
-    """The storage at `place`, a directory or a URL. `storage` is what `checkpoint.storage` of a config says, a name or
+    """The storage at `place`, a directory or a URL. `storage` is as in `checkpoint.storage` of a config, a name or
     JSON; without it a URL is one of fsspec's and all else a folder.
 
     Raises CheckpointError for text that is neither, and what loading a plugin raises.
@@ -34,7 +34,7 @@ def storage_of(place: str, storage: str | None = None) -> Storage:
 def split(place: str, tag: str | None, storage: str | None = None) -> tuple[Storage, str | None]:
     """The storage and the tag that `place` and `--tag` mean; no tag is the one that `latest` names.
 
-    Raises CheckpointError where there is no such directory, where it holds directories of checkpoints and none itself,
+    Raises CheckpointError where the directory is missing, where it holds directories of checkpoints and none itself,
     and where both name a tag.
     """
     at = storage_of(place, storage)

@@ -45,7 +45,7 @@ _SETTINGS: Mapping[str, frozenset[str]] = {
 def family_of(states: Collection[str], keys: Collection[str]) -> str | None:
     """The family of optimizers that keep `states` (without counts) and have groups with these `keys`.
 
-    None for one that is not known: torch's names are unique, those of others may mean another formula.
+    None for an unknown one: torch's names are unique, those of others may mean another formula.
     """
     held, known = set(states) - {STEP}, set(keys) - _COMPUTATION - _LABELS
     family = _by_states(held, known)
@@ -97,7 +97,7 @@ class PeerOptimizer:
         self.numbers.setdefault(owner, {})[name] = float(value)
 
     def add_group(self, values: Mapping[str, Any], members: Iterable[str]) -> None:
-        """A group with its hyperparameters; those that are no plain values are left out."""
+        """A group with its hyperparameters; those that are not plain values are left out."""
         kept: dict[str, Any] = {}
         for key, value in values.items():
             if key == "params" or key in _COMPUTATION:

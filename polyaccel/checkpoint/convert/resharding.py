@@ -1,4 +1,4 @@
-"""A checkpoint written anew, by another number of ranks and in today's format."""
+"""A checkpoint written again, by another number of ranks and in today's format."""
 
 from __future__ import annotations
 

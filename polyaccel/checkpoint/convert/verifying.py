@@ -29,7 +29,7 @@ def checked_nbytes(reader: CheckpointReader) -> int:
 
 
 def verified(reader: CheckpointReader, progress: Callable[[int], None]) -> Verdict:
-    """Read every piece of every tensor once, and every rank's own states; `progress` is told the bytes of each piece.
+    """Read every piece of every tensor once, and every rank's own states; `progress` receives the bytes of each piece.
     Memory is that of a piece."""
     begin, nbytes, elsewhere_nbytes, damages = perf_counter(), 0, 0, list[str]()
     files = {piece.file for tensor in reader.tensors() for piece in tensor.pieces}

@@ -9,7 +9,7 @@
 [Note: Commit]
 A save exists only where a commit marker names it. The marker is written last, in one atomic replacement, after every
 file it stands for is durable, so a save that was cut short leaves a folder that no marker names. Saving a tag again
-writes another `save-` folder beside the first and then replaces the marker: at every instant the tag is the old
+writes another `save-` folder next to the first and then replaces the marker: at every instant the tag is the old
 checkpoint or the new one, whole. The old folder goes only after that, and `latest` moves only after the marker.
 """
 
@@ -78,7 +78,7 @@ def check_tag(tag: object) -> str:
     ):
         raise CheckpointError(
             f"{tag!r} cannot be a checkpoint's tag",
-            hint="use a name such as 'global_step100': printable, without / \\ :, not starting with '.', not 'latest'",
+            hint="use a name like 'global_step100': printable, without / \\ :, not starting with '.', not 'latest'",
             value=tag,
         )
     return tag
@@ -120,7 +120,7 @@ def write_commit(storage: Storage, commit: Commit) -> None:
 
 
 def read_latest(storage: Storage) -> str | None:
-    """The tag that `latest` names; None if there is no such file. Raises CheckpointError for an impossible name."""
+    """The tag that `latest` names; None if the file is missing. Raises CheckpointError for an impossible name."""
     nbytes = storage.size(LATEST)
     if nbytes is None:
         return None

@@ -15,7 +15,7 @@ from polyaccel.ops.native.checksum import crc32 as checksum
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes [offset, offset + nbytes) of `file`; `name` says in messages what they hold."""
+    """Bytes [offset, offset + nbytes) of `file`; `name` describes in messages what they hold."""
 
     file: str
     offset: int
@@ -36,7 +36,7 @@ class Extent:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells extents that have bytes from each other: no two share a byte."""
+        """Return what distinguishes extents that have bytes: no two share a byte."""
         return self.file, self.offset
 
     def read(self, storage: Storage, folder: str) -> bytes:

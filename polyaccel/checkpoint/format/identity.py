@@ -1,4 +1,4 @@
-"""The identity of a storage that not all ranks see: a file in it, which those read alike who see the same files."""
+"""The identity of a storage that not all ranks see: a file in it, in which ranks that share the files read the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place_id(storage: Storage) -> str:
 
 
 def read_note(storage: Storage) -> dict[str, Any]:
-    """What the file says; nothing where there is none of ours."""
+    """Return the file's content; nothing where it is missing or not ours."""
     nbytes = storage.size(NOTE)
     if nbytes is None:
         return {}

@@ -20,14 +20,15 @@ FORMAT = (2, 0)
 """Version of the format on disk. A newer major cannot be read; a newer minor only adds fields, which are ignored.
 
 1.1 added the manifest's `digest`: the SHA-256 of its JSON without it, as `_digest` writes that. With 2.0 rank files are
-safetensors files, tensors may have `blocks`, and `about` tells of the run that saved.
+safetensors files, tensors may have `blocks`, and `about` describes the run that saved.
 """
 _READABLE = (1, FORMAT[0])
 
 
 @dataclass(frozen=True, slots=True)
 class BlobEntry:
-    """A rank's own bytes under `name`, such as its random-number state: `nbytes` bytes at byte `offset` of `file`."""
+    """A rank's own bytes under `name`, for example its random-number state: `nbytes` bytes at byte `offset` of
+    `file`."""
 
     name: str
     file: str
@@ -55,7 +56,7 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)
     """The run that saved, for people and for later versions: plain values."""
     held: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    """Where hosts have storages of their own: for each file the (id, name) of the places that have it."""
+    """Where hosts have separate storages: for each file the (id, name) of the places that have it."""
 
     @cached_property
     def by_name(self) -> dict[tuple[str, str], TensorEntry]:
@@ -149,8 +150,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, what: str = "the manifest") -> Manifest:
-        """The inverse of `to_json`. Raises CheckpointError, naming `what`, for bytes that are no manifest this version
-        can read, and for one that was changed after it was written."""
+        """The inverse of `to_json`. Raises CheckpointError, naming `what`, for bytes that are not a manifest this
+        version can read, and for one that was changed after it was written."""
         tree = json_object(data, what)
         version = check_format(tree.get("format"), what)
         digest = tree.pop("digest", None)
@@ -189,7 +190,7 @@ def check_format(version: Any, what: str) -> tuple[int, int]:
     majors = " and ".join(f"{major}.x" for major in _READABLE)
     raise CheckpointError(
         f"{what} has format {version!r:.100}, this version of polyaccel reads {majors}",
-        hint="load it with a version of polyaccel that knows this format",
+        hint="load it with a version of polyaccel that supports this format",
         value=version,
     )
 

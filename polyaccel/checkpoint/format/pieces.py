@@ -3,7 +3,7 @@
 [Note: Rank files]
 A rank's file is a safetensors file, which every tool opens and frameworks map without a copy: each tensor starts on a
 64-byte boundary. The format wants no gap between tensors, so what fills up is a tensor too, of uint8. All lengths are
-known before the first byte is written, checksums are not: they stand in the manifest.
+fixed before the first byte is written, checksums are not: they stand in the manifest.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TensorPiece:
     """A part of a tensor to save: `buffer` holds elements of it from `start` on, as in `PieceSpec`; `dtype` is the
     buffer's.
 
-    Over all ranks, the pieces of a tensor cover it exactly once. A tensor without elements is made known by a piece
+    Over all ranks, the pieces of a tensor cover it exactly once. A tensor without elements is represented by a piece
     without elements, on any number of ranks.
     """
 
@@ -125,7 +125,7 @@ class TensorPiece:
         """Raise CheckpointError unless the piece is of its type and lies inside its tensor."""
         if self.buffer.dtype is not self.dtype:
             raise CheckpointError(
-                f"{self.fqn!r} ({self.kind}) is said to be {self.dtype.value}, its buffer is {self.buffer.dtype.value}",
+                f"{self.fqn!r} ({self.kind}) is declared {self.dtype.value}, its buffer is {self.buffer.dtype.value}",
                 hint="state the type that is stored",
                 value=self.fqn,
             )
@@ -186,7 +186,7 @@ Read = Callable[[int, int, int], bytes | memoryview]
 
 @dataclass
 class RankFile:
-    """A rank's file as it is written: the entries that say where everything went."""
+    """A rank's file as it is written: the entries with the places of everything."""
 
     name: str
     nbytes: int = 0
@@ -264,6 +264,6 @@ def reading(contents: Sequence[TensorPiece | bytes]) -> Read:
 
 
 def _is_finite(data: bytes | memoryview, dtype: DType) -> bool:
-    if dtype is DType.BFLOAT16:  # which numpy does not know: all bits of the exponent are set
+    if dtype is DType.BFLOAT16:  # which numpy does not have: all bits of the exponent are set
         return not bool(((np.frombuffer(data, np.uint16) & 0x7F80) == 0x7F80).any())
     return not dtype.is_floating or bool(np.isfinite(np.frombuffer(data, dtype.value)).all())

@@ -1,4 +1,5 @@
-"""Checkpoints of other tools, known by the names of their files: what a folder is, and the command that imports it."""
+"""Checkpoints of other tools, recognised by the names of their files: what a folder is, and the command that imports
+it."""
 
 from __future__ import annotations
 

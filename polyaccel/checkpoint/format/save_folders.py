@@ -1,12 +1,12 @@
-"""The folders that saves are written into: whose they are, and which of them nobody will finish or read.
+"""The folders that saves are written into: whose they are, and which of them will not be finished or read.
 
 [Note: Two jobs]
-Several jobs may save into one directory, even under one tag. Each writes into a folder of a name that no other has,
-and into that, first of all, a note of the process that saves. The tag is what its marker names, so the last one to
-commit has it. A folder may be deleted when its owner is dead, or does not save any more, *and then* the marker names
-another: a save that has ended has replaced the marker before, so a folder that is found without a living owner is
-either the one that the marker names from then on, or one that no marker will name. An empty folder is one whose note
-is about to be written; `Storage.clear_unfinished` tells whether its process is dead.
+Several jobs may save into one directory, even under one tag. Each writes into a folder of a name that no other has, and
+into that, first of all, a note of the process that saves. The tag is what its marker names, so the last one to commit
+has it. A folder may be deleted when its owner is dead, or does not save any more, *and then* the marker names another:
+a save that has ended has replaced the marker before, so a folder that is found without a living owner is either the one
+that the marker names from then on, or one that no marker will name. An empty folder is one whose note is about to be
+written; `Storage.clear_unfinished` finds out whether its process is dead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polyaccel.checkpoint.storage.owner import OwnerNote, ProcessIdentity
 from polyaccel.errors import CheckpointError
 
 OWNER = "owner.json"
-TOLD = "told"
+RANK_NOTES = "told"
 """Where in the folder of a save in the background each rank's process notes what it wrote."""
 _SAVE = re.compile(r"save-(\d{4,12})(-[0-9a-f]{8})?")
 _OURS = re.compile(r"owner\.json|manifest\.json|told|rank\d{5,}\.(safetensors|bin)")
@@ -79,7 +79,7 @@ def new_folder(storage: Storage, tag: str) -> str:
         other = _living_owner(storage, f"{tag}/{name}")
         if other is not None:
             _log.warning(
-                "process %d on %s is saving %r in %s too: the tag will be the checkpoint of whoever ends last",
+                "process %d on %s is saving %r in %s too: the tag will be the checkpoint of the one that ends last",
                 other.pid, other.host, tag, storage.location,
             )  # fmt: skip
     return f"save-{max(numbers) + 1:04d}-{token_hex(4)}"
@@ -106,12 +106,12 @@ def end_hold(storage: Storage, folder: str) -> None:
 
 
 def adopt(owner: ProcessIdentity) -> None:
-    """From now on `owner` writes for this process: what it saves is known here."""
+    """Register `owner` as a writer for this process, whose saves are its own."""
     _writers.add(owner)
 
 
 def note_owner(storage: Storage, folder: str, owner: ProcessIdentity) -> None:
-    """Say whose a folder is; its first file. Where that cannot be said, there is no folder."""
+    """Write whose a folder is, as its first file. Where that cannot be written, there is no folder."""
     note = OwnerNote.by(owner, round(time.time(), 3))
     try:
         storage.write(f"{folder}/{OWNER}", [json.dumps(note.model_dump()).encode("ascii")])
@@ -123,10 +123,10 @@ def note_owner(storage: Storage, folder: str, owner: ProcessIdentity) -> None:
 
 
 def clear_leftovers(storage: Storage, tag: str | None = None) -> None:
-    """Delete what nobody will finish or read, under `tag` or everywhere: unfinished files and folders of dead
+    """Delete what will not be finished or read, under `tag` or everywhere: unfinished files and folders of dead
     processes, and saves that were replaced.
 
-    What cannot be deleted wastes room, but does no harm, and is said in the log.
+    What cannot be deleted wastes room, but does no harm, and is logged.
     """
     try:
         storage.clear_unfinished()
@@ -163,7 +163,7 @@ def _clear_tag(storage: Storage, tag: str) -> None:
 
 
 def _living_owner(storage: Storage, folder: str) -> OwnerNote | None:
-    """The process that is saving into a folder; None where nobody is."""
+    """The process that is saving into a folder; None without one."""
     path = f"{folder}/{OWNER}"
     nbytes = storage.size(path)
     if nbytes is None:

@@ -1,9 +1,9 @@
-"""Values that scripts and libraries keep beside a model's tensors, as bytes of a checkpoint: states of schedules, of
+"""Values that scripts and libraries keep next to a model's tensors, as bytes of a checkpoint: states of schedules, of
 optimizers on whole parameters, of modules.
 
-The bytes are a safetensors file: its tensors, and in its metadata a tree that says where each stands. Reading them
-makes the types named here and nothing else; no code is run. What `torch.save` wrote into older checkpoints is read too,
-as strictly.
+The bytes are a safetensors file: its tensors, and in its metadata a tree with the place of each. Reading them makes the
+types named here and nothing else; no code is run. What `torch.save` wrote into older checkpoints is read too, as
+strictly.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 [Note: Two generations]
 A rank has two images of its parts, and two of those of each rank whose copies it takes. While one holds the part of the
-last replica that *every* rank has finished, the next part goes into the other. Which step that last one is, the ranks
-agree on when they begin the next: each says which part it has finished, its own with its keeper and the neighbours'
-here, and the oldest of these is whole. So at every instant there is one that is whole, a rank that dies in the middle
-leaves it, and no rank waits for another's copy. Keepers know of none of this: whoever reads takes the newest step of
-which there are all parts. A part is dropped there before its image is written again.
+last replica that *every* rank has finished, the next part goes into the other. The ranks agree on the step of that last
+one when they begin the next: each sends which part it has finished, its own with its keeper and the neighbours' here,
+and the oldest of these is whole. So at every instant there is one that is whole, a rank that dies in the middle leaves
+it, and no rank waits for another's copy. Keepers have no part in this: a reader takes the newest step of which there
+are all parts. A part is dropped there before its image is written again.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DoubleBuffer:
         self._of_rank, self._room = of_rank, room
         self.halves: list[BufferSlot] = []
 
-    def beside(self, whole: int | None, nbytes: int, client: KeeperClient) -> BufferSlot:
+    def half_for(self, whole: int | None, nbytes: int, client: KeeperClient) -> BufferSlot:
         """The one that does not hold the part of the step that is `whole`, `nbytes` long, its part dropped. Raises
         CheckpointError."""
         free = [half for half in self.halves if half.key is None or half.key.step != whole]
@@ -104,6 +104,6 @@ class DoubleBuffer:
             half.sums.clear()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         while self.halves:
             self._room.give_back(self.halves.pop().image)

@@ -18,7 +18,7 @@ _WHO = "place"
 
 @dataclass(frozen=True, slots=True)
 class HostKeepers:
-    """The keepers of the ranks of `communicator`: `client` is connected to this rank's, `places` says whose it is
+    """The keepers of the ranks of `communicator`: `client` is connected to this rank's, `places` has whose it is
     too."""
 
     communicator: Communicator
@@ -48,5 +48,5 @@ class HostKeepers:
     def of_each(self, step: str, action: Callable[[], T]) -> list[T]:
         """What `action` gives, plain values, by keeper: one rank does it for each. Collective. Raises CheckpointError
         on every rank where it failed on any."""
-        told = run_on_all(self.communicator, step, lambda: [action()] if self.is_leader else [])
-        return [told[self.places.members(place)[0]][0] for place in range(self.places.count)]
+        gathered = run_on_all(self.communicator, step, lambda: [action()] if self.is_leader else [])
+        return [gathered[self.places.members(place)[0]][0] for place in range(self.places.count)]

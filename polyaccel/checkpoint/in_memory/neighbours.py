@@ -1,8 +1,8 @@
 """Parts on their way to the keeper of a neighbour host, so that the loss of a host with its keeper loses no step.
 
-Who sends to whom is what `places.copies` says of second copies on disks: every rank sends its part to one rank of the
-next host, and takes those of some ranks of the host before, turn by turn. Every rank takes all of its turns for each
-step that has begun: one that has no part sends the word that it has none.
+Who sends to whom follows from `places.copies`, as for second copies on disks: every rank sends its part to one rank of
+the next host, and takes those of some ranks of the host before, turn by turn. Every rank takes all of its turns for
+each step that has begun: one that has no part sends a message about that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polyaccel.checkpoint.in_memory.parts import PartKey
 from polyaccel.checkpoint.save.async_image import Image
 from polyaccel.checkpoint.save.neighbor_copies import TurnExchange, chunk_buffers, copy_turns
 from polyaccel.checkpoint.save.node_topology import StorageNodes
-from polyaccel.checkpoint.save.per_node_thread import communicator_beside
+from polyaccel.checkpoint.save.per_node_thread import thread_communicator
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.job.memory_server.client import KeeperClient, KeeperGone
@@ -25,13 +25,13 @@ _LABEL = "replicas between hosts"
 
 class NeighbourCopies:
     """What the ranks of `communicator` send each other for the keepers of their hosts, which are `places`. Collective,
-    and so is `exchange`; that may be called by another thread than uses `communicator`, if `overlaps` says so: the
-    messages have a communicator of their own, and lie in host memory."""
+    and so is `exchange`; that may be called by another thread than uses `communicator`, if `overlaps` is True: the
+    messages have their own communicator, and lie in host memory."""
 
     def __init__(self, communicator: Communicator, places: StorageNodes, room: MemoryBudget) -> None:
-        beside = communicator_beside(communicator)
-        self.overlaps = beside is not None
-        self._communicator = beside or communicator
+        extra = thread_communicator(communicator)
+        self.overlaps = extra is not None
+        self._communicator = extra or communicator
         self._rank = communicator.rank
         self._room = room
         self._buffers = chunk_buffers(self._communicator)
@@ -55,8 +55,8 @@ class NeighbourCopies:
         failures, has_all = list[Exception](), True
         for taker, source in self._turns:
             note, image = part if part is not None and taker is not None else (b"", None)
-            told = self._turn(taker, source, _LENGTHS.pack(len(note), 0 if image is None else image.nbytes))
-            lengths = _LENGTHS.unpack(told) if source is not None else (0, 0)
+            received = self._turn(taker, source, _LENGTHS.pack(len(note), 0 if image is None else image.nbytes))
+            lengths = _LENGTHS.unpack(received) if source is not None else (0, 0)
             arrived = self._turn(taker, source, note, lengths[0])
             try:
                 has_all &= self._take(key, whole, taker, source, image, lengths[1], arrived, client)
@@ -72,12 +72,12 @@ class NeighbourCopies:
             each.forget_parts()
 
     def let_go(self) -> None:
-        """Let go of the images."""
+        """Release the images."""
         for each in self._taken.values():
             each.close()
 
     def close(self) -> None:
-        """Let go of images and the communicator."""
+        """Release images and the communicator."""
         self.let_go()
         if self.overlaps:
             self._communicator.close()
@@ -125,7 +125,7 @@ class NeighbourCopies:
                 return source is None
             if client is None:
                 raise KeeperGone("the keeper of this host has ended")
-            half, reached = self._taken[source].beside(whole, in_nbytes, client), 0
+            half, reached = self._taken[source].half_for(whole, in_nbytes, client), 0
             for chunk in exchange.chunks():
                 with half.image.view(reached, len(chunk)) as target:
                     target[:] = chunk

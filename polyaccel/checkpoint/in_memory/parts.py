@@ -1,8 +1,8 @@
-"""A rank's part of a replica: the file of its pieces in memory, and the note beside it that says what the file holds.
+"""A rank's part of a replica: the file of its pieces in memory, and the note next to it with what the file holds.
 
 The keys of a keeper's entries: `parts/ENGINE/ATTEMPT/STEP-WORLD/RANK` has a part, `begun/ENGINE/ATTEMPT/RANK` the step
-that a rank has finished last, copied or not, and `files/ENGINE/...` a checkpoint made of parts. ENGINE tells a job's
-engines apart, by their first rank and a number, ATTEMPT its starts.
+that a rank has finished last, copied or not, and `files/ENGINE/...` a checkpoint made of parts. ENGINE distinguishes a
+job's engines, by their first rank and a number, ATTEMPT its starts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A keeper has the parts of the ranks of its host and, where there are several, of those of the neighbour's. So what is
 left of a step are the parts of all keepers together, and one that several have may be taken from any. All ranks come to
-the same choice from what one rank for each keeper tells.
+the same choice from what one rank for each keeper sends.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class RecoverableStep:
 
 def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[RecoverableStep | None, int]:
     """What is left of engine `engine` from the starts of the job before `attempt`, with weights that are finite as far
-    as is known, and None where no step is whole; and the last step that any rank had finished, 0 where none is known.
-    Collective.
+    as is recorded, and None where no step is whole; and the last step that any rank had finished, 0 where none is
+    recorded. Collective.
 
     Raises CheckpointError where a keeper is lost or the note of rank 0's part is damaged wherever it is.
     """
-    told = keepers.of_each(
+    gathered = keepers.of_each(
         _LOOKING, lambda: (list(keepers.client.names(parts_of(engine))), _last(keepers, engine, attempt))
     )
-    last = max(step for _, step in told)
-    found = defaultdict[tuple[int, str, int], list[set[int]]](lambda: [set() for _ in told])
-    for place, (names, _) in enumerate(told):
+    last = max(step for _, step in gathered)
+    found = defaultdict[tuple[int, str, int], list[set[int]]](lambda: [set() for _ in gathered])
+    for place, (names, _) in enumerate(gathered):
         for key in map(PartKey.parse, names):
             if key is not None and key.attempt != attempt:
                 found[key.step, key.attempt, key.world_size][place].add(key.rank)
@@ -91,31 +91,31 @@ def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) 
         ids, held = places.ids, _held(survivor, places)
     tag = f"global_step{survivor.step}"
     folder = on_rank_0(keepers.communicator, _MAKING, lambda: f"save-0001-{token_hex(4)}")
-    files, beside = list[RankFile](), dict[str, bytes]()
+    files, blob_files = list[RankFile](), dict[str, bytes]()
     for key, note in zip(survivor.parts, notes, strict=True):
         entries, blobs = note.blob_entries(_blob_file(key.rank))
         if entries:
-            beside[_blob_file(key.rank)] = blobs
+            blob_files[_blob_file(key.rank)] = blobs
         note.file.blobs.extend(entries)
         files.append(note.file)
-    lengths = {name: len(blobs) for name, blobs in beside.items()}
+    lengths = {name: len(blobs) for name, blobs in blob_files.items()}
     first = notes[0]
     scalars, about = decode_plain(first.scalars), decode_plain(first.about)
 
     def make_manifest() -> tuple[bytes, float]:
-        manifest = manifest_of(tag, files, scalars, about, beside=lengths, held=held)
+        manifest = manifest_of(tag, files, scalars, about, extra_files=lengths, held=held)
         return manifest.to_json(), round(time.time(), 3)
 
     data, saved_at_s = on_rank_0(keepers.communicator, _MAKING, make_manifest)
 
     def write() -> None:
         path = f"{tag}/{folder}"
-        if not survivor.had[keepers.place]:  # a keeper that has begun anew
+        if not survivor.had[keepers.place]:  # a keeper that has begun again
             return
         for rank in survivor.had[keepers.place]:
             _link(keepers.client, storage, survivor.parts[rank], f"{path}/{files[rank].name}")
-            if _blob_file(rank) in beside:
-                storage.write(f"{path}/{_blob_file(rank)}", [beside[_blob_file(rank)]])
+            if _blob_file(rank) in blob_files:
+                storage.write(f"{path}/{_blob_file(rank)}", [blob_files[_blob_file(rank)]])
         expected = Manifest.from_json(data).expected_at(ids[keepers.place])
         require_files(storage, path, expected)
         storage.write(f"{path}/{MANIFEST}", [data])
@@ -127,7 +127,7 @@ def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) 
 
 
 def drop_others(keepers: HostKeepers, survivor: RecoverableStep, engine: str) -> None:
-    """Let go of the parts of earlier starts but for those of `survivor`."""
+    """Release the parts of earlier starts except for those of `survivor`."""
     kept = set(map(str, survivor.parts))
     if keepers.is_leader:
         with suppress(CheckpointError):  # a keeper that is lost has none
@@ -137,7 +137,7 @@ def drop_others(keepers: HostKeepers, survivor: RecoverableStep, engine: str) ->
 
 
 def _last(keepers: HostKeepers, engine: str, attempt: str) -> int:
-    """The last step that a rank of this keeper finished before `attempt`; 0 where none is known."""
+    """The last step that a rank of this keeper finished before `attempt`; 0 where none is recorded."""
     steps, folder = [0], begun_of(engine)
     for name in keepers.client.names(folder):
         kept = keepers.client.get(name)
@@ -148,11 +148,11 @@ def _last(keepers: HostKeepers, engine: str, attempt: str) -> int:
 
 def _notes(keepers: HostKeepers, parts: Sequence[PartKey]) -> list[PartNote]:
     """The notes of parts, each from a keeper that has it whole. Collective. Raises CheckpointError."""
-    told = keepers.of_each(_LOOKING, lambda: [_note(keepers.client, key) for key in parts])
+    gathered = keepers.of_each(_LOOKING, lambda: [_note(keepers.client, key) for key in parts])
     notes = list[PartNote]()
     for number, key in enumerate(parts):
         problem = CheckpointError(f"{_what(key)} is not there any more", value=str(key))
-        for note in (found[number] for found in told if found[number]):
+        for note in (found[number] for found in gathered if found[number]):
             try:
                 notes.append(PartNote.from_bytes(note, _what(key)))
                 break

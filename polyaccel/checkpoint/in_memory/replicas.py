@@ -1,4 +1,4 @@
-"""The replicas of an engine: one of each step in the keeper's memory, and the one to go on from after a restart."""
+"""The replicas of an engine: one of each step in the keeper's memory, and the one to continue from after a restart."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ReplicaPolicy:
 class Replicas:
     """The replicas of one engine, whose ranks are those of `communicator`. All ranks make the same calls.
 
-    They begin with the first call, which is collective. Without a keeper on every rank's host there are none, and the
-    log says so. Where ranks are on several hosts, each host's keeper also has the parts of the host before.
+    They begin with the first call, which is collective. Without a keeper on every rank's host there are none, and that
+    is logged. Where ranks are on several hosts, each host's keeper also has the parts of the host before.
     """
 
     def __init__(self, communicator: Communicator, policy: ReplicaPolicy, about: Mapping[str, Any]) -> None:
@@ -72,15 +72,15 @@ class Replicas:
             return False
         try:
             return find_survivor(self._keepers, self._engine, self._attempt)[0] is not None
-        except CheckpointError:  # `resume` says why it cannot be used
+        except CheckpointError:  # `resume` logs why it cannot be used
             return False
 
     def resume(self, storage: Storage, open_saved: Callable[[], CheckpointReader], load: Callable[..., T]) -> T:
         """`load` the replica that the starts of this job before this one have left, if it is newer than every good
         checkpoint in `storage`, else what `open_saved` gives. Collective.
 
-        A replica that cannot be used is passed over with a warning that says why. Raises what `open_saved` and `load`
-        raise for the checkpoint that is not in memory.
+        A replica that cannot be used is passed over with a warning that gives the reason. Raises what `open_saved` and
+        `load` raise for the checkpoint that is not in memory.
         """
         self._begin()
         found, self._has_survivors = self._newer_than(storage), False
@@ -107,7 +107,7 @@ class Replicas:
             self._communicator.barrier(label="replicas forgotten")  # before anybody makes another
 
     def close(self) -> None:
-        """Let go of memory and connections of this rank."""
+        """Release memory and connections of this rank."""
         if self._writer is not None:
             self._writer.close()
         if self._keepers is not None:
@@ -125,12 +125,12 @@ class Replicas:
             error = found.message
         is_first = self._communicator.rank == 0
         engine = f"{self._communicator.ranks[0]}.{next(_engines)}" if is_first else ""
-        told = self._communicator.all_gather_object(
+        gathered = self._communicator.all_gather_object(
             (f"{time.time_ns():020d}-{token_hex(4)}", engine, client is not None, error)
         )
-        self._attempt, self._engine = told[0][:2]
-        without = [rank for rank, (_, _, has_keeper, _) in enumerate(told) if not has_keeper]
-        why = next((why for *_, why in told if why), "start the job with `polyaccel run --restarts N`")
+        self._attempt, self._engine = gathered[0][:2]
+        without = [rank for rank, (_, _, has_keeper, _) in enumerate(gathered) if not has_keeper]
+        why = next((why for *_, why in gathered if why), "start the job with `polyaccel run --restarts N`")
         problem = f"ranks {without[:8]} have no keeper: {why}" if without else ""
         if client is not None and not problem:
             try:
@@ -153,7 +153,7 @@ class Replicas:
         )
 
     def _newer_than(self, storage: Storage) -> tuple[RecoverableStep, str] | None:
-        """The replica to go on from, and its tag; None to go on from `storage`. Collective. Says which in the log."""
+        """The replica to continue from, and its tag; None to continue from `storage`. Collective. Logs the choice."""
         if self._keepers is None or not self._has_survivors:
             return None
         communicator, is_first = self._communicator, self._communicator.rank == 0
@@ -166,7 +166,7 @@ class Replicas:
                 saved = _newest_good(storage)
                 is_newer = survivor is not None and _is_newer(survivor, saved)
                 if not is_newer:
-                    _tell_of_saved(saved, survivor, last)
+                    _log_saved(saved, survivor, last)
                 return is_newer, f"; on disk there is step {saved[1]}" if saved else ""
 
             is_newer, on_disk = on_rank_0(communicator, "looking for a replica", compare)
@@ -179,12 +179,12 @@ class Replicas:
             return None
         if is_first:
             lost = _steps_are_lost(survivor.last_step - survivor.step)
-            _log.info("going on from the replica of step %d in memory: %s%s", survivor.step, lost, on_disk)
+            _log.info("continuing from the replica of step %d in memory: %s%s", survivor.step, lost, on_disk)
         return survivor, tag
 
 
 def _newest_good(storage: Storage) -> tuple[TagStatus, int] | None:
-    """The newest checkpoint to go on from, with its step; None where there is none."""
+    """The newest checkpoint to continue from, with its step; None where there is none."""
     for status in list_checkpoints(storage):
         if status.is_good:
             counters = open_checkpoint(storage, status.tag).scalars.get("counters")
@@ -201,11 +201,11 @@ def _is_newer(survivor: RecoverableStep, saved: tuple[TagStatus, int] | None) ->
     return survivor.step > step or (survivor.step < step and survivor.saved_at_s > status.saved_at_s)
 
 
-def _tell_of_saved(saved: tuple[TagStatus, int] | None, survivor: RecoverableStep | None, last: int) -> None:
+def _log_saved(saved: tuple[TagStatus, int] | None, survivor: RecoverableStep | None, last: int) -> None:
     what = "no replica in memory is whole" if survivor is None else f"the replica in memory is of step {survivor.step}"
     if saved is not None:
         status, step = saved
-        _log.info("%s: going on from %r on disk: %s", what, status.tag, _steps_are_lost(max(0, last - step)))
+        _log.info("%s: continuing from %r on disk: %s", what, status.tag, _steps_are_lost(max(0, last - step)))
 
 
 def _steps_are_lost(steps: int) -> str:

@@ -88,11 +88,11 @@ class KeptStorage(Storage):
         self._forget(self._key(path))
 
     def close(self) -> None:
-        """Let go of files that were read. What is kept stays."""
+        """Release files that were read. What is kept stays."""
         self._close()
 
     def _forget(self, key: str) -> None:
-        """Let go of a file, or of those below a folder, which may be other ones now."""
+        """Release a file, or those below a folder, which may be other ones now."""
         for each in [each for each in self._open if each == key or (key.endswith("/") and each.startswith(key))]:
             os.close(self._open.pop(each))
 

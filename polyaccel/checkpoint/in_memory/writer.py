@@ -1,13 +1,13 @@
 """The replica of each step: a rank's part, copied into memory that the keeper holds too.
 
-What memory parts have is told in [Note: Two generations] of `images`. Where ranks are on several hosts each part also
-goes to the keeper of the neighbour host (`neighbours`), by the thread that has copied it: out of the image, so neither
-the next pass nor the next update waits for that, only the next replica.
+[Note: Two generations] of `images` has the memory of parts. Where ranks are on several hosts each part also goes to the
+keeper of the neighbour host (`neighbours`), by the thread that has copied it: out of the image, so neither the next
+pass nor the next update waits for that, only the next replica.
 
 [Note: What is copied when]
 Parameters may be written by users as soon as the step has ended, so they are copied before it does. Master weights and
 optimizer states change in the next update alone, so where they lie in host memory a thread copies them while the next
-forward and backward pass run, and then computes all checksums; the update waits for it. Whoever writes one of these in
+forward and backward pass run, and then computes all checksums; the update waits for it. A write to one of these in
 between is noticed by the buffer's count of writes: then this step has no replica. What no update writes is not copied
 again as long as its count stands still.
 """
@@ -87,21 +87,23 @@ class ReplicaWriter:
         self._copied: Future[PartKey | None] | None = None
         self._kept: Future[bool] | None = None
         self._has_older = True
-        self._told = set[str]()
+        self._logged = set[str]()
 
     def begin(self, step: int, contents: SaveContents, *, in_background: bool, not_finite: str) -> None:
         """Make the replica of `step`, which has just ended; what `contents` gives may change when this has returned,
-        but for what [Note: What is copied when] says. Collective.
+        except as in [Note: What is copied when]. Collective.
 
         `in_background`: buffers count their writes, and those in host memory may be read until `settle`. `not_finite`
-        names a parameter with a gradient that was not finite and was applied. What goes wrong is said in the log.
+        names a parameter with a gradient that was not finite and was applied. What goes wrong is logged.
         """
         self._conclude()
         rank = self._communicator.rank
-        told = self._communicator.all_gather_object((None if self._done is None else self._done.step, self._ready()))
-        done = [each for each, _ in told]
+        gathered = self._communicator.all_gather_object(
+            (None if self._done is None else self._done.step, self._ready())
+        )
+        done = [each for each, _ in gathered]
         whole = min((each for each in done if each is not None), default=None) if None not in done else None
-        if not all(ready for _, ready in told):
+        if not all(ready for _, ready in gathered):
             return
         key = PartKey(step, self._attempt, self._engine, self._communicator.world_size, rank)
         copy: _Copy | None = None
@@ -155,7 +157,7 @@ class ReplicaWriter:
             self._note_failure(error)
 
     def close(self) -> None:
-        """Let go of images and threads. What the keeper has stays."""
+        """Release images and threads. What the keeper has stays."""
         self._conclude()
         self._threads.shutdown()
         self._let_go()
@@ -172,7 +174,7 @@ class ReplicaWriter:
         """Copy what may change when this has returned. Raises CheckpointError."""
         pieces = tuple(contents.pieces())
         layout = self._laid_out(tuple(piece.spec for piece in pieces))
-        half = self._own.beside(whole, layout.nbytes, self._require_client())
+        half = self._own.half_for(whole, layout.nbytes, self._require_client())
         with half.image.view(0, len(layout.header)) as target:
             target[:] = layout.header
         file = RankFile(layout.name, layout.nbytes, not_finite=not_finite)
@@ -237,7 +239,7 @@ class ReplicaWriter:
         return self._layout
 
     def _drop_older(self) -> None:
-        """Replicas of this start are whole: let go of those of earlier ones."""
+        """Replicas of this start are whole: release those of earlier ones."""
         self._has_older = False
         if self._is_leader:
             client = self._require_client()
@@ -251,7 +253,7 @@ class ReplicaWriter:
 
     def _ready(self) -> bool:
         """Whether this rank can make a part; a keeper that was killed may have been started again."""
-        if "room" in self._told:
+        if "room" in self._logged:
             return False
         if self._client is None:
             try:
@@ -266,16 +268,16 @@ class ReplicaWriter:
         return self._client
 
     def _note_failure(self, error: CheckpointError | OSError) -> None:
-        """Go on without replicas, and say so once a kind."""
+        """Continue without replicas, and log that once a kind."""
         kind = "keeper" if isinstance(error, KeeperGone) else "room" if isinstance(error, NoRoom) else "other"
         if kind == "keeper":
             self._let_go()
             self._client = None
-        if kind not in self._told:
+        if kind not in self._logged:
             message = f"{error.message}; {error.hint}" if isinstance(error, PolyaccelError) else str(error)
             _log.warning("rank %d makes no replicas for now: %s", self._communicator.rank, message.rstrip("; "))
         if kind != "keeper":
-            self._told.add(kind)
+            self._logged.add(kind)
 
     def _let_go(self) -> None:
         self._done = None

@@ -27,7 +27,7 @@ NameMap = Literal["flax"] | Mapping[str, str | tuple[str, Axes]] | Callable[[str
 """Where a parameter was saved: a function from its name to the saved name, or to (saved name, axes), where the
 parameter is the saved array with its axes in this order, as `numpy.transpose(saved, axes)`. A dict has patterns:
 `{r"^model\\.(.*)": r"\\1"}` finds what is called `model.` and something here under that something, as `re.sub` would
-write it once; what no pattern matches keeps its name, buffers are renamed too. "flax" knows how flax and torch call and
+write it once; what no pattern matches keeps its name, buffers are renamed too. "flax" has how flax and torch name and
 lay out the same layers, in both directions: kernel, embedding and scale are weight."""
 
 
@@ -86,7 +86,7 @@ class RenamedReader:
             told = "; ".join(f"{' and '.join(map(repr, fqns))} to {name!r}" for name, fqns in clashes.items())
             raise CheckpointError(
                 f"several parameters are mapped to one: {told}",
-                hint="let name_map give each parameter a name of its own",
+                hint="let name_map give each parameter its own name",
                 value=sorted(clashes),
             )
         self._names = {name: fqn for name, (fqn,) in taken.items()}

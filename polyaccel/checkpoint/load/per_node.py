@@ -1,7 +1,7 @@
 """Select the newest checkpoint whose files are all present on the current hosts (node-local storage).
 
-Every place tells what it holds, and all ranks come to the same choice from what they were told. A marker on one place
-is enough, see [Note: A marker for each place] in `places.saving`.
+Every place sends what it holds, and all ranks come to the same choice from what they received. A marker on one place is
+enough, see [Note: A marker for each place] in `places.saving`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ChosenSave:
 def select_checkpoint(storage: Storage, tag: str | None, communicator: Communicator, *, fallback: bool) -> ChosenSave:
     """As `open_checkpoint`: `tag`, or what `latest` names, or with `fallback` the newest that can be had. Collective.
 
-    Raises CheckpointError, on every rank, naming files that nobody has, the places that had them, and the tags there.
+    Raises CheckpointError, on every rank, naming files that no rank has, the places that had them, and the tags there.
     """
     places = StorageNodes.found(storage, communicator, may_write=False)
     is_leader = places.is_leader(communicator.rank)
@@ -139,7 +139,7 @@ def _missing(commit: Commit, manifest: Manifest, here: Sequence[frozenset[str]])
     for name in manifest.files:
         if not any(name in files for files in here):
             held = " and ".join(place for _, place in manifest.held.get(name, ())) or "an unknown place"
-            yield f"{commit.folder}/{name}, which {held} had, and nobody here has it whole"
+            yield f"{commit.folder}/{name}, which {held} had, and no rank here has it whole"
 
 
 def _files(storage: Storage, commit: Commit) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _Elements = npt.NDArray[np.void]
 class TagStatus:
     """A tag, and the problem that keeps it from being loaded, if it is not empty.
 
-    `saved_at_s` is seconds since 1970 by the saving rank's clock, 0 where no marker says it.
+    `saved_at_s` is seconds since 1970 by the saving rank's clock, 0 where no marker has it.
     """
 
     tag: str
@@ -52,7 +52,7 @@ class TagStatus:
 
     @property
     def is_good(self) -> bool:
-        """Whether a run may go on from here."""
+        """Whether a run may continue from here."""
         return not self.problem and not self.not_finite
 
 
@@ -87,7 +87,7 @@ class CheckpointReader:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What was told of the run that saved."""
+        """What is recorded of the run that saved."""
         return self._manifest.about
 
     @property
@@ -225,8 +225,8 @@ class CheckpointReader:
     def _check_range(self, tensor: TensorEntry, block: Block | None, start: int, length: int) -> None:
         if block is not None and block.shape != tensor.shape:
             raise CheckpointError(
-                f"a block of a tensor of {block.shape} is no part of {tensor.fqn!r} ({tensor.kind}), saved with shape "
-                f"{tensor.shape}",
+                f"a block of a tensor of {block.shape} is not a part of {tensor.fqn!r} ({tensor.kind}), saved with "
+                f"shape {tensor.shape}",
                 hint="load into a model of the same shapes",
                 value=block.shape,
             )
@@ -281,11 +281,11 @@ def open_checkpoint(
 
     With `communicator`, which then all ranks must give, rank 0 chooses and all ranks read the very same save. With
     `fallback` and no `tag`, the newest complete checkpoint is taken, with a warning in the log, when `latest` is
-    missing or what it names is not complete. Where hosts have storages of their own, all ranks choose together what
-    they can have, and read by `CheckpointReader.together`.
+    missing or what it names is not complete. Where hosts have separate storages, all ranks choose together what they
+    can have, and read by `CheckpointReader.together`.
 
-    Raises CheckpointError, on all ranks, when there is no such checkpoint or it is incomplete or damaged; the message
-    names the file and the tags that could be loaded instead.
+    Raises CheckpointError, on all ranks, when the checkpoint is missing, incomplete or damaged; the message names the
+    file and the tags that could be loaded instead.
     """
     settle()
     storage = as_storage(source)

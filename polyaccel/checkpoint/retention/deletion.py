@@ -1,14 +1,14 @@
 """The deletion of the tags that a rule does not keep.
 
 [Note: Deletion]
-A deletion is a save backwards. The commit marker goes first, in one durable call: from then on the tag is no
-checkpoint to anybody, whatever of its files is still there. Then its save goes, then the empty folder. A deletion that
-is cut short after the marker leaves what a save that was cut short leaves, a folder that no marker names, which the
-next save clears away; one that is cut short before it leaves the checkpoint, whole. A reader that opened the tag before
-meets files that are missing, never others. Right before, the tag is looked at again: one whose marker was replaced, or
-in which somebody has begun another save, stays.
+A deletion is a save backwards. The commit marker goes first, in one durable call: from then on the tag is not a
+checkpoint, whatever of its files is still there. Then its save goes, then the empty folder. A deletion that is cut
+short after the marker leaves what a save that was cut short leaves, a folder that no marker names, which the next save
+clears away; one that is cut short before it leaves the checkpoint, whole. A reader that opened the tag before finds
+files missing, never others. Right before, the tag is looked at again: one whose marker was replaced, or in which
+another process has begun a save, stays.
 
-Nothing is deleted before the newest good checkpoint has been opened anew, with all of its files.
+Nothing is deleted before the newest good checkpoint has been opened again, with all of its files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _read: dict[str, dict[tuple[Commit, str], SavedTag]] = {}
 def prune(storage: Storage, retention: Retention) -> tuple[str, ...]:
     """Delete the tags of `storage` that `retention` does not keep, one process at a time. Returns those deleted.
 
-    What cannot be looked at or deleted wastes room, but does no harm, and is said in the log.
+    What cannot be looked at or deleted wastes room, but does no harm, and is logged.
     """
     deleted: list[str] = []
     if retention.keeps_all:
@@ -45,7 +45,7 @@ def prune(storage: Storage, retention: Retention) -> tuple[str, ...]:
     except CheckpointError as error:
         _log.warning("could not delete old checkpoints in %s: %s", storage.location, error)
     if deleted:
-        _log.info("deleted %s from %s, as the checkpoint section says", ", ".join(deleted), storage.location)
+        _log.info("deleted %s from %s, by the checkpoint section", ", ".join(deleted), storage.location)
     return tuple(deleted)
 
 
@@ -91,7 +91,7 @@ def _open(storage: Storage, commit: Commit, retention: Retention) -> SavedTag:
 def _plan(
     storage: Storage, retention: Retention, tags: list[SavedTag], commits: Mapping[str, Commit]
 ) -> tuple[str, ...]:
-    """The tags to delete, once the newest good one that stays has been opened anew."""
+    """The tags to delete, once the newest good one that stays has been opened again."""
     latest = read_latest(storage)
     best = retention.keep_best
     if best is not None and not any(each.metric is not None for each in tags):

@@ -1,4 +1,4 @@
-"""The rule for which tags stay, as values: what retention knows of a tag, and which ones may go."""
+"""The rule for which tags stay, as values: what retention has about a tag, and which ones may go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TagState(Enum):
     """The use that a tag has."""
 
     GOOD = "good"
-    """A run may go on from it."""
+    """A run may continue from it."""
     NOT_FINITE = "not finite"
     """It is complete, and a parameter has a value that is not finite."""
     UNREADABLE = "unreadable"
@@ -22,11 +22,11 @@ class TagState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedTag:
-    """What retention knows of a tag.
+    """What retention has about a tag.
 
-    `saved_at_s` is seconds since 1970; `step` counts optimizer steps, None where the checkpoint does not say; `metric`
-    is the number that `KeepBest.metric` names, None where it has none; `is_busy`: it holds a save besides the one that
-    counts, which a living process may be writing.
+    `saved_at_s` is seconds since 1970; `step` counts optimizer steps, None where the checkpoint does not have it;
+    `metric` is the number that `KeepBest.metric` names, None where it has none; `is_busy`: it holds a save in addition
+    to the one that counts, which a living process may be writing.
     """
 
     tag: str
@@ -78,9 +78,9 @@ class Retention:
     def deletable(self, tags: Iterable[SavedTag], latest: str | None) -> tuple[str, ...]:
         """The tags that may be deleted, oldest first. Pure.
 
-        Only good tags count as kept. The newest good one and the one that `latest` names stay whatever the rule says,
-        and so does every tag that is busy or cannot be read, which may be anybody's. One with values that are not
-        finite goes once a good one is newer. While no tag has the metric of `keep_best`, none can be told to be worse,
+        Only good tags count as kept. The newest good one and the one that `latest` names stay whatever the rule is,
+        and so does every tag that is busy or cannot be read, which may belong to another job. One with values that are
+        not finite goes once a good one is newer. While no tag has the metric of `keep_best`, none is known to be worse,
         and all stay.
         """
         by_age = sorted(tags, key=lambda each: (each.saved_at_s, each.tag))

@@ -1,4 +1,4 @@
-"""A rank's side of its saves in the background: hands its part to the process beside it, and asks how that went."""
+"""A rank's side of its saves in the background: hands its part to the process next to it, and asks for the outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
-# See [Note: A job that is ended] in `async_process`; here it is said before anything else is loaded.
+# See [Note: A job that is ended] in `async_process`; here it is set before anything else is loaded.
 _MAIN = """
 import signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -52,8 +52,8 @@ class SaveOutcome:
 class Save(Protocol):
     """A rank's part of a save that is under way, wherever that is."""
 
-    is_told: bool
-    """Whether somebody has asked for the outcome of what has ended."""
+    is_reported: bool
+    """Whether the outcome of what has ended was asked for."""
 
     def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
         """How it went; None while it is under way, after waiting for at most `timeout_s` (None: until it has ended)."""
@@ -62,31 +62,31 @@ class Save(Protocol):
         """Let it stop waiting for other ranks' parts."""
 
     def finish_soon(self) -> None:
-        """Let it wait for other ranks' parts no longer than for a while: nobody will say how they went."""
+        """Let it wait for other ranks' parts no longer than for a while: their outcome will not be reported."""
 
 
 class Pending:
-    """A rank's part of a save, under way in the process beside it."""
+    """A rank's part of a save, under way in the process next to it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._outcome: SaveOutcome | None = None
         self._of = os.getpid()
         self._lock = Lock()
-        self.is_told = False
-        """Whether somebody has asked for the outcome of what has ended."""
+        self.is_reported = False
+        """Whether the outcome of what has ended was asked for."""
         _under_way.add(self)
 
     def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
         """How it went; None while it is under way, after waiting for at most `timeout_s` (None: until it has ended)."""
-        with self._lock:  # ranks may be threads, and whoever opens a checkpoint asks too
+        with self._lock:  # ranks may be threads, and every reader of a checkpoint asks too
             if self._outcome is None:
-                self._outcome = self._heard(timeout_s)
+                self._outcome = self._received(timeout_s)
             if self._outcome is not None:
                 _under_way.discard(self)
             return self._outcome
 
-    def _heard(self, timeout_s: float | None) -> SaveOutcome | None:
+    def _received(self, timeout_s: float | None) -> SaveOutcome | None:
         if self._of != os.getpid():  # forked from the process whose save it is
             return SaveOutcome()
         try:
@@ -106,7 +106,8 @@ class Pending:
         self._say(GIVE_UP)
 
     def finish_soon(self) -> None:
-        """Let the process wait for other ranks' parts no longer than for a while: nobody will say how they went."""
+        """Let the process wait for other ranks' parts no longer than for a while: their outcome will not be
+        reported."""
         self._say(LAST)
 
     def _say(self, word: bytes) -> None:
@@ -115,15 +116,15 @@ class Pending:
 
 
 def start(part: SavePart, image: Image, **job: Any) -> Pending:
-    """Hand a part, which `image` has been filled with, to the process beside this one; `job` are the fields of
-    `SaveJob` that the part does not say. The image stays as it is until the outcome is known.
+    """Hand a part, which `image` has been filled with, to the process next to this one; `job` are the fields of
+    `SaveJob` that the part does not have. The image stays as it is until the outcome is there.
 
-    Raises CheckpointError when there is no such process.
+    Raises CheckpointError when there is no process.
     """
     for earlier in list(_under_way):
         earlier.outcome()
     layout = part.layout
-    told = SaveJob(
+    save_job = SaveJob(
         name=layout.name,
         nbytes=layout.nbytes,
         header=layout.header.decode("latin-1"),
@@ -134,17 +135,17 @@ def start(part: SavePart, image: Image, **job: Any) -> Pending:
     )
     ours, theirs = socket.socketpair()
     with theirs:
-        _process().take(told.to_bytes(), (image.descriptor, theirs.fileno()))
+        _process().take(save_job.to_bytes(), (image.descriptor, theirs.fileno()))
     return Pending(ours)
 
 
 def owner() -> ProcessIdentity:
-    """The process beside this one, which is started if there is none."""
+    """The process next to this one, which is started if there is none."""
     return ProcessIdentity.of(_process().pid)
 
 
 class _Process:
-    """The process beside this one. It ends when this one does, after its jobs."""
+    """The process next to this one. It ends when this one does, after its jobs."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -199,7 +200,7 @@ def _process() -> _Process:
 
 
 def stop() -> None:
-    """Let the process beside this one end after its jobs, and wait for that. The next save starts another."""
+    """Let the process next to this one end after its jobs, and wait for that. The next save starts another."""
     with _lock:
         while _processes:
             _processes.pop().close()
@@ -217,7 +218,7 @@ def _read(message: tuple[bytes, list[int]] | None) -> SaveOutcome:
 
 
 def register_pending(save: Save) -> None:
-    """From now on whoever opens checkpoints in this process waits for a save first, and so does its end."""
+    """From now on each open of a checkpoint in this process waits for a save first, and so does its end."""
     _under_way.difference_update([each for each in _under_way if each.outcome() is not None])
     _under_way.add(save)
 
@@ -233,7 +234,7 @@ def waiting_for_nobody() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Wait until what this process has handed over is written. How it went is told where it is asked for."""
+    """Wait until what this process has handed over is written. The outcome is raised where it is asked for."""
     if getattr(_thread, "is_saving", False):
         return
     for pending in list(_under_way):
@@ -241,11 +242,11 @@ def settle() -> None:
 
 
 def _at_exit() -> None:
-    """A script that ends right after a save has saved: its process waits for it, and tells of a failure."""
+    """A script that ends right after a save has saved: its process waits for it, and reports a failure."""
     for pending in list(_under_way):
         pending.finish_soon()
         outcome = pending.outcome(timeout_s=None)
-        if outcome is not None and outcome.error and not pending.is_told:
+        if outcome is not None and outcome.error and not pending.is_reported:
             _log.error("a checkpoint was not saved: %s", outcome.error)
     stop()
 

@@ -1,4 +1,4 @@
-"""A rank's file in memory that another process can read: filled by the rank, written by the process beside it."""
+"""A rank's file in memory that another process can read: filled by the rank, written by the process next to it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Image:
         ctypes.memmove(self._address + offset, address, nbytes)
 
     def crc32(self, offset: int, nbytes: int, before: int = 0) -> int:
-        """zlib's crc32 of so many bytes, going on from the one `before` them. Other threads run meanwhile."""
+        """zlib's crc32 of so many bytes, continuing from the one `before` them. Other threads run meanwhile."""
         with self.view(offset, nbytes) as data:
             return crc32(data, before)
 
@@ -83,7 +83,7 @@ class Image:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def close(self) -> None:
-        """Let go of the memory in this process."""
+        """Release the memory in this process."""
         with suppress(BufferError):  # a write that failed: its error still holds what it read
             self._memory.close()
         self._close()

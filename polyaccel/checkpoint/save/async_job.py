@@ -1,4 +1,4 @@
-"""What a rank hands to the process that writes for it, and what it hears: JSON beside file descriptors."""
+"""What a rank hands to the process that writes for it, and the answers: JSON next to file descriptors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from polyaccel.core.types import DType
 from polyaccel.job.memory_server.protocol import exactly
 
 GIVE_UP, LAST = b"G", b"L"
-"""Words of the rank: nobody waits for this save any more; nobody will say how other ranks' parts went."""
+"""Messages of the rank: this save is not waited for any more; the outcome of other ranks' parts will not be
+reported."""
 _LENGTH_NBYTES = 8
 _PLAIN = ("scalars", "about", "options")
 
@@ -25,7 +26,7 @@ _PLAIN = ("scalars", "about", "options")
 class SaveJob:
     """One rank's part of a save.
 
-    `storage`, `location` and `options` say which storage it is, `folder` where in it; `name`, `nbytes`, `header` and
+    `storage`, `location` and `options` identify the storage, `folder` where in it; `name`, `nbytes`, `header` and
     `segments` lay the file out. Rank 0 commits, with its `scalars` and `about`.
     """
 

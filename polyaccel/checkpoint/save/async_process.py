@@ -1,18 +1,18 @@
 """The process that writes a rank's checkpoints, which `client` starts: `main(descriptor)`.
 
-It is told of jobs over the socket of that descriptor, and answers each over a socket that comes with it. It ends when
-its rank has ended and its jobs have. A rank that was killed after it handed over its part loses nothing by that: what
-was staged is written, and committed if all ranks came so far.
+It receives jobs over the socket of that descriptor, and answers each over a socket that comes with it. It ends when its
+rank has ended and its jobs have. A rank that was killed after it handed over its part loses nothing by that: what was
+staged is written, and committed if all ranks came so far.
 
 [Note: A job that is ended]
-Whoever ends a job asks all of its processes to (SIGTERM), and kills those that are there some seconds later. When one
-rank was killed, its save is in order and should count. So on SIGTERM the writer finishes pending saves, for which it
-has the time until the kill. It then waits only briefly for the parts of ranks that report nothing.
+A launcher that ends a job asks all of its processes to (SIGTERM), and kills those that are there some seconds later.
+When one rank was killed, its save is in order and should count. So on SIGTERM the writer finishes pending saves, for
+which it has the time until the kill. It then waits only briefly for the parts of ranks that report nothing.
 
 [Note: Who commits]
-Ranks' processes know each other by the save's folder alone, on whatever storage it is. Each leaves a note in `told/`
+Ranks' processes find each other by the save's folder alone, on whatever storage it is. Each leaves a note in `told/`
 when its file is durable, or when it failed; rank 0's waits for all of them, then commits. It gives up when its rank
-says so, and when its rank has ended and no note has come for some time.
+requests that, and when its rank has ended and no note has come for some time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from threading import Event, Thread, get_ident
 from typing import Any
 
 from polyaccel.checkpoint.format.pieces import RankFile
-from polyaccel.checkpoint.format.save_folders import TOLD, held
+from polyaccel.checkpoint.format.save_folders import RANK_NOTES, held
 from polyaccel.checkpoint.parsing import json_object
 from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.save.async_image import Image
@@ -74,8 +74,8 @@ def main(descriptor: int) -> None:
 
 
 def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> None:
-    """Do a job and tell how it ended."""
-    told = _Told()
+    """Do a job and send its outcome."""
+    log_lines = _LogLines()
     try:
         with answer:
             gives_up = _watch(answer, ended)
@@ -84,23 +84,23 @@ def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> 
                 outcome: dict[str, Any] = {"error": None}
             except PolyaccelError as error:
                 outcome = {"error": [error.message, error.hint]}
-            except Exception as error:  # whatever it is, the rank has to hear of it
+            except Exception as error:  # whatever it is, the rank has to receive it
                 outcome = {"error": [f"{type(error).__name__}: {error}", ""]}
-            send(answer, json.dumps(outcome | {"log": told.lines}).encode("ascii"))
+            send(answer, json.dumps(outcome | {"log": log_lines.lines}).encode("ascii"))
     except OSError:
         return  # the rank has ended
     finally:
-        told.close()
+        log_lines.close()
 
 
 def _write(job: SaveJob, descriptor: int, gives_up: Event, ended: Event) -> None:
     storage = open_storage(job.storage, job.location, job.options)
 
     def abandon_all() -> None:
-        """Remove what was written once nobody writes any more: a rank's process that does makes the folder again."""
+        """Remove what was written once no process writes any more: one that does makes the folder again."""
         for rank in range(1, job.world_size):
             with suppress(CheckpointError):
-                _heard(storage, job, rank, gives_up, ended)
+                _received(storage, job, rank, gives_up, ended)
         abandon(storage, job.tag, job.folder)
 
     with held(storage, f"{job.tag}/{job.folder}"):
@@ -116,13 +116,13 @@ def _write(job: SaveJob, descriptor: int, gives_up: Event, ended: Event) -> None
             _tell(storage, job, file.to_tree())
             return
         try:
-            files = [file, *(_heard(storage, job, rank, gives_up, ended) for rank in range(1, job.world_size))]
+            files = [file, *(_received(storage, job, rank, gives_up, ended) for rank in range(1, job.world_size))]
             commit = commit_files(storage, job.tag, job.folder, files, job.scalars, job.about)
         except CheckpointError:
             abandon_all()
             raise
         finish(storage, commit, files, save_latest=job.save_latest)
-        storage.delete_tree(f"{job.tag}/{job.folder}/{TOLD}")
+        storage.delete_tree(f"{job.tag}/{job.folder}/{RANK_NOTES}")
         prune(storage, job.retention)
 
 
@@ -140,8 +140,8 @@ def _tell(storage: Storage, job: SaveJob, tree: dict[str, Any]) -> None:
     storage.write(_note(job, job.rank), [json.dumps(tree).encode("ascii")])
 
 
-def _heard(storage: Storage, job: SaveJob, rank: int, gives_up: Event, ended: Event) -> RankFile:
-    """What another rank wrote, once it has said so."""
+def _received(storage: Storage, job: SaveJob, rank: int, gives_up: Event, ended: Event) -> RankFile:
+    """Return what another rank wrote, once its note is there."""
     path, began_s = _note(job, rank), time.monotonic()
     while (nbytes := storage.size(path)) is None:
         waited_s = time.monotonic() - began_s
@@ -158,11 +158,11 @@ def _heard(storage: Storage, job: SaveJob, rank: int, gives_up: Event, ended: Ev
 
 
 def _note(job: SaveJob, rank: int) -> str:
-    return f"{job.tag}/{job.folder}/{TOLD}/rank{rank:05d}.json"
+    return f"{job.tag}/{job.folder}/{RANK_NOTES}/rank{rank:05d}.json"
 
 
 def _watch(answer: socket.socket, ended: Event) -> Event:
-    """An event that is set when the rank says that it gives up; `ended` is when it says that this is its last word."""
+    """An event that is set when the rank gives up; `ended` is set when it sends its last message."""
     gives_up = Event()
 
     def listen() -> None:
@@ -174,7 +174,7 @@ def _watch(answer: socket.socket, ended: Event) -> Event:
     return gives_up
 
 
-class _Told(logging.Handler):
+class _LogLines(logging.Handler):
     """The lines that the job's thread logs, for the rank to log."""
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
 [Note: Turns]
 A rank sends one file and receives those of some ranks of the place before, one a turn. In a turn every pair exchanges
-its chunks in step, so each rank needs memory for two of them. Nobody leaves a turn before its end: a rank that cannot
-write what it receives takes the rest and drops it, one that cannot read what it sends sends zeros; both say so when the
-turns are over, and until then no rank has to be waited for.
+its chunks in step, so each rank needs memory for two of them. No rank leaves a turn before its end: a rank that cannot
+write what it receives takes the rest and drops it, one that cannot read what it sends sends zeros; both report that
+when the turns are over, and until then no rank has to be waited for.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_copies(
         try:
             if source is not None:
                 storage.write(f"{folder}/{files[source].name}", turned.chunks())
-        except Exception as error:  # whatever it is, the others have to hear of it
+        except Exception as error:  # whatever it is, the others have to receive it
             failures.append(error)
         turned.finish()
         failures += turned.failures
@@ -90,7 +90,7 @@ def write_copies(
 
 class TurnExchange:
     """One turn of a rank: `out_nbytes` bytes, as `read` gives them by offset and length, to the rank `taker`, and
-    `in_nbytes` from the rank `source`; to or from nobody where that is None. `buffers` are two of CHUNK_NBYTES. What
+    `in_nbytes` from the rank `source`; to or from no rank where that is None. `buffers` are two of CHUNK_NBYTES. What
     `read` could not give is in `failures`."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """Which ranks see one and the same storage, where hosts have their own.
 
-A *place* is a storage that some ranks see and others do not. It has an identity, in a file of its own: ranks that read
-the same one see the same files. A place without that file, such as a new disk, is that of the host and the location.
+A *place* is a storage that some ranks see and others do not. It has an identity, in its own file: ranks that read the
+same one see the same files. A place without that file, such as a new disk, is that of the host and the location.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class StorageNodes:
 
     @classmethod
     def found(cls, storage: Storage, communicator: Communicator, *, may_write: bool) -> StorageNodes:
-        """Look who sees what. `may_write`: give places that have no identity one; without it, hosts and locations are
-        told apart even where they turn out to be one storage, which does no harm to readers. Collective.
+        """Find out which ranks see which storage. `may_write`: give places that have no identity one; without it, hosts
+        and locations count as different even where they turn out to be one storage, which does no harm to readers.
+        Collective.
 
         Raises CheckpointError on every rank when a storage fails on any, or is the clone of another.
         """
@@ -40,16 +41,16 @@ class StorageNodes:
                 write_note(storage, token_hex(8))
 
         run_on_all(communicator, step, mark)  # of several notes the last one stays
-        told = run_on_all(communicator, step, lambda: (place_id(storage), host, storage.location))
-        keys = [found if may_write else f"{found}:{host}:{location}" for found, host, location in told]
+        gathered = run_on_all(communicator, step, lambda: (place_id(storage), host, storage.location))
+        keys = [found if may_write else f"{found}:{host}:{location}" for found, host, location in gathered]
         order = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         firsts = [keys.index(key) for key in order]
         found = cls(
             tuple(order[key] for key in keys),
-            tuple(told[rank][0] for rank in firsts),
-            tuple(f"{told[rank][1]}:{told[rank][2]}" for rank in firsts),
+            tuple(gathered[rank][0] for rank in firsts),
+            tuple(f"{gathered[rank][1]}:{gathered[rank][2]}" for rank in firsts),
         )
-        if may_write and len(set(told)) > found.count:
+        if may_write and len(set(gathered)) > found.count:
             found._prove(storage, communicator, step)
         return found
 
@@ -62,10 +63,10 @@ class StorageNodes:
                 write_note(storage, self.ids[place], token_hex(8))
 
         run_on_all(communicator, step, renew)
-        told = communicator.all_gather_object(read_note(storage).get("proof"))
+        gathered = communicator.all_gather_object(read_note(storage).get("proof"))
 
         def compare() -> None:
-            if told[communicator.rank] != told[self.members(place)[0]]:
+            if gathered[communicator.rank] != gathered[self.members(place)[0]]:
                 raise CheckpointError(
                     f"{storage.location} on {socket.gethostname()} has the identity of {self.names[place]}, and other "
                     "files",

@@ -1,9 +1,9 @@
-"""A save where hosts have storages of their own: each rank writes on its host, and the neighbour gets a copy.
+"""A save where hosts have separate storages: each rank writes on its host, and the neighbour gets a copy.
 
 [Note: A marker for each place]
-What [Note: Commit] says of one folder holds for all of them: every file and every copy is durable and verified on its
-place before the first marker is written, anywhere. So one marker is enough to know that a save is whole, and a save
-that was cut short between two markers counts: the next one first gives the marker to the places that lack it
+[Note: Commit] holds for all of these folders as for one: every file and every copy is durable and verified on its place
+before the first marker is written, anywhere. So one marker is enough to show that a save is whole, and a save that was
+cut short between two markers counts: the next one first gives the marker to the places that lack it
 (`complete_markers`), and only then clears up. A file of a lost place is with its neighbour, its copies are with the
 place before, so any one place can be missing.
 """
@@ -29,16 +29,16 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
-"""The locations of which the log has said that they have no copy."""
+_logged: set[str] = set()
+"""The locations that were logged as having no copy."""
 
 
 def save_places(storage: Storage, communicator: Communicator) -> StorageNodes:
-    """The places of a storage that hosts do not share, each with an identity; the log says once where there is one
-    place alone. Collective."""
+    """The places of a storage that hosts do not share, each with an identity; a single place is logged once.
+    Collective."""
     places = StorageNodes.found(storage, communicator, may_write=True)
-    if places.count == 1 and communicator.rank == 0 and storage.location not in _told:
-        _told.add(storage.location)
+    if places.count == 1 and communicator.rank == 0 and storage.location not in _logged:
+        _logged.add(storage.location)
         _log.info("all ranks see one storage, %s: checkpoints have no second copy on another host", storage.location)
     return places
 
@@ -69,8 +69,8 @@ def write_per_node(
                 f"writing {tag!r}",
                 lambda: storage.write(own, file.chunks(part.layout, read or reading(part.contents))),
             )
-            told = communicator.all_gather_object(file.to_tree())
-            files = [RankFile.from_tree(tree, f"what rank {other} wrote") for other, tree in enumerate(told)]
+            gathered = communicator.all_gather_object(file.to_tree())
+            files = [RankFile.from_tree(tree, f"what rank {other} wrote") for other, tree in enumerate(gathered)]
             write_copies(storage, path, places, files, communicator, f"copying {tag!r} to the neighbours")
             saved_at_s = max(run_on_all(communicator, step, lambda: next_saved_at_s(storage)))
             held = _held(places, files)
@@ -106,9 +106,9 @@ def complete_markers(storage: Storage, places: StorageNodes, communicator: Commu
     """Give every place that has a save the marker of it, where another one has that: it was cut short between two.
     Collective."""
     is_leader = places.is_leader(communicator.rank)
-    told = run_on_all(communicator, "looking for earlier saves", lambda: markers(storage) if is_leader else {})
+    gathered = run_on_all(communicator, "looking for earlier saves", lambda: markers(storage) if is_leader else {})
     newest: dict[str, Commit] = {}
-    for by_tag in told:
+    for by_tag in gathered:
         for tag, marker in by_tag.items():
             commit = Commit.from_bytes(marker, f"a commit marker of {tag!r}")
             if tag not in newest or newest[tag].saved_at_s < commit.saved_at_s:
@@ -116,7 +116,7 @@ def complete_markers(storage: Storage, places: StorageNodes, communicator: Commu
 
     def complete() -> None:
         for tag, commit in newest.items():
-            if told[communicator.rank].get(tag) != commit.to_bytes():
+            if gathered[communicator.rank].get(tag) != commit.to_bytes():
                 with suppress(CheckpointError):  # what is not here
                     read_manifest(storage, commit)
                     write_commit(storage, commit)
@@ -150,11 +150,11 @@ def _begin(
         clear_leftovers(storage)
         return new_folder(storage, tag), nbytes
 
-    told = run_on_all(communicator, step, look)
-    folder = max((name for name, _ in told if name), key=save_number)
+    gathered = run_on_all(communicator, step, look)
+    folder = max((name for name, _ in gathered if name), key=save_number)
     place = places.of_rank[rank]
     before = [other for other in range(places.count) if places.neighbour(other) == place]
-    needed = sum(told[other][1] for each in (place, *before) for other in places.members(each))
+    needed = sum(gathered[other][1] for each in (place, *before) for other in places.members(each))
 
     def prepare() -> None:
         storage.check_space(needed)

@@ -1,8 +1,8 @@
-"""A save on several places while training goes on, by a thread of each rank.
+"""A save on several places while training continues, by a thread of each rank.
 
-A process beside the rank, which writes where all ranks see one storage, cannot take part in collectives, and hosts have
-copies to send each other. So a thread does here what `places.saving` says, with a communicator of its own and out of
-the copy in memory. It leaves the interpreter to training while it reads, writes, sends and computes checksums.
+A process next to the rank, which writes where all ranks see one storage, cannot take part in collectives, and hosts
+have copies to send each other. So a thread takes the steps of `places.saving` here, with its own communicator and out
+of the copy in memory. It leaves the interpreter to training while it reads, writes, sends and computes checksums.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
 
 
-def communicator_beside(communicator: Communicator) -> Communicator | None:
-    """A communicator of the same ranks for a thread beside theirs; None where messages lie on a device: two
+def thread_communicator(communicator: Communicator) -> Communicator | None:
+    """A communicator of the same ranks for a thread next to theirs; None where messages lie on a device: two
     communicators of one device, used by two threads, may wait for each other. Collective."""
     if communicator.allocate(1, DType.UINT8).device.type != "cpu":
         return None
@@ -31,7 +31,7 @@ class SavingThread:
     """A rank's part of a save, under way in a thread: what `async_client.Pending` is for one of a process."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
-        self.is_told = False
+        self.is_reported = False
         self._of = os.getpid()
         threads = ThreadPoolExecutor(1, "polyaccel save")
         self._outcome: Future[SaveOutcome] = threads.submit(_ended, action)
@@ -45,7 +45,7 @@ class SavingThread:
         return self._outcome.result() if self._outcome.done() else None
 
     def give_up(self) -> None:
-        """The ranks' threads hear of each other's failures by themselves."""
+        """The ranks' threads receive each other's failures by themselves."""
 
     def finish_soon(self) -> None:
         """They wait for each other no longer than their communicator does."""
@@ -57,6 +57,6 @@ def _ended(action: Callable[[], Any]) -> SaveOutcome:
             action()
         except PolyaccelError as error:
             return SaveOutcome(error.message, error.hint)
-        except Exception as error:  # whatever it is, the rank has to hear of it
+        except Exception as error:  # whatever it is, the rank has to receive it
             return SaveOutcome(f"{type(error).__name__}: {error}")
     return SaveOutcome()

@@ -1,4 +1,4 @@
-"""The steps of a save, whoever takes them: the ranks themselves (`writer`) or processes beside them (`async_process`).
+"""The steps of a save, taken by the ranks themselves (`writer`) or processes next to them (`async_process`).
 
 The order is everything: see [Note: Commit] in `polyaccel.checkpoint.format.commit`.
 """
@@ -109,12 +109,12 @@ def agree_on_parts(
         nbytes = parts[0].layout.nbytes
         return check_tag(tag), nbytes, has_room(nbytes)
 
-    intents = [Intent(*told) for told in run_on_all(communicator, f"save_checkpoint({tag!r})", check)]
+    intents = [Intent(*fields) for fields in run_on_all(communicator, f"save_checkpoint({tag!r})", check)]
     return one_tag([intent.tag for intent in intents], validation), parts[0], intents
 
 
 def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
-    """Rank 0's tag, once ranks that named another one have been dealt with as `checkpoint.tag_validation` says."""
+    """Return rank 0's tag, once other tags have been dealt with by `checkpoint.tag_validation`."""
     others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if others and validation != "Ignore":
         named = ", ".join(f"rank {rank} under {tag!r}" for rank, tag in others.items())
@@ -132,11 +132,11 @@ def commit_files(
     files: Sequence[RankFile],
     scalars: Mapping[str, Any],
     about: Mapping[str, Any],
-    beside: Mapping[str, int] = MappingProxyType({}),
+    extra_files: Mapping[str, int] = MappingProxyType({}),
 ) -> Commit:
-    """Verify that all is there, then write the manifest, then the marker. `beside` has the names and lengths of files
-    that hold nothing but blobs."""
-    manifest = manifest_of(tag, files, scalars, about, beside=beside)
+    """Verify that all is there, then write the manifest, then the marker. `extra_files` has the names and lengths of
+    files that hold nothing but blobs."""
+    manifest = manifest_of(tag, files, scalars, about, extra_files=extra_files)
     require_files(storage, f"{tag}/{folder}", manifest.files)
     data = manifest.to_json()
     storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
@@ -151,14 +151,14 @@ def manifest_of(
     scalars: Mapping[str, Any],
     about: Mapping[str, Any],
     *,
-    beside: Mapping[str, int] = MappingProxyType({}),
+    extra_files: Mapping[str, int] = MappingProxyType({}),
     held: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
 ) -> Manifest:
-    """The manifest of what the ranks wrote, checked. `beside` as in `commit_files`, `held` as in `Manifest`."""
+    """The manifest of what the ranks wrote, checked. `extra_files` as in `commit_files`, `held` as in `Manifest`."""
     manifest = Manifest(
         tag=tag,
         world_size=len(files),
-        files={file.name: file.nbytes for file in files} | dict(beside),
+        files={file.name: file.nbytes for file in files} | dict(extra_files),
         tensors=build_tensors((rank, entry) for rank, file in enumerate(files) for entry in file.tensors),
         scalars=dict(scalars),
         blobs=tuple(tuple(file.blobs) for file in files),
@@ -186,10 +186,10 @@ def require_files(storage: Storage, folder: str, files: Mapping[str, int]) -> No
 
 
 def next_saved_at_s(storage: Storage) -> float:
-    """The time, but later than that of every checkpoint there: they are told apart by it, and clocks are set back."""
+    """The time, but later than that of every checkpoint there: it distinguishes them, and clocks are set back."""
     saved_at_s = [0.0]
     for tag in tag_names(storage):
-        with suppress(CheckpointError):  # nobody's marker, or a damaged one
+        with suppress(CheckpointError):  # no marker, or a damaged one
             commit = read_commit(storage, tag)
             saved_at_s.append(commit.saved_at_s if commit else 0.0)
     return round(max(time.time(), max(saved_at_s) + 0.001), 3)
@@ -213,7 +213,7 @@ def abandon(storage: Storage, tag: str, folder: str) -> None:
     try:
         commit = read_commit(storage, tag)
     except CheckpointError:
-        return  # then nobody knows what the marker names
+        return  # then it is unknown what the marker names
     if commit is None or commit.save != folder:
         discard(storage, tag, folder)
         with suppress(CheckpointError):

@@ -49,7 +49,7 @@ def save_checkpoint(
     """Save a checkpoint under `tag`, replacing one of that name; every rank calls this with its own pieces and blobs.
 
     `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.format.scalars`), checked on every rank; so is
-    `about`, which tells of the run. When the call returns, on any rank, the checkpoint is complete and durable, and
+    `about`, which describes the run. When the call returns, on any rank, the checkpoint is complete and durable, and
     `latest` names it if `save_latest`; but `latest` never moves to parameters that are not finite, of which the log
     warns. Last of all, rank 0 deletes the tags that its `retention` does not keep.
 
@@ -81,7 +81,7 @@ def write_parts(
     places: StorageNodes | None = None,
 ) -> Commit:
     """The rest of `save_checkpoint`: write what the ranks agreed on, `nbytes` in all. Collective. `places`: where that
-    is known already."""
+    is determined already."""
     if not storage.is_shared:
         places = places or save_places(storage, communicator)
         if places.count > 1:
@@ -100,8 +100,8 @@ def write_parts(
                 f"writing {tag!r}",
                 lambda: storage.write(path, file.chunks(part.layout, reading(part.contents))),
             )
-            told = communicator.gather_object(file.to_tree()) or ()
-            files = [RankFile.from_tree(tree, f"what rank {rank} wrote") for rank, tree in enumerate(told)]
+            gathered = communicator.gather_object(file.to_tree()) or ()
+            files = [RankFile.from_tree(tree, f"what rank {rank} wrote") for rank, tree in enumerate(gathered)]
             marker = on_rank_0(
                 communicator,
                 f"committing {tag!r}",
@@ -125,7 +125,7 @@ def write_parts(
 @contextmanager
 def _prepare(storage: Storage, tag: str, nbytes: int) -> Iterator[str]:
     """The folder to save in, owned until the block is left. Nothing of a checkpoint is touched to make room, only what
-    nobody will finish."""
+    will not be finished."""
     clear_leftovers(storage)
     storage.check_space(nbytes)
     with new_save(storage, tag) as folder:

@@ -1,13 +1,13 @@
-"""The storage `fsspec`: checkpoints in an object store, such as `s3://bucket/runs`.
+"""The storage `fsspec`: checkpoints in an object store, for example `s3://bucket/runs`.
 
 [Note: Objects instead of renames]
 An object store has no rename, and needs none: an object appears whole, with the request that ends its upload, or not at
-all. A small file is one put. A larger one is uploaded in parts, which nobody sees, and the last request makes them the
-object; a write that fails takes its parts back. The commit marker is such an object, so a checkpoint exists from one
-request on. Folders are what names have in common. Listings are never taken from a cache: other ranks write too.
+all. A small file is one put. A larger one is uploaded in invisible parts, and the last request makes them the object; a
+write that fails takes its parts back. The commit marker is an object too, so a checkpoint exists from one request on.
+Folders are what names have in common. Listings are never taken from a cache: other ranks write too.
 
-Parts of a process that was killed take room until somebody takes them back: `delete_tree` does for all below a folder,
-`clear_unfinished` for those that are a day old, because S3 does not say who uploads.
+Parts of a process that was killed take room until they are taken back: `delete_tree` does for all below a folder,
+`clear_unfinished` for those that are a day old, because S3 does not record who uploads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _uploading: set[str] = set()
 
 
 class FsspecStorage(Storage):
-    """Objects in a store that fsspec knows, below a URL; the options are fsspec's `storage_options` for it.
+    """Objects in a store that fsspec supports, below a URL; the options are fsspec's `storage_options` for it.
 
     `memory://name` is the memory of the process that writes, for tests: `"checkpoint": {"async": false}` keeps it here.
     """

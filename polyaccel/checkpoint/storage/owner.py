@@ -1,4 +1,4 @@
-"""Whose unfinished work a file or folder is: a process, named so that others can tell whether it still lives.
+"""Whose unfinished work a file or folder is: a process, named so that others can find out whether it still lives.
 
 A process id alone does not do: ids are used again, and mean nothing in another container or on another host. What
 belongs to a process that cannot be looked up from here counts as abandoned after a day, which no write takes.
@@ -26,7 +26,7 @@ _TOKEN = re.compile(r"([0-9a-f]{8})-(\d{1,12})-(\d{1,20})")
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
     """A process. `machine` stands for a boot of a kernel and a space of process ids; `started` is when the process
-    began, in the system's own ticks (0 where it does not say)."""
+    began, in the system's own ticks (0 if unknown)."""
 
     machine: int
     pid: int
@@ -55,14 +55,14 @@ class ProcessIdentity:
 
     def is_alive(self, age_s: float) -> bool:
         """Whether the process still runs. `age_s`: for how long its work has stood there, for where that cannot be
-        told."""
+        found out."""
         if self.machine != _machine():
             return age_s < ABANDONED_AFTER_S
         return _started(self.pid) == self.started
 
 
 class OwnerNote(BaseModel):
-    """The file that says whose a folder is. `host` is for people; `since_s` is seconds since 1970."""
+    """The file that names the owner of a folder. `host` is for people; `since_s` is seconds since 1970."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -95,7 +95,8 @@ def _pid_space() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this machine began; 0 where the system does not say, None if there is no such process."""
+    """When a process of this machine began; 0 where the system does not report it, None if the process does not
+    exist."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(fields) > 19:  # from the state on, which is the third of all
         return None if fields[0] == "Z" else int(fields[19])
@@ -103,7 +104,7 @@ def _started(pid: int) -> int | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except OSError:  # somebody else's
+    except OSError:  # another user's
         return 0
     return 0
 

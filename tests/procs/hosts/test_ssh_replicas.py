@@ -54,6 +54,6 @@ def test_a_rank_that_is_killed_and_a_host_that_is_lost_cost_a_step_at_most(two_h
     assert {(int(rank), int(step)) for rank, step, _ in found} == {(r, s) for r in (0, 1) for s in range(1, STEPS + 1)}
     wrong = [(r, step, loss, losses[int(r)][int(step)]) for r, step, loss in found if loss != losses[int(r)][int(step)]]
     assert wrong == [], wrong
-    assert "going on from the replica of step 3 in memory: no step is lost" in done.stderr
+    assert "continuing from the replica of step 3 in memory: no step is lost" in done.stderr
     assert done.stderr.count("the keeper of replicas on host") == 2
     assert two_hosts.left() == []

@@ -150,7 +150,7 @@ def test_a_host_is_lost_and_comes_back(two_hosts: Hosts, agents: Agents, way: st
     assert {batch for *_, batch in begins} == {"12"}
     assert [ranks for _, ranks, *_ in begins][-3:] == ["2", "1", "2"]
     said = agents.said()
-    assert len(re.findall(r"going on from the replica of step \d+ in memory", said)) >= 2, said
+    assert len(re.findall(r"continuing from the replica of step \d+ in memory", said)) >= 2, said
     assert "[rank 0] " in said
     wanted = undisturbed(max(int(step) for step, *_ in agents.found("step")))
     found = {int(step): float(loss) for step, loss, _ in agents.found("step")}

@@ -72,7 +72,7 @@ def test_three_ranks_then_two_then_one_see_each_sample_once_an_epoch(tmp_path: P
     assert all(len(samples[each]) == BATCH for each in last.items())
     assert re.search(r"restart 1 of 2 with 2 of 3 ranks: rank 1 \(pid \d+\) was killed by SIGKILL", done.stderr)
     assert re.search(r"restart 2 of 2 with 1 of 2 ranks: rank 0 \(pid \d+\) was killed by SIGKILL", done.stderr)
-    assert "going on from the replica of step 3 in memory: no step is lost" in done.stderr
+    assert "continuing from the replica of step 3 in memory: no step is lost" in done.stderr
     assert not (tmp_path / "saves").exists()
 
 

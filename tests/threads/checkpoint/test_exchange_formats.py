@@ -164,7 +164,7 @@ def test_one_kind_is_exported(trained: Any, tmp_path: Path) -> None:
         (["--kind", "momentum"], "the kinds there are buffer, exp_avg, exp_avg_sq, param"),
         (["--kind", "param", "--kind", "exp_avg"], "export one kind at a time"),
         (["--dtype", "fp9"], "no element type is called 'fp9'"),
-        (["--dtype", "int8"], "no floating type"),
+        (["--dtype", "int8"], "not a floating type"),
         (["--tag", "none"], "does not exist"),
     ],
     ids=["kind", "kinds", "type", "integers", "tag"],

@@ -134,7 +134,7 @@ def test_two_neighbours_that_are_lost_leave_the_disk(
     keepers.lose(1)
     keepers.on(0, 1, 2)
     assert start(world, 1, tmp_path, 0)[0] == 0
-    assert "no replica in memory is whole: going on from 't' on disk: 2 steps are lost" in caplog.text
+    assert "no replica in memory is whole: continuing from 't' on disk: 2 steps are lost" in caplog.text
 
 
 def spoil(served: Served, rank: int, *, note: bool) -> None:

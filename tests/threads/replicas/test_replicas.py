@@ -93,7 +93,7 @@ def test_a_rank_that_dies_in_the_middle_leaves_the_step_before(
     caplog.set_level(logging.INFO)
     began, _, _ = start(2, 2, tmp_path, 1)
     assert began == 3
-    assert "going on from the replica of step 3 in memory: 1 step is lost" in caplog.text
+    assert "continuing from the replica of step 3 in memory: 1 step is lost" in caplog.text
 
 
 @pytest.mark.usefixtures("keeper")
@@ -135,12 +135,12 @@ def test_a_disk_that_is_newer_goes_first(keeper: Served, tmp_path: Path, caplog:
     caplog.set_level(logging.INFO)
     began, _, _ = start(2, 1, tmp_path, 0)
     assert began == 4
-    assert "going on from the replica of step 4 in memory: no step is lost; on disk there is step 2" in caplog.text
+    assert "continuing from the replica of step 4 in memory: no step is lost; on disk there is step 2" in caplog.text
     start(2, 1, tmp_path, 0, act=lambda engine: engine.save_checkpoint(str(tmp_path), tag="late"))
     caplog.clear()
     began, _, _ = start(2, 1, tmp_path, 0)
     assert began == 4
-    assert "the replica in memory is of step 4: going on from 'late' on disk: no step is lost" in caplog.text
+    assert "the replica in memory is of step 4: continuing from 'late' on disk: no step is lost" in caplog.text
 
 
 def test_a_damaged_replica_is_named_and_the_disk_serves(

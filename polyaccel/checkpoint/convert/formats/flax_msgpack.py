@@ -18,7 +18,7 @@ _PARAMS = "params"
 
 
 def read(source: Path) -> Incoming:
-    """The arrays below `params`; without it all arrays. What stands beside `params` is left out, an optimizer state as
+    """The arrays below `params`; without it all arrays. What stands next to `params` is left out, an optimizer state as
     needed.
 
     Raises CheckpointError where the library is missing, and for a file that is none of flax.
@@ -34,7 +34,7 @@ def read(source: Path) -> Incoming:
         raise CheckpointError(f"flax cannot be imported: {error}", hint="pip install flax", value="flax") from error
     except (ValueError, TypeError, KeyError, EOFError) as error:
         raise CheckpointError(
-            f"{files[0]} is no file of flax: {error}", hint="fetch it again", value=str(files[0])
+            f"{files[0]} is not a file of flax: {error}", hint="fetch it again", value=str(files[0])
         ) from error
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{files[0]} holds no tree of arrays", value=str(files[0]))

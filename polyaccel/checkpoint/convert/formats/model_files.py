@@ -1,8 +1,8 @@
-"""Which files of a folder are a model's, and which lie beside them.
+"""Which files of a folder are a model's, and which lie next to them.
 
 Trainers and hubs keep other files of the same endings there: optimizers, schedules, settings, a second copy of the
-weights under other names. An index says which files are the model's; else its name does, and a folder where several
-could be is refused with their names.
+weights under other names. An index names the model's files; else its name does, and a folder where several could be is
+refused with their names.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _STATES = (".pt", ".pth", ".pkl", ".bin", ".safetensors", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a model; the file of each tensor where an index says it, and the other files with states."""
+    """The files of a model; the file of each tensor where an index names it, and the other files with states."""
 
     files: Sequence[Path]
     index: Mapping[str, str]
-    beside: Sequence[Path]
+    other_files: Sequence[Path]
 
     def check(self, found: Mapping[Path, Collection[str]]) -> None:
         """Raise CheckpointError where the index names a tensor that its file, of those `found`, has not."""
@@ -50,8 +50,8 @@ class ModelFiles:
             )
 
     def left_out(self) -> list[LeftOut]:
-        """The other files, but for those of an optimizer and a schedule."""
-        others = [file for file in self.beside if not OPTIMIZERS.fullmatch(file.name)]
+        """The other files, except for those of an optimizer and a schedule."""
+        others = [file for file in self.other_files if not OPTIMIZERS.fullmatch(file.name)]
         return [LeftOut(each.name, "not the model") for each in others if not SCHEDULES.fullmatch(each.name)]
 
 
@@ -82,7 +82,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         return {str(tensor): str(name) for tensor, name in json.loads(index.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index of files: {error!r}", value=str(index)) from error
+        raise CheckpointError(f"{index} is not an index of files: {error!r}", value=str(index)) from error
 
 
 def _by_name(source: Path, files: Sequence[Path], suffix: str) -> list[Path]:

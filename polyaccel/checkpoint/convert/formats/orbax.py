@@ -1,6 +1,6 @@
 """Orbax checkpoints, by their own library: a tree of arrays, `params` and where we wrote it `buffers`, `optimizer`.
 
-A name `a.b` is the leaf `b` of the branch `a`, as flax has it. The library is an extra of nobody: it is imported when a
+A name `a.b` is the leaf `b` of the branch `a`, as flax has it. The library is in no extra: it is imported when a
 checkpoint of its kind is asked for.
 """
 
@@ -25,7 +25,7 @@ PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
 
 
 def write(out: Path, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
-    """Write the tree. Its library wants all arrays at once: they stand in a mapped file beside it meanwhile, out of
+    """Write the tree. Its library wants all arrays at once: they stand in a mapped file next to it meanwhile, out of
     which it writes.
 
     Returns the names of the files. Raises CheckpointError where the library is not installed, and for damage."""
@@ -49,7 +49,7 @@ def write(out: Path, tensors: Sequence[ExportTensor], progress: Progress) -> lis
 
 
 def _handler(ocp: Any, most_nbytes: int) -> Any:
-    """What writes arrays without copies of its own, where the library lets them be left out: those of the tree lie in a
+    """A writer of arrays without its own copies, where the library lets them be left out: those of the tree lie in a
     file and stay as they are. `most_nbytes` is the length of the largest."""
     kinds = ocp.type_handlers
     try:
@@ -183,4 +183,4 @@ def _library() -> Any:
 
 def _unreadable(source: Path, why: str) -> CheckpointError:
     hint = "give the folder that a checkpointer of orbax saved a tree in"
-    return CheckpointError(f"{source} is no checkpoint of orbax: {why[:300]}", hint=hint, value=str(source))
+    return CheckpointError(f"{source} is not a checkpoint of orbax: {why[:300]}", hint=hint, value=str(source))

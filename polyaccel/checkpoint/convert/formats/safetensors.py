@@ -18,7 +18,7 @@ from polyaccel.errors import CheckpointError
 
 STEM, SUFFIX = "model", ".safetensors"
 _MOST_HEADER_NBYTES = 100_000_000
-"""As the format says."""
+"""By the format."""
 
 
 def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress: Progress) -> list[str]:
@@ -38,7 +38,7 @@ def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress
 def read(source: Path) -> Incoming:
     """The tensors of a file, or of a folder's model, with the optimizer and the schedule that a trainer keeps there.
 
-    Raises CheckpointError, naming the file, for what is no safetensors file, and for types that polyaccel has not.
+    Raises CheckpointError, naming the file, for what is not a safetensors file, and for types that polyaccel has not.
     """
     files = find_files(source, SUFFIX)
     found = {file: [*_tensors(file)] for file in files.files}
@@ -99,4 +99,4 @@ def _tensors(file: Path) -> Iterator[ImportTensor]:
 
 
 def _unreadable(file: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{file} is no safetensors file: {why[:300]}", hint="fetch it again", value=str(file))
+    return CheckpointError(f"{file} is not a safetensors file: {why[:300]}", hint="fetch it again", value=str(file))

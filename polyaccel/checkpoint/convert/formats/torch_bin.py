@@ -28,7 +28,7 @@ STEM, SUFFIX = "pytorch_model", ".bin"
 def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress: Progress) -> list[str]:
     """Write `pytorch_model.bin`, or several files and their index. Returns their names.
 
-    `torch.save` wants all tensors of a file at once: they stand in a file beside it meanwhile, mapped into memory, so
+    `torch.save` wants all tensors of a file at once: they stand in a file next to it meanwhile, mapped into memory, so
     that the system may drop what it needs the room for. Raises CheckpointError for damage.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def on_disk(
 
 def read(source: Path) -> Incoming:
     """The tensors of a file, or of a folder's model, mapped and not read; of tied ones the first. An optimizer and a
-    schedule come along that are in the file, as in Lightning's, or beside it.
+    schedule come along that are in the file, as in Lightning's, or next to it.
 
     Raises CheckpointError for a file that holds no tensors by name, naming what torch refused to make.
     """
@@ -87,7 +87,7 @@ _COUNTS = ("global_step", "global_steps", "step", "iteration")
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What scripts put into one file: weights alone, or below a name, with more beside."""
+    """What scripts put into one file: weights alone, or below a name, with more next to."""
 
     weights: Mapping[str, torch.Tensor]
     others: Mapping[str, Any]

@@ -3,7 +3,7 @@
 `{"model": ..., "optimizer": ...}` as `get_state_dict` gives it, with an optimizer's states by parameter or flat
 (`flatten_optimizer_state_dict`: torchtitan, verl), below a name such as `app` (torch's tutorial), or with the model's
 own tensors at the root (torchtitan). Its `.metadata` is a pickle, which torch reads without asking: here it is looked
-through first, and one that would make anything but the library's own records is refused. The values beside the tensors
+through first, and one that would make anything but the library's own records is refused. The values next to the tensors
 are read by `torch.load` with `weights_only=True`.
 """
 
@@ -36,8 +36,18 @@ _MODELS = (MODEL, "module", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZERS = (OPTIMIZER, "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "opt")
 _SCHEDULES = ("lr_scheduler", "scheduler", "lr_schedulers", "schedulers", "lr_scheduler_state_dict")
 _COUNTS = (("train_state", "step"), ("step",), ("global_step",), ("global_steps",), ("iteration",))
-_BESIDE = ("train_state", "dataloader", "rng_state", "rng", "extra_state", "scaler", "trainer", "loops", "callbacks")
-"""Roots that hold no weights, in a checkpoint whose model has no root of its own."""
+_OTHER_ROOTS = (
+    "train_state",
+    "dataloader",
+    "rng_state",
+    "rng",
+    "extra_state",
+    "scaler",
+    "trainer",
+    "loops",
+    "callbacks",
+)
+"""Roots that hold no weights, in a checkpoint whose model has no own root."""
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -58,7 +68,7 @@ _ALLOWED = {
 def read(source: Path) -> Incoming:
     """The parameters, the optimizer with its groups, the schedule and the count of steps.
 
-    Raises CheckpointError where `source` is no such checkpoint, or its metadata names what it should not.
+    Raises CheckpointError where `source` is not one, or its metadata names what it should not.
     """
     metadata = _checked_metadata(source)
     files = _Cached(source, metadata)
@@ -95,7 +105,7 @@ def _sorted(metadata: Metadata) -> _Sorted:
     roots = {path[0] for path in paths.values()}
     inside = {path[1] for path in paths.values() if len(path) > 2}
     names = {*_MODELS, *_OPTIMIZERS}
-    if len(roots) == 1 and not roots & names and inside & names:  # all of it below a name such as "app"
+    if len(roots) == 1 and not roots & names and inside & names:  # all of it below one name ("app")
         paths = {key: path[1:] for key, path in paths.items()}
     model = next((name for name in _MODELS if any(path[0] == name and len(path) > 1 for path in paths.values())), None)
     found, others = _Sorted(), dict[str, LeftOut]()
@@ -110,7 +120,7 @@ def _sorted(metadata: Metadata) -> _Sorted:
         elif path in _COUNTS:
             found.counts[path] = key
         elif isinstance(entry, TensorStorageMetadata) and (
-            (path[0] == model and len(path) > 1) or (model is None and root not in _BESIDE)
+            (path[0] == model and len(path) > 1) or (model is None and root not in _OTHER_ROOTS)
         ):
             found.model[".".join(map(str, path[1:] if path[0] == model else path))] = key, entry
         elif root in _SCHEDULES or root in _OPTIMIZERS:
@@ -122,7 +132,7 @@ def _sorted(metadata: Metadata) -> _Sorted:
 
 
 def _split(key: str) -> tuple[str, ...]:
-    """The path of a key that was saved without one: what follows a root's name has dots of its own."""
+    """The path of a key that was saved without one: what follows a root's name may have dots."""
     root, _, rest = key.partition(".")
     return (root, rest) if rest and root in (*_MODELS, *_OPTIMIZERS, *_SCHEDULES) else (key,)
 
@@ -187,7 +197,7 @@ class _Unreadable:
 
 
 def _value(files: _Cached, key: str) -> Any:
-    """What stands beside the tensors; a tensor of one element is its number."""
+    """What stands next to the tensors; a tensor of one element is its number."""
     metadata = files.read_metadata()
     entry = metadata.state_dict_metadata[key]
     if isinstance(entry, TensorStorageMetadata):

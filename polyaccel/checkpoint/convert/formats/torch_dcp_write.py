@@ -56,8 +56,8 @@ def alone() -> Iterator[None]:
 
 
 def _groups(reader: CheckpointReader, params: Sequence[str]) -> dict[str, Any]:
-    """The groups with all settings that torch's optimizer of the same kind has. Nothing where the checkpoint does not
-    say which group a parameter is in."""
+    """The groups with all settings that torch's optimizer of the same kind has. Nothing where the checkpoint has no
+    group for a parameter."""
     saved = reader.scalars.get("optimizer")
     groups = saved.get("param_groups", []) if isinstance(saved, Mapping) else []
     names = saved.get("param_names") if isinstance(saved, Mapping) else None

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule that trainers keep beside a model's files: transformers' Trainer (`optimizer.pt`,
+"""The optimizer and the schedule that trainers keep next to a model's files: transformers' Trainer (`optimizer.pt`,
 `scheduler.pt`, `trainer_state.json`) and Accelerate's `save_state` (`optimizer.bin`, `scheduler.bin`)."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from polyaccel.checkpoint.convert.importing import Incoming, LeftOut
 
 
 def with_states(incoming: Incoming, files: ModelFiles) -> Incoming:
-    """`incoming` with what lies beside the model's files. What cannot be taken over is left out, as needed.
+    """`incoming` with what lies next to the model's files. What cannot be taken over is left out, as needed.
 
-    Raises CheckpointError for a file that is no state dict, or names a class that no state needs.
+    Raises CheckpointError for a file that is not a state dict, or names a class that no state needs.
     """
     incoming = replace(incoming, left_out=[*incoming.left_out, *files.left_out()])
-    optimizers = [file for file in files.beside if OPTIMIZERS.fullmatch(file.name)]
-    schedules = [file for file in files.beside if SCHEDULES.fullmatch(file.name)]
+    optimizers = [file for file in files.other_files if OPTIMIZERS.fullmatch(file.name)]
+    schedules = [file for file in files.other_files if SCHEDULES.fullmatch(file.name)]
     step = _step(files.files[0].parent / "trainer_state.json")
     if step:
         incoming = replace(incoming, counters={"global_steps": step, "micro_steps": step})

@@ -6,10 +6,10 @@ memory that may be used they are read once, verified, and kept by the ranks that
 Where they do not, or where the system itself keeps files that were just read (a folder that all ranks see: new memory
 for a gigabyte takes longer to get than a copy out of the system's), the first pass verifies and forgets, and the second
 reads them again, round by round. What several ranks of a group want is shown to them in windows, two a rank that take
-turns: while ranks take over round k, round k + 1 may be brought, and the ranks meet between two rounds, so nobody
-writes into a window that somebody still reads. New pages of shared memory cost more than what is copied into them, so
-windows are small and what is kept is not in them. No rank goes on alone: one that fails says so where the others meet
-next.
+turns: while ranks take over round k, round k + 1 may be brought, and all ranks wait for each other between two rounds,
+so no rank writes into a window that another still reads. New pages of shared memory cost more than what is copied into
+them, so windows are small and what is kept is not in them. No rank continues alone: one that fails reports that where
+all wait next.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from polyaccel.errors import CheckpointError
 
 T = TypeVar("T")
 _ROUNDS_BETWEEN_MEETINGS = 64
-"""Where nobody waits for what another rank reads: 1 GiB a rank, long before a communicator's time is up."""
+"""Where no rank waits for what another rank reads: 1 GiB a rank, long before a communicator's time is up."""
 _log = logging.getLogger(__name__)
 WINDOW_NBYTES = 16 << 20
 """The memory of a rank for one round."""
@@ -46,7 +46,7 @@ WINDOW_NBYTES = 16 << 20
 class CooperativeReader:
     """The extents that the ranks of `communicator` want of a save, on their way into their memory.
 
-    Every rank says what it wants (`request`); then all of them `verify`; then all of them `load`, and there each
+    Every rank states what it wants (`request`); then all of them `verify`; then all of them `load`, and there each
     extent is given by `read` as often as it was wanted, at best in ascending order. `most_nbytes` is the memory that a
     rank may use for what is kept between the two; None: its share of half of what the host has left.
     """
@@ -105,7 +105,7 @@ class CooperativeReader:
         window_nbytes = window_for((sizes[number] for number, _ in wanted), WINDOW_NBYTES)
         self._rounds = plan_rounds(wanted, sizes, self._holders, self._groups.groups, window_nbytes)
         self._allocate()
-        if self._keeps_all and self._where.files is None:  # nobody waits for what another one reads
+        if self._keeps_all and self._where.files is None:  # no rank waits for what another one reads
             for first in range(0, len(self._rounds), _ROUNDS_BETWEEN_MEETINGS):
                 self._agree(partial(self._read_rounds, first))
             return
@@ -151,7 +151,8 @@ class CooperativeReader:
         return data
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """What `run_on_all` gives; once it has raised, every rank knows, and nobody is to be met any more."""
+        """Return what `run_on_all` gives; once it has raised, it has on every rank, and no rank is waited for any
+        more."""
         try:
             return run_on_all(self._communicator, self._step, action)
         except CheckpointError as error:
@@ -170,7 +171,7 @@ class CooperativeReader:
         ]
 
     def _holders(self, number: int) -> tuple[int, ...]:
-        """The groups whose storage has an extent, as far as is known."""
+        """Return the groups whose storage has an extent, as far as is recorded."""
         places = self._where.having(self._table.extents[number].file)
         return tuple(
             group
@@ -222,7 +223,7 @@ class CooperativeReader:
         return memoryview(window)[start : start + nbytes]
 
     def _advance(self) -> None:
-        """Let the next round be seen: brought anew, or out of the memory of those that keep it. Collective where it has
+        """Show the next round: brought again, or out of the memory of those that keep it. Collective where it has
         something that several ranks of a group want."""
         number = self._brought
         if not self._keeps_all:
@@ -324,7 +325,8 @@ class CooperativeReader:
     def _deliver(self, number: int, borrowed: Mapping[int, bytes]) -> None:
         """Send what other groups have read to those that have it not. Collective.
 
-        The messages have one order on all ranks, in which everybody takes his: so nobody waits in a circle.
+        The messages have one order on all ranks, in which every rank takes its own: so there is no cycle of waiting
+        ranks.
         """
         rank, extents = self._communicator.rank, self._table.extents
         buffer: Buffer | None = None

@@ -1,7 +1,7 @@
 """Who reads which extent of a save when, and where it lies in whose window. Integers only, the same on all ranks.
 
-An *extent* is a byte range of a file, known by its number. Ranks that share memory are a *group*. A rank has two
-*windows*: one that its whole group sees, and one of its own, for extents that nobody else of its group wants. Extents
+An *extent* is a byte range of a file, identified by its number. Ranks that share memory are a *group*. A rank has two
+*windows*: one that its whole group sees, and a private one, for extents that no other rank of its group wants. Extents
 come in rounds, in the order of their numbers, so that a round fits the windows. An extent comes into each group that
 wants it once: from storage where the group's host holds the file, from another group where it does not.
 """

@@ -1,10 +1,10 @@
 """Memory without a name that the ranks of a host have in common: each has a window, which all of them map.
 
 [Note: Windows]
-A window is a file in memory that its rank has open. The others of its group open it through `/proc/<pid>/fd`, which
-the system allows to processes of the same user that see each other. Where it does not (another system, hardened
-kernels) a rank is a group of its own, and reads for itself alone. Nothing has to be removed: the memory goes with the
-last process that maps it.
+A window is a file in memory that its rank has open. The others of its group open it through `/proc/<pid>/fd`, which the
+system allows to processes of the same user that see each other. Where it does not (another system, hardened kernels) a
+rank is its own group, and reads for itself alone. Nothing has to be removed: the memory goes with the last process that
+maps it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MemoryGroups:
 
     @classmethod
     def found(cls, communicator: Communicator, places: Sequence[int]) -> MemoryGroups:
-        """The groups of ranks on one host that see the same storage, as `places` says by rank. Collective."""
+        """The groups of ranks on one host that see the same storage, as `places` has it by rank. Collective."""
         rank, own = communicator.rank, _new_file()
         told = communicator.all_gather_object(("" if own < 0 else _host(), os.getpid(), own))
         keys = [(host, places[other]) if host else other for other, (host, _, _) in enumerate(told)]
@@ -82,7 +82,7 @@ class MemoryGroups:
         return window
 
     def close(self) -> None:
-        """Let go of the open files. What is mapped stays."""
+        """Release the open files. What is mapped stays."""
         for descriptor in self.descriptors.values():
             if descriptor >= 0:
                 os.close(descriptor)
@@ -100,7 +100,7 @@ def _new_file() -> int:
 
 
 def _host() -> str:
-    """What processes have in common that can share memory; empty where the system does not say."""
+    """What processes have in common that can share memory; empty where the system does not report it."""
     try:
         return host_name()
     except OSError:
