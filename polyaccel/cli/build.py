@@ -1,4 +1,4 @@
-"""`polyaccel build`: compile what belongs to a library of somebody else's that this machine has."""
+"""`polyaccel build`: compile the part that uses a third-party library of this machine."""
 
 from __future__ import annotations
 

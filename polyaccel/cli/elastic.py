@@ -12,7 +12,7 @@ from polyaccel.job.auth import SECRET_VARIABLE
 from polyaccel.launch.base import ElasticHosts, Job
 
 _RESTARTS = 3
-"""How often torch's elastic agents start ranks again that have failed, unless the options say."""
+"""How often torch's elastic agents start failed ranks again by default."""
 _OF_THE_SCRIPT = "--deepspeed_config"
 """The argument of scripts that `add_config_arguments` defines."""
 
@@ -34,8 +34,8 @@ def elastic_sizes(args: argparse.Namespace) -> tuple[int, ...] | None:
 
 
 def _elasticity_of(source: str) -> dict[str, Any]:
-    """The one section of a script's config that is asked for here. What else is wrong in it, whoever reads all of it
-    says: a frontend of another name may take keys that ours refuses."""
+    """The one section of a script's config that is asked for here. Other problems are left to the reader of the whole
+    config: another frontend may take keys that ours refuses."""
     from polyaccel.config.load import read_tree
 
     try:
@@ -60,7 +60,7 @@ def elastic_job(
     job: Job, args: argparse.Namespace, sizes: tuple[int, ...] | None, environment: Mapping[str, str]
 ) -> Job:
     """The job with as many hosts as the options allow, where each is given the command: then they can only have a
-    secret that all are told. Raises LaunchError."""
+    secret that is given to all. Raises LaunchError."""
     least = args.min_elastic_nodes or 1
     most = args.max_elastic_nodes or least
     if most < least:

@@ -1,8 +1,8 @@
 """`polyaccel run --emit KIND`: the job that the other options describe, as a manifest for a cluster's scheduler.
 
-The job is made as for a start on the first of its hosts, and its pods give this command again, in the words of `words`,
-which say the same job. Nothing of this shell's environment goes into a manifest but what --export names, and secrets
-among that are taken from a Secret of the cluster.
+The job is made as for a start on the first of its hosts, and its pods give this command again, with `words` as its
+arguments, which describe the same job. Nothing of this shell's environment goes into a manifest but what --export
+names, and secrets among that are taken from a Secret of the cluster.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_emit_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=N]",
-        help="with --emit: what each pod gets, such as memory=64Gi; of a device plugin's name by default --nproc",
+        help="with --emit: what each pod gets, for example memory=64Gi; of a device plugin's name by default --nproc",
     )
 
 
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
     }
     for option, value in meaningless.items():
         if value is not None:
-            hint = f"leave {option} out: the cluster chooses hosts, --num-nodes and --nproc say how many"
+            hint = f"leave {option} out: the cluster chooses hosts, --num-nodes and --nproc set how many"
             raise LaunchError(f"--emit {args.emit} and {option} cannot be given together", hint=hint, value=value)
 
 

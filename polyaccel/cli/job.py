@@ -29,7 +29,7 @@ from polyaccel.launch.program import check_debugger, python_command
 ENVIRONMENT_FILE = ".polyaccel_env"
 """In the home folder and in this one: variables that ranks on other hosts get."""
 DEFAULT_PORT = 29500
-"""Where ranks meet whose hosts are given the command one by one; a free port elsewhere."""
+"""The port of the rendezvous where each host is given the command; a free port elsewhere."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "POLYACCEL_", "DS_", "HF_", "WANDB_")
 _OF_A_PROCESS = (JOB_ID, SECRET_VARIABLE, "POLYACCEL_READY_FD")
 _THIS_HOST = "localhost"
@@ -140,7 +140,7 @@ def _exported(texts: list[str], environment: Mapping[str, str]) -> Iterator[tupl
         name, mark, value = text.partition("=")
         if not name or (not mark and name not in environment):
             hint = "write --export NAME=VALUE, or --export NAME for a variable of this shell"
-            raise LaunchError(f"--export {name}{mark}: there is no such variable", hint=hint, value=name)
+            raise LaunchError(f"--export {name}{mark}: the variable is not set", hint=hint, value=name)
         yield name, value if mark else environment[name]
 
 

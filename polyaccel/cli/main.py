@@ -33,7 +33,7 @@ VERBS: Mapping[str, Command] = MappingProxyType(
         "run": Command("polyaccel.cli.run", "start the ranks of a training script"),
         "config": Command("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
         "plan": Command(
-            "polyaccel.cli.plan.command", "say what training will need in memory, traffic and disk, by setting"
+            "polyaccel.cli.plan.command", "show what training will need in memory, traffic and disk, by setting"
         ),
         "tune": Command("polyaccel.cli.tune", "find the fastest settings of a config that fit, by short trials"),
         "build": Command("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
@@ -42,11 +42,11 @@ VERBS: Mapping[str, Command] = MappingProxyType(
         ),
         "ckpt": Command("polyaccel.cli.ckpt.command", "list, inspect, verify, compare, export and import checkpoints"),
         "comm": Command(
-            "polyaccel.cli.comm.command", "measure collectives, or say where the ranks of a failed job diverged"
+            "polyaccel.cli.comm.command", "measure collectives, or show where the ranks of a failed job diverged"
         ),
-        "trace": Command("polyaccel.cli.trace", "say where the time of traced steps went"),
+        "trace": Command("polyaccel.cli.trace", "show where the time of traced steps went"),
         "watch": Command("polyaccel.cli.watch", "show runs on a page of this machine, while they train or later"),
-        "doctor": Command("polyaccel.cli.doctor.command", "say what works on this machine and what does not"),
+        "doctor": Command("polyaccel.cli.doctor.command", "show what works on this machine and what does not"),
     }
 )
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(arguments).parse_args(arguments)
-    except SystemExit as exit_:  # argparse has said why
+    except SystemExit as exit_:  # argparse has printed why
         return exit_.code if isinstance(exit_.code, int) else _EXIT_FAILURE
     try:
         code = args.func(args)

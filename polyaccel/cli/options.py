@@ -1,4 +1,4 @@
-"""The options of `polyaccel run` that say what runs on which hosts, and how a job lives and ends.
+"""The options of `polyaccel run` for what runs on which hosts, and how a job lives and ends.
 
 Options are spelled with dashes, and as DeepSpeed spells them, with underscores.
 """
@@ -18,7 +18,7 @@ _MOST_PORT = 65535
 
 
 def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) -> None:
-    """Add the options and, unless the verb has a program of its own, the script and its arguments."""
+    """Add the options and, unless the verb has its own program, the script and its arguments."""
 
     def add(*names: str, **how: object) -> None:
         dashed = [name.replace("_", "-") for name in names]
@@ -39,10 +39,10 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         help="ranks on each host; auto (the default) is one a slot, or here one a device, or on a machine without any, "
         "one a NUMA node",
     )
-    add("--master_addr", metavar="ADDRESS", help="where the ranks meet, on the first host (default: its name)")
+    add("--master_addr", metavar="ADDRESS", help="address of the rendezvous, on the first host (default: its name)")
     add("--master_port", type=_port, metavar="P|auto", help="the port there; auto (the default) or 0 picks a free one")
     add("--node_rank", type=int, metavar="N", help="this host's number: the command is given on every host")
-    add("--no_ssh", action="store_true", help="as --node-rank says; no other host is reached from here")
+    add("--no_ssh", action="store_true", help="as with --node-rank; no other host is reached from here")
     add("--launcher", metavar="NAME", help="the plugin that starts the ranks (default: local, ssh for several hosts)")
     add("--launcher_args", default="", metavar="TEXT", help="more options of the command that the launcher uses")
     add("--force_multi", action="store_true", help="reach a single host too by the launcher for several")
@@ -115,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         "--elastic_config",
         type=Path,
         metavar="FILE",
-        help="the config whose section elasticity says how many ranks can train (default: the script's own "
+        help="the config whose section elasticity sets how many ranks can train (default: the script's own "
         "--deepspeed_config)",
     )
     add(
@@ -153,13 +153,13 @@ def rank_count(text: str) -> int | None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of restarts")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
     return int(text)
 
 
 def _hosts(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of hosts")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts")
     return int(text)
 
 
@@ -177,7 +177,7 @@ def _port(text: str) -> int | None:
 
 def _debug_port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to {_MOST_PORT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to {_MOST_PORT}")
     return int(text)
 
 
@@ -185,7 +185,7 @@ def _cpus(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(parse_cpulist(text)))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of CPUs such as 0-3,8") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of CPUs like 0-3,8") from error
 
 
 def _seconds(text: str) -> float:

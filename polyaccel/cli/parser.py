@@ -1,4 +1,4 @@
-"""A parser whose options may leave their value out although a script follows: `--debugpy train.py` is no port."""
+"""A parser whose options may leave their value out although a script follows: `--debugpy train.py` is not a port."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 class JobParser(argparse.ArgumentParser):
     """Gives an option with an optional value (`nargs="?"`) the next word only where the option's `type` takes it, and
-    looks no further than the first word that is no option's. Of `abbreviated`, names of options, a beginning that only
-    one of them has stands for it."""
+    looks no further than the first word that is not an option's. Of `abbreviated`, names of options, a beginning that
+    only one of them has stands for it."""
 
     abbreviated: Sequence[str] = ()
 

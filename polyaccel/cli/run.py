@@ -62,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(args, os.environ, count_ranks)
     code = run_job(job, args)
     if not args.dry_run:
-        flush_output()  # the exit code is the job's, whoever reads its output
+        flush_output()  # the exit code is the job's, whether or not its output is read
     return code
 
 
 def run_job(job: Job, args: argparse.Namespace) -> int:
-    """Start a job as the options of its start say. Returns its exit code."""
+    """Start a job by the options of its start. Returns its exit code."""
     sizes = elastic_sizes(args)
     is_there = is_far(dict(job.hosts), job.node, force=args.force_multi)
     default = _ELASTIC if args.elastic_training else _DEFAULT_FAR if is_there else _DEFAULT_LAUNCHER
@@ -79,7 +79,7 @@ def run_job(job: Job, args: argparse.Namespace) -> int:
         check_size(job.world_size, sizes)
     if args.dry_run:
         shown = shown_plan(launcher.plan(job), os.environ, job.secret)
-        print(shown.encode(errors="backslashreplace").decode())  # bytes of the user's that are no text
+        print(shown.encode(errors="backslashreplace").decode())  # bytes of the user's that are not text
         return 0
     for sentence in how_to_attach(job):
         print(f"polyaccel: {sentence}", file=sys.stderr)

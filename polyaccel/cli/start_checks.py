@@ -1,4 +1,4 @@
-"""What a training would meet at its start on this machine, asked without starting one: names and places in a config."""
+"""What a training needs at its start on this machine, checked without starting one: names and places in a config."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _folders(config: ResolvedConfig) -> Iterator[Problem]:
             while not place.exists() and place != place.parent:
                 place = place.parent
             if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-                why = "may not be written to" if place.is_dir() else "is no directory"
+                why = "may not be written to" if place.is_dir() else "is not a directory"
                 hint = "name a directory that the training may write to"
                 yield Problem(f"zero_optimization.{key}.nvme_path", section.nvme_path, f"{place} {why}", hint)
 

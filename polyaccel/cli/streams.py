@@ -28,7 +28,7 @@ def open_closed_streams() -> None:
 
 
 def flush_output() -> bool:
-    """Write what is buffered for standard output; False where nobody takes it, as after `| head` or on a full disk."""
+    """Write what is buffered for standard output; False where it has no reader, as after `| head` or on a full disk."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

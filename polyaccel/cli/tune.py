@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Find the fastest settings of CONFIG with which a training fits its devices: ZeRO stage, micro-batch and accumulation,
 offload, recomputed activations, and what else the config's section autotuning names. Samples of an optimizer step stay
-as they are. What is foretold not to fit is left out; the rest is tried, the fastest first, a few steps each, in
-processes of its own, until nothing faster is foretold. The script needs no change: its config gets a trial's settings
+as they are. What is estimated not to fit is left out; the rest is tried, the fastest first, a few steps each, in
+separate processes, until nothing faster is estimated. The script needs no change: its config gets a trial's settings
 wherever it comes from, and its batches follow engine.train_micro_batch_size_per_gpu() or the engine's own loader. A
-tuner that was stopped goes on where it was."""
+tuner that was stopped continues where it was."""
 _USAGE = "polyaccel tune [options] CONFIG [options of polyaccel run] script.py [arguments of the script]"
 _COMM_OPERATIONS = "all_reduce,all_gather,reduce_scatter"
 _COMM_LIMIT_S = 120.0
@@ -37,7 +37,7 @@ COMM_FILE, RATES_FILE = "comm.json", "rates.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedJob:
     """A training that is tuned: the file of its config, and what is in it where that is not read as it is (`tree`), the
-    command that starts its ranks, how many these are, and the options of `polyaccel run` that say where they are, for
+    command that starts its ranks, how many these are, and the options of `polyaccel run` for where they are, for
     measuring collectives there (None: that is not done)."""
 
     config_file: str
@@ -71,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
 
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None = None) -> tuple[TuneResult, Path]:
-    """Tune a job, with other values of the config's `section` autotuning, write the results and tell them; what was
+    """Tune a job, with other values of the config's `section` autotuning, write and print the results. Return what was
     found, and the folder of the results. Raises PolyaccelError, ConfigError for the config."""
     from polyaccel.config.load import read_tree
     from polyaccel.planner.assumptions import planned_config

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def watch(args: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C, or write it. Raises PolyaccelError for what is no run's folder."""
+    """Serve the page until Ctrl-C, or write it. Raises PolyaccelError for what is not a run's folder."""
     if args.export_html is not None:
         try:
             write_page(args.export_html, args.runs)
@@ -33,7 +33,7 @@ def watch(args: argparse.Namespace) -> int:
         print(args.export_html)
         return 0
     server = PageServer(open_runs(args.runs), args.port)
-    print(f"{server.url}\nThis machine shows it to those who know the address. Ctrl-C ends it.", flush=True)
+    print(f"{server.url}\nThis machine shows it to anyone who has the address. Ctrl-C ends it.", flush=True)
     if args.open:
         webbrowser.open(server.url)
     try:

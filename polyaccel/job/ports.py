@@ -31,7 +31,7 @@ def free_port(candidates: Sequence[int] | None = None) -> int:
     `candidates` are tried in a random order. Raises LaunchError when none of (at most 200 of) them is free.
     """
     ports = _non_ephemeral_ports() if candidates is None else candidates
-    # A generator of its own: a seeded script that starts jobs must not give all of them the same port.
+    # A separate generator: a seeded script that starts jobs must not give all of them the same port.
     tried = random.SystemRandom().sample(ports, min(_ATTEMPTS, len(ports)))
     for port in tried:
         if is_free(port):

@@ -1,9 +1,9 @@
 """Readiness and progress reports from a rank to its launcher over an inherited pipe.
 
-So the launcher knows that a rank which has ended with code 0 will be waited for in vain, and need not let the others
-find that out by their time limit; and it knows which rank makes no progress. The words go through a pipe of the
+So the launcher sees that a rank which has ended with code 0 will be waited for in vain, and need not let the others
+find that out by their time limit; and it sees which rank makes no progress. The words go through a pipe of the
 launcher's, whose number and identity stand in POLYACCEL_READY_FD; a process that has inherited the variable without the
-pipe says nothing.
+pipe writes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 READY_FD_VARIABLE = "POLYACCEL_READY_FD"
 WAITS, JOINED, STEP = "waits", "met", "step"
 SHOW_STACK = getattr(signal, "SIGUSR2", signal.SIGTERM)
-"""The signal at which a rank that has said anything shows what its main thread does."""
+"""The signal at which a rank that has written to the pipe shows what its main thread does."""
 _MOST_NBYTES = 1 << 16
 
 
@@ -31,7 +31,7 @@ class ReadinessPipe:
         self.name = f"{self.write_fd}:{os.fstat(self.write_fd).st_ino}"
 
     def poll(self) -> list[tuple[int, str]]:
-        """What ranks have said since the last call, in order: (rank, word). Never blocks."""
+        """Return what ranks have written since the last call, in order: (rank, word). Never blocks."""
         try:
             lines = os.read(self.read_fd, _MOST_NBYTES).decode(errors="replace").splitlines()
         except BlockingIOError:
@@ -45,10 +45,10 @@ class ReadinessPipe:
 
 
 def report_to_launcher(environ: Mapping[str, str], rank: int, word: str) -> None:
-    """Say `word` of this rank, if a launcher of ours listens."""
+    """Write `word` for this rank, if polyaccel's launcher reads it."""
     number, _, identity = environ.get(READY_FD_VARIABLE, "").partition(":")
     if number.isdecimal() and identity.isdecimal():
-        with suppress(OSError):  # this process has no such pipe, or nobody reads it any more
+        with suppress(OSError):  # this process has no pipe, or it is no longer read
             if os.fstat(int(number)).st_ino == int(identity):
                 os.write(int(number), f"{rank} {word}\n".encode())
 
@@ -56,6 +56,6 @@ def report_to_launcher(environ: Mapping[str, str], rank: int, word: str) -> None
 def enable_stack_dump_signal() -> None:
     """From now on write this process's Python stack to standard error at SHOW_STACK, also while it hangs inside a
     library. A handler that the script has for that signal stays."""
-    with suppress(ValueError, OSError, AttributeError):  # standard error is no file, or this system has no such signal
+    with suppress(ValueError, OSError, AttributeError):  # standard error is not a file, or the signal is missing
         if signal.getsignal(SHOW_STACK) is signal.SIG_DFL:
             faulthandler.register(SHOW_STACK, file=sys.stderr, all_threads=False, chain=False)

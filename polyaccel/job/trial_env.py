@@ -2,7 +2,7 @@
 names.
 
 `trial.json` there has the changes to the config, which every config that a rank loads gets, whatever script it is; rank
-0 writes `model.json` beside it, what its model is made of and what memory was in use before there were buffers.
+0 writes `model.json` next to it, what its model is made of and what memory was in use before there were buffers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TrialModel:
     """A model as a rank holds it: its parameters in the order of their gradients, and the unit of each.
 
     `nbytes_before` is the memory in use when the rank had the model and no buffers yet. `is_remote`: the device's
-    memory is not the host's; `total_nbytes` is what the device has, 0 where nobody says. `others` are the axes of the
-    mesh beside `data`, with their sizes.
+    memory is not the host's; `total_nbytes` is what the device has, 0 if unknown. `others` are the axes of the mesh
+    next to `data`, with their sizes.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -47,8 +47,8 @@ class TrialModel:
             [each.fqn, list(each.shape), each.dtype.value, each.trainable, self.units.get(each.fqn, "")]
             for each in self.specs
         ]
-        told = {name: getattr(self, name) for name in ("nbytes_before", "is_remote", "total_nbytes")}
-        return json.dumps({**told, "others": dict(self.others), "parameters": rows})
+        fields = {name: getattr(self, name) for name in ("nbytes_before", "is_remote", "total_nbytes")}
+        return json.dumps({**fields, "others": dict(self.others), "parameters": rows})
 
     @classmethod
     def from_json(cls, text: str) -> TrialModel:

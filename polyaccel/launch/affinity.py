@@ -2,7 +2,7 @@
 
 A *core* here is a physical one, written as the logical CPUs ("hardware threads") that it runs: threads that compute
 gain nothing from a second logical CPU of the same core. Only cores that this process may use are counted. Where the
-machine does not say (anything but Linux), each logical CPU is a core and all are on one node.
+machine does not report them (anything but Linux), each logical CPU is a core and all are on one node.
 """
 
 from __future__ import annotations

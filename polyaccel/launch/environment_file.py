@@ -1,6 +1,6 @@
 """Files of variables for ranks: lines `NAME=VALUE`, read as a shell's `export` reads them.
 
-[Note: What an environment file may say]
+[Note: Syntax of an environment file]
 Quotes group and go, `\\` escapes, `$NAME`, `${NAME}` and `${NAME:-other}` are expanded outside of single quotes, by
 this process's variables and those of earlier lines; one that is not set is empty. A backslash at the end of a line
 continues it, `#` after a blank begins a comment. A value without `export` may have blanks (`A=two words`), and what a
@@ -27,15 +27,15 @@ _BOMS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BO
 
 
 def read_text(file: Path) -> str:
-    """The text of a file of lines: bytes that are no UTF-8 are kept as Python keeps them in names of files, UTF-16 is
-    known by its mark, and lines may end as Windows ends them. Raises OSError."""
+    """The text of a file of lines: bytes that are not UTF-8 are kept as Python keeps them in names of files, UTF-16 is
+    recognised by its mark, and lines may end as Windows ends them. Raises OSError."""
     data = file.read_bytes()
     encoding = next((name for mark, name in _BOMS.items() if data.startswith(mark)), "utf-8")
     return data.decode(encoding, errors="replace" if encoding == "utf-16" else "surrogateescape").replace("\r\n", "\n")
 
 
 def read_environment(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file; `environment` is what its values may name. See [Note: What an environment file may say].
+    """The variables of a file; `environment` is what its values may name. See [Note: Syntax of an environment file].
     Raises LaunchError, which names the line and does not show it."""
     try:
         text = read_text(file)
@@ -75,7 +75,7 @@ class _Scanner:
                 raise self._wrong("no name of a variable stands there")
             if match[1] is None and not is_export:
                 raise self._wrong(
-                    f"{name} has no value" if self._is_at_end(match.end()) else "it is no line NAME=VALUE"
+                    f"{name} has no value" if self._is_at_end(match.end()) else "it is not a line NAME=VALUE"
                 )
             self._at = match.end()
             if match[1] is not None:
@@ -122,7 +122,7 @@ class _Scanner:
         return self._checked(shown[:kept])
 
     def _piece(self, *, is_first: bool) -> str:
-        """What the next characters, which are no blanks, stand for."""
+        """What the next characters, which are not blanks, stand for."""
         char = self._text[self._at]
         if char == "'":
             end = self._text.find("'", self._at + 1)

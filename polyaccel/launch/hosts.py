@@ -28,7 +28,7 @@ _SLOTS = re.compile(r"(\d+)(?:-(\d+))?")
 
 def read_hostfile(file: Path) -> Hosts:
     """The hosts of a file of lines `host slots=N`; empty lines and comments (`#`) are passed over, and so is what MPIs'
-    files have besides (`max_slots=N`).
+    files have in addition (`max_slots=N`).
 
     Raises LaunchError, naming every line that is none, that names a host again, or that has no slots.
     """
@@ -45,7 +45,7 @@ def read_hostfile(file: Path) -> Hosts:
             continue
         found = _LINE.fullmatch(text)
         if found is None:
-            wrong.append(f"line {number}: {text!r} is no line `host slots=N`")
+            wrong.append(f"line {number}: {text!r} is not a line `host slots=N`")
         elif not 1 <= int(found[2]) <= MOST_SLOTS:
             wrong.append(f"line {number}: {text!r} has {found[2]} slots, and 1 to {MOST_SLOTS} can be used")
         elif (most := _MOST.search(found[3])) and int(most[1]) < int(found[2]):
@@ -72,7 +72,7 @@ def listed_hosts(text: str) -> Hosts:
         host = "" if found is None else found[1].removeprefix("[").removesuffix("]")
         if not host or not 1 <= count <= MOST_SLOTS or host in hosts:
             hint = f"write each host once, as HOST or HOST:N with 1 to {MOST_SLOTS} slots: a:8,b:8"
-            raise LaunchError(f"--hosts {text!r}: {part!r} is no host", hint=hint, value=text)
+            raise LaunchError(f"--hosts {text!r}: {part!r} is not a host", hint=hint, value=text)
         hosts[host] = tuple(range(count))
     return hosts
 
@@ -96,12 +96,12 @@ def first_hosts(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
     """The first `count` of `hosts`. Raises LaunchError where there are fewer."""
     if not 1 <= count <= len(hosts):
         hint = f"give a number from 1 to {len(hosts)}, or name more hosts in a hostfile, with lines `host slots=N`"
-        raise LaunchError(f"--num_nodes {count}, and {_count(len(hosts), 'host')} known", hint=hint, value=count)
+        raise LaunchError(f"--num_nodes {count}, and {_count(len(hosts), 'host')} given", hint=hint, value=count)
     return dict(list(hosts.items())[:count])
 
 
 def first_slots(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
-    """Slots 0 to `count` - 1 of every host, whatever its line says. Raises LaunchError for a count that none can
+    """Slots 0 to `count` - 1 of every host, whatever its line has. Raises LaunchError for a count that none can
     have."""
     if not 1 <= count <= MOST_SLOTS:
         hint = f"give a number from 1 to {MOST_SLOTS}, or leave it out"
@@ -157,7 +157,7 @@ def _parsed(text: str, hosts: Mapping[str, tuple[int, ...]], option: str) -> Hos
         host = _known_as(host, hosts)
         if host not in hosts:
             hint = f"the hosts are {', '.join(hosts)}"
-            raise LaunchError(f"{option} {text}: there is no host {host!r}", hint=hint, value=text)
+            raise LaunchError(f"{option} {text}: {host!r} is not a host of the job", hint=hint, value=text)
         match = _PART.fullmatch(part)
         numbers = None if match is None else match[2]
         if whole.setdefault(host, numbers is None) is not (numbers is None):
@@ -186,7 +186,7 @@ def _slots(numbers: str, text: str, host: str, known: tuple[int, ...], option: s
         match = _SLOTS.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise LaunchError(
-                f"{option} {text}: {part!r} is no number of a slot, and no range",
+                f"{option} {text}: {part!r} is not a number of a slot or a range",
                 hint=f"write {host}:0,2-4",
                 value=text,
             )

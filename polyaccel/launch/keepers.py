@@ -19,9 +19,9 @@ from polyaccel.launch.base import Job, Launcher
 from polyaccel.launch.hosts import is_here
 
 BEAT_S = 2.0
-"""How often a keeper on another host hears of the launcher."""
+"""How often the launcher sends a sign of life to a keeper on another host."""
 SILENCE_S = 60.0
-"""It ends when it has heard nothing for so long."""
+"""It ends when it has received nothing for so long."""
 READY_S = 60.0
 _AGAIN_S = 5.0
 _END_S = 20.0
@@ -30,8 +30,8 @@ _PROGRAM = (sys.executable, "-m", "polyaccel.job.memory_server.process")
 
 
 class Keepers:
-    """One keeper on this host, if ranks are here, and one on each other host of a job; each is started again when
-    somebody has killed it, unless that fails again and again. Used by one thread."""
+    """One keeper on this host, if ranks are here, and one on each other host of a job; each is started again when it
+    was killed, unless that fails again and again. Used by one thread."""
 
     def __init__(self, name: str, here: KeeperProcess | None, far: Sequence[FarKeeper]) -> None:
         self.name = name
@@ -63,10 +63,10 @@ class Keepers:
         try:
             if self._here.ensure():
                 self._failures = 0
-                say("the keeper of replicas was killed, and begins anew")
+                say("the keeper of replicas was killed, and begins again")
         except LaunchError as error:
             self._failures += 1
-            say(f"{error.message}: the job goes on without replicas for now")
+            say(f"{error.message}: the job continues without replicas for now")
 
     def await_all(self) -> None:
         """Return when all are there, or have been tried."""
@@ -120,7 +120,7 @@ class FarKeeper:
                 process = KeeperProcess(self._secret, name=self._name, way=self._way, silence_s=SILENCE_S)
             except LaunchError as error:
                 failures += 1
-                say(f"on {self._host}, {error.message}: the job goes on without replicas there for now")
+                say(f"on {self._host}, {error.message}: the job continues without replicas there for now")
                 self._is_tried.set()
                 self._pause(_AGAIN_S)
                 continue

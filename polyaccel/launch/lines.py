@@ -1,8 +1,8 @@
-"""Lines of several writers on one descriptor: each line says whose it is, and no line is torn by another writer's.
+"""Lines of several writers on one descriptor: each line has its writer's name, and no line is torn by another writer's.
 
 Bytes stay as they are. A line ends with a newline or, as progress bars redraw theirs, with a carriage return; the
-prefix stands again after either. A line that its writer leaves unfinished, such as a question, is shown as far as it
-goes; if another writer writes then, the unfinished line is closed first, and its rest gets the prefix once more.
+prefix stands again after either. A line that its writer leaves unfinished, for example a question, is shown as far as
+it goes; if another writer writes then, the unfinished line is closed first, and its rest gets the prefix once more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_LINE_NBYTES = 1 << 20
 
 _WAITS_S = 1.0
 
-# Behind a newline, and behind a carriage return once it is known that no newline follows.
+# Behind a newline, and behind a carriage return once it is certain that no newline follows.
 _BREAK = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 
@@ -40,7 +40,7 @@ class LineSink:
         return self._waited_s if began_s is None or monotonic() - began_s < _WAITS_S else monotonic()
 
     def column(self, writer: object) -> bytes:
-        """The last byte that was written, if `writer` wrote it, which tells whether its line is unfinished. Else a
+        """The last byte that was written, if `writer` wrote it, which shows whether its line is unfinished. Else a
         newline."""
         return self._last if writer is self._writer else b"\n"
 
@@ -55,7 +55,7 @@ class LineSink:
         while data and not self._is_gone:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # whoever gave us the descriptor made it non-blocking
+            except BlockingIOError:  # the giver of the descriptor made it non-blocking
                 select.select([], [self._fd], [])
             except OSError:
                 self._is_gone = True

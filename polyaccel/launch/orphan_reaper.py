@@ -1,9 +1,9 @@
 """The guard of a job: a process that does nothing while its launcher lives, and ends the job of one that was killed.
 
 [Note: A launcher that is killed]
-Nobody can catch SIGKILL. On Linux the ranks ask the kernel to die with their launcher, but what they have started
+SIGKILL cannot be caught. On Linux the ranks ask the kernel to die with their launcher, but what they have started
 themselves (workers of data loaders, servers) would live on, and no signal to a group reaches all of it. So the launcher
-starts one more process, in a session of its own, and holds a pipe to it. When the pipe ends, the launcher has; then the
+starts one more process, in its own session, and holds a pipe to it. When the pipe ends, the launcher has; then the
 guard kills what `ProcessTracker` finds, and ends too. What it cannot find is a process that has left its rank's session
 and has another environment too; and who kills the guard first has killed the guard.
 """
@@ -29,7 +29,7 @@ _PROGRAM = (
 
 
 class OrphanReaper:
-    """The launcher's end: start it before the first rank, tell it of every rank, and `dismiss` it when none is left.
+    """The launcher's end: start it before the first rank, register every rank, and `dismiss` it when none is left.
     Raises LaunchError when it cannot be started."""
 
     def __init__(self, job_id: str) -> None:
@@ -54,7 +54,7 @@ class OrphanReaper:
         if pipe is not None and self._process.poll() is None:
             try:
                 pipe.write(b"%d\n" % leader)
-            except BrokenPipeError:  # somebody has killed it; the job goes on without
+            except BrokenPipeError:  # it was killed; the job continues without
                 pipe.close()
                 self._process.stdin = None
 

@@ -42,7 +42,7 @@ class _Stream:
     pipe: IO[bytes]
     writer: LineWriter
     merged: LineWriter | None
-    hears: Callable[[bytes], bytes]
+    filter_output: Callable[[bytes], bytes]
     log: IO[bytes] | None
     tail: bytes = b""
     fed_s: float = field(default_factory=monotonic)
@@ -50,7 +50,7 @@ class _Stream:
 
     def feed(self, data: bytes) -> None:
         self.fed_s = monotonic()
-        data = self.hears(data)
+        data = self.filter_output(data)
         self.tail = (self.tail + data)[-_TAIL_NBYTES:]
         if self.log is not None:
             try:
@@ -71,9 +71,9 @@ class _Stream:
 class JobOutput:
     """Shows the output of a job's ranks on the descriptors `stdout_fd` and `stderr_fd`.
 
-    `attach` every rank, then `start`, then `close`. `say` adds a line of the launcher's own, which
-    has `name` before it, to standard error. What is shown stands in the file `merged` too, where there is one.
-    Raises LaunchError when the log directory cannot be written to.
+    `attach` every rank, then `start`, then `close`. `say` adds the launcher's own line, which has `name` before it, to
+    standard error. What is shown stands in the file `merged` too, where there is one. Raises LaunchError when the log
+    directory cannot be written to.
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class JobOutput:
         return self._is_terminal
 
     def attach(self, rank: RankProcess) -> None:
-        """Show the output of `rank`, but for the descriptors that it owns."""
+        """Show the output of `rank`, except for the descriptors that it owns."""
         streams = self._streams.setdefault(rank.spec.rank, [])
         for pipe, sink in zip((rank.stdout, rank.stderr), self._sinks, strict=True):
             if pipe is not None:
                 self._files.enter_context(pipe)
                 os.set_blocking(pipe.fileno(), False)
-                hears = partial(rank.hears, is_error=pipe is rank.stderr)
+                filter_output = partial(rank.filter_output, is_error=pipe is rank.stderr)
                 merged = None if self._merged is None else LineWriter(self._merged, rank.prefix)
                 log = self._logs.get(rank.spec.rank)
-                stream = _Stream(pipe, LineWriter(sink, rank.prefix), merged, hears, log)
+                stream = _Stream(pipe, LineWriter(sink, rank.prefix), merged, filter_output, log)
                 self._selector.register(pipe, selectors.EVENT_READ, stream)
                 streams.append(stream)
 
@@ -230,7 +230,7 @@ class JobOutput:
 
 def merged_log(job: Job) -> Path | None:
     """Where the lines of all ranks that a launcher sees are kept, each with its rank before it: DIR/all.log, or
-    DIR/host_N.log where each host has a launcher of its own; None for a job that keeps no files."""
+    DIR/host_N.log where each host has its own launcher; None for a job that keeps no files."""
     if job.log_dir is None:
         return None
     is_one_of_many = job.node is not None and len(job.hosts) > 1

@@ -1,4 +1,4 @@
-"""A rank as a process: its start in a session of its own, its state, and the sentences that people read about it."""
+"""A rank as a process: its start in its own session, its state, and the sentences that people read about it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class ProcessState(Enum):
 
     RUNNING = "running"
     STOPPED = "stopped"
-    """By a signal such as SIGSTOP, until SIGCONT. A debugger that holds it does not count."""
+    """By a signal like SIGSTOP, until SIGCONT. A debugger that holds it does not count."""
     ENDED = "ended"
 
 
 class RankProcess:
-    """The process of one rank, leader of a session and a process group of its own, so that a signal to the group
-    reaches what it started, and Ctrl-C reaches the launcher only.
+    """The process of one rank, leader of a session and its own process group, so that a signal to the group reaches
+    what it started, and Ctrl-C reaches the launcher only.
 
     `returncode` is None until it ended, then its exit code, or -N when signal N ended it.
     """
@@ -66,7 +66,7 @@ class RankProcess:
         """What stands before each line that it prints."""
         return f"[rank {self.spec.rank}] ".encode()
 
-    def hears(self, data: bytes, *, is_error: bool) -> bytes:
+    def filter_output(self, data: bytes, *, is_error: bool) -> bytes:
         """What is to be shown of `data`, which it wrote to standard output, or to standard error."""
         return data
 
@@ -167,7 +167,7 @@ def describe_end(rank: RankProcess) -> str:
 def describe_absence(gone: RankProcess, waiting: Sequence[RankProcess]) -> str:
     """A sentence about a rank that the others wait for in vain."""
     names = ", ".join(rank.name for rank in waiting)
-    return f"{describe_end(gone)}, before it had met the others (init_distributed); {names} waited for it"
+    return f"{describe_end(gone)}, before it had joined the others (init_distributed); {names} waited for it"
 
 
 def describe_stop(rank: RankProcess, stop_timeout_s: float) -> str:
@@ -192,7 +192,8 @@ def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], N
     """A function by which a child of process `parent` asks the kernel, on Linux, for `signum` when its parent ends;
     None elsewhere. It ends a native call that keeps the interpreter's lock too, which no Python handler does.
 
-    The kernel means the *thread* that started the child: let that be one that lives as long, such as the main thread.
+    The kernel means the *thread* that started the child: let that be one that lives as long, for example the main
+    thread.
     """
     if sys.platform != "linux":
         return None

@@ -19,18 +19,18 @@ from polyaccel.launch.hosts import is_here
 _DEBUGGER = "debugpy"
 _LOOPBACK = "127.0.0.1"
 _OF_A_RANK = (JOB_ID, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "CROSS_RANK")
-"""What launchers of ranks set beside RANK and WORLD_SIZE, and operators of clusters do not."""
+"""What launchers of ranks set next to RANK and WORLD_SIZE, and operators of clusters do not."""
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """The value of `GLIBC_TUNABLES` that lets malloc ask for huge pages (glibc 2.35 and later; others ignore it).
 
-It has to be set before the process starts. XLA on the CPU maps its temporary memory anew in every step: in pages of 4
+It has to be set before the process starts. XLA on the CPU maps its temporary memory again in every step: in pages of 4
 KiB that is 22,800 page faults, a tenth of the step, for a model of 29 M parameters."""
 
 
 def python_command(target: str, arguments: Sequence[str] = (), *, module: bool = False) -> tuple[str, ...]:
     """The command line that runs `target`, a script (or, with `module`, a module's dotted name), with this Python.
 
-    Raises LaunchError when there is no such script or module: better once here than once a rank.
+    Raises LaunchError when the script or module does not exist: better once here than once a rank.
     """
     if module:
         _check_module(target)
@@ -54,8 +54,8 @@ def check_debugger(*, is_python: bool) -> None:
 
 
 def debugged(command: Sequence[str], port: int, waits: bool) -> tuple[str, ...]:
-    """The command line `python ...` whose process listens for a debugger on the loopback, where nobody of another host
-    reaches it: who does may run anything in it."""
+    """The command line `python ...` whose process listens for a debugger on the loopback, which no other host reaches:
+    a debugger may run anything in it."""
     python, *rest = command
     wait = ("--wait-for-client",) if waits else ()
     # Frozen modules cannot be stepped into, of which debugpy would warn.
@@ -80,7 +80,8 @@ def how_to_attach(job: Job) -> list[str]:
 def check_not_nested(environment: Mapping[str, str]) -> None:
     """Raise LaunchError when `environment` is that of a rank: another launcher is there already.
 
-    RANK and WORLD_SIZE alone are no rank's: an operator of Kubernetes puts them into each pod, where they count pods.
+    RANK and WORLD_SIZE alone do not make a rank: an operator of Kubernetes puts them into each pod, where they count
+    pods.
     """
     found = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
     if found and any(name in environment for name in _OF_A_RANK):

@@ -1,10 +1,10 @@
-"""A job that is started again when it fails: its ranks anew, its keeper the same.
+"""A job that is started again when it fails: new ranks, the same keeper.
 
 [Note: What a restart has]
-Each start is a job of its own, with another id and another port, after nothing of the one before is left. What they
-have in common is the secret and the keeper of each host, in which ranks find what those before them have handed over.
-The ranks may be fewer: a rank that a signal killed may have taken something with it that is not there for the next one,
-such as a device or memory. Whether a number of ranks suits the training, the training says.
+Each start is its own job, with another id and another port, after nothing of the one before is left. What they have in
+common is the secret and the keeper of each host, in which ranks find what those before them have handed over. The ranks
+may be fewer: a rank that a signal killed may have taken something with it that is not there for the next one, for
+example a device or memory. The training decides whether a number of ranks suits it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESTART_VARIABLE = "POLYACCEL_RESTART_COUNT"
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """How often a job is started again, and with how many ranks: as many as before, or, where `least` is not None, down
-    to that many: as many as `count_ranks` says, or without it one fewer for each that a signal killed. Where only some
+    to that many: as many as `count_ranks` gives, or without it one fewer for each that a signal killed. Where only some
     numbers can train, `sizes` has them: then it is the largest of these that is not above, and not below `least`."""
 
     most: int
@@ -49,8 +49,8 @@ class RestartPolicy:
 
 def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> JobResult:
     """Start a job until it ends well, was asked to end, or has been started again as often as `policy` allows (0 times
-    for a launcher that does so itself), and tell how it ended the last time. A keeper is there on each host from start
-    to start. Where all ranks are on this host, there may be fewer ranks.
+    for a launcher that does so itself), and return how it ended the last time. A keeper is there on each host from
+    start to start. Where all ranks are on this host, there may be fewer ranks.
 
     Raises LaunchError when it cannot be started, CommError for a secret that can be guessed.
     """

@@ -3,11 +3,11 @@
 [Note: How a job ends]
 It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
 then every process of the job gets SIGTERM, and SIGKILL after the grace period. A rank that exits with 0 fails the job
-too where others wait to meet it, as they say through the arrival pipe. A signal that the launcher passes on asks the
-ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it, however much
-later, the grace period runs. A second SIGINT kills at once. Other signals are passed on too, and end nothing here
-(`signals`). Processes that ranks leave behind are ended in the same way, so that
-nothing outlives the job. Of a launcher that is killed itself, the guard ends the job (`guard`).
+too where others wait for it in the rendezvous, as they report through the readiness pipe. A signal that the launcher
+passes on asks the ranks to end as well, in their own time: they get no second one, but from the first rank that ends of
+it, however much later, the grace period runs. A second SIGINT kills at once. Other signals are passed on too, and end
+nothing here (`signals`). Processes that ranks leave behind are ended in the same way, so that nothing outlives the job.
+Of a launcher that is killed itself, the guard ends the job (`guard`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ControlChannel(Protocol):
     read_fd: int
     """Can be read when there is an order."""
     silent_at_s: float
-    """When `take` will find that nobody is there any more, unless something comes before; `monotonic`."""
+    """When `take` will find that the peer is gone, unless something comes before; `monotonic`."""
 
     def take(self) -> tuple[list[int], str]:
         """The signals to pass on, and why the job is to end; empty where it is not."""
@@ -190,7 +190,7 @@ class Supervisor:
                 for rank in self._ranks:  # not to what they started, which would end of it
                     rank.signal_rank(signum)
         changed = [rank for rank in self._ranks if rank.poll()]
-        self._hear_ranks()  # later: what a rank said before it ended is there
+        self._read_ranks()  # later: what a rank sent before it ended is there
         self._note_changes(changed)
         self._note_absence()
         now = monotonic()
@@ -224,7 +224,7 @@ class Supervisor:
             if rank.state is ProcessState.STOPPED and not self._is_ending:
                 self._output.say(describe_stop(rank, self._plan.stop_timeout_s))
             elif rank.state is ProcessState.RUNNING and not self._is_ending:
-                self._output.say(f"{rank.name} goes on")
+                self._output.say(f"{rank.name} continues")
         self._note_failures(changed)
 
     def _note_failures(self, changed: list[RankProcess]) -> None:
@@ -240,7 +240,7 @@ class Supervisor:
                 killed = sum((each.returncode or 0) < 0 for each in self._ranks)
                 self._fail(JobFailure(code, describe_end(rank), rank, killed))
 
-    def _hear_ranks(self) -> None:
+    def _read_ranks(self) -> None:
         for rank, word in self._arrivals.poll():
             self._moved_s, self._hang = monotonic(), None
             if word == STEP:
@@ -256,7 +256,7 @@ class Supervisor:
         alive = [rank for rank in self._ranks if rank.state is not ProcessState.ENDED]
         counts = {rank.name: self._steps.get(rank.spec.rank, 0) for rank in alive}
         last = max(counts.values(), default=0)
-        behind = ", ".join(name for name, count in counts.items() if count < last) or "all ranks alike"
+        behind = ", ".join(name for name, count in counts.items() if count < last) or "all ranks equally"
         limit = f"the {self._plan.hang_timeout_s:g} s of --hang-timeout"
         what = f"no step was made for {limit}, after {last}; behind: {behind}"
         self._hang = JobFailure(_HANGS, what)

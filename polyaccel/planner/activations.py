@@ -10,7 +10,7 @@ from polyaccel.planner.model import ModelShape
 @dataclass(frozen=True, slots=True)
 class ActivationNeeds:
     """Bytes of one pass on one rank: those kept for backward at the end of the forward pass, and the most at a time in
-    both. `way` says what is recomputed; `is_own`: it is what the config asks for."""
+    both. `way` is what is recomputed; `is_own`: it is what the config asks for."""
 
     way: str
     kept_nbytes: int
@@ -22,7 +22,7 @@ class ActivationNeeds:
 class StageNeeds:
     """A stage of a pipeline: the blocks of its chunks, and what a rank there holds of the model. `kept` are the most
     forward passes that it keeps for their backward passes, and `peak_nbytes` the most bytes of activations at a time,
-    by the schedule's table; None where nobody says how long rows are."""
+    by the schedule's table; None where the length of rows is unknown."""
 
     blocks: tuple[str, ...]
     model: ModelShape

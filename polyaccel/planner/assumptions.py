@@ -80,7 +80,7 @@ def _known_places(config: Config) -> tuple[Config, list[str]]:
 
 
 def _batch(config: Config, world_size: int) -> tuple[Triad, str]:
-    """Batch sizes for `world_size` ranks with batches of their own, and the sentence that says what was assumed (empty:
+    """Batch sizes for `world_size` ranks with their own batches, and the sentence on what was assumed (empty:
     nothing)."""
     train, micro, gas = (
         config.train_batch_size,

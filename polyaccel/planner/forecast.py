@@ -67,9 +67,9 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMemory:
-    """Host memory that a rank's copies of its state take, beside the training itself: what a save in the background
-    stages, as long as there is room, and replicas. On several hosts replicas take twice as much, the neighbour's
-    too."""
+    """Host memory that a rank's copies of its state take, in addition to the training itself: what a save in the
+    background stages, as long as there is room, and replicas. On several hosts replicas take twice as much, the
+    neighbour's too."""
 
     staging_nbytes: int
     replica_nbytes: int
@@ -90,7 +90,7 @@ class Forecast:
     comm_s: float | None = None
 
     def fits(self, *, device_nbytes: int | None, host_nbytes: int | None) -> bool:
-        """Whether the peaks stay within the limits, replicas included; None is no limit. A save that cannot stage
+        """Whether the peaks stay within the limits, replicas included; None is not a limit. A save that cannot stage
         writes while training waits."""
         left = None if host_nbytes is None else host_nbytes - self.copies.replica_nbytes
         limits = {Place.DEVICE: device_nbytes, Place.HOST: left}
@@ -101,7 +101,7 @@ def forecasts(
     config: ResolvedConfig, model: ModelShape, world_size: int, speeds: CollectiveTimings | None = None
 ) -> tuple[Forecast, ...]:
     """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's. `speeds`
-    are those of collectives among the ranks, where somebody has measured them."""
+    are those of collectives among the ranks, where they were measured."""
     own, copies = Setting.of(config), copies_of_state(config, model, world_size)
     found = []
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):

@@ -14,7 +14,7 @@ from polyaccel.errors import LaunchError
 from polyaccel.launch.hosts import is_here, read_hostfile
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""Where DeepSpeed looks for hosts that nobody names."""
+"""Where DeepSpeed looks for hosts by default."""
 _OPTIONS = ("-oBatchMode=yes", "-oConnectTimeout=10")
 
 
@@ -28,7 +28,7 @@ def ssh_parser() -> argparse.ArgumentParser:
 
 
 def run_on_hosts(hostfile: Path, command: Sequence[str], options: Sequence[str] = ()) -> int:
-    """Run a command, in words for the hosts' shells, on all hosts of a file, and show what it says with `host: ` before
+    """Run a command, in words for the hosts' shells, on all hosts of a file, and show its output with `host: ` before
     each line. Returns the largest exit code. Raises LaunchError."""
     if not command:
         raise LaunchError("no command is given", hint="ds_ssh -f hostfile COMMAND")

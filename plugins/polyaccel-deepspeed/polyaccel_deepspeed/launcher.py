@@ -86,7 +86,10 @@ def job(given: argparse.Namespace) -> Job:
     if given.hostfile is None and given.hosts is None and DEFAULT_HOSTFILE.is_file():
         given.hostfile = DEFAULT_HOSTFILE
     elif given.hostfile is not None and not given.hostfile.is_file():
-        print(f"deepspeed: there is no hostfile {given.hostfile}: ranks are started on this machine", file=sys.stderr)
+        print(
+            f"deepspeed: the hostfile {given.hostfile} does not exist: ranks are started on this machine",
+            file=sys.stderr,
+        )
         given.hostfile = None
     named = [int(slot) for slot in re.findall(r"\d+", (given.include or "").partition(":")[2])]
     variables = variables_of_files(os.environ.get(_ENVIRONMENT_VARIABLE, DEEPSPEED_ENVIRONMENT_NAME), os.environ)

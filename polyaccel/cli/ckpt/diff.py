@@ -31,8 +31,8 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     """Print what differs; the exit code is 1 where anything does. Raises CheckpointError for damage."""
     one, other = opened(args.a, storage=args.storage), opened(args.b, storage=args.storage)
-    with progress("comparing", checked_nbytes(one)) as told:
-        found = difference(one, other, told)
+    with progress("comparing", checked_nbytes(one)) as report:
+        found = difference(one, other, report)
     if args.json:
         print(json.dumps({"is_equal": found.is_equal, **asdict(found)}, indent=2, default=_plain))
     else:

@@ -28,7 +28,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     description = (
         f"{summary}. The first two take parameters and buffers, as model or pytorch_model in one file or in several "
         "with an index; the others take optimizer states too. Safetensors, bin, dcp and orbax are built in; packages "
-        "bring others, such as polyaccel-deepspeed: deepspeed-universal."
+        "bring others, for example polyaccel-deepspeed: deepspeed-universal."
     )
     parser = actions.add_parser("export", help=summary, description=description)
     parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints, or the folder of a tag in it")
@@ -36,9 +36,11 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--format", metavar="FORMAT", required=True, help="whose files to write")
     parser.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
     parser.add_argument("--dtype", help="float32, bf16, ...: of floating tensors (default: as they were saved)")
-    kind = "only tensors of this kind, such as exp_avg; may be given again (default: all; of a model, its state dict)"
+    kind = (
+        "only tensors of this kind, for example exp_avg; may be given again (default: all; of a model, its state dict)"
+    )
     parser.add_argument("--kind", action="append", help=kind)
-    most = "of a file, such as 2GB (powers of 1024; default: %(default)s); a larger tensor has a file of its own"
+    most = "of a file, for example 2GB (powers of 1024; default: %(default)s); a larger tensor has its own file"
     parser.add_argument("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help=most)
     add_storage(parser)
     parser.set_defaults(func=run)
@@ -53,26 +55,26 @@ def run(args: argparse.Namespace) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not an empty folder", hint="name a new one", value=str(out))
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    with progress(f"exporting {reader.tag}", nbytes) as told:
+    with progress(f"exporting {reader.tag}", nbytes) as report:
         if args.format == "safetensors":
             from polyaccel.checkpoint.convert.formats import safetensors
 
-            names = safetensors.write(out, tensors, args.max_shard_size, told)
+            names = safetensors.write(out, tensors, args.max_shard_size, report)
         elif args.format == "bin":
             from polyaccel.checkpoint.convert.formats import torch_bin
 
-            names = torch_bin.write(out, tensors, args.max_shard_size, told)
+            names = torch_bin.write(out, tensors, args.max_shard_size, report)
         elif args.format == "orbax":
             from polyaccel.checkpoint.convert.formats import orbax
 
-            names = orbax.write(out, tensors, told)
+            names = orbax.write(out, tensors, report)
         elif other is None:
             from polyaccel.checkpoint.convert.formats import torch_dcp_write
 
-            names = torch_dcp_write.write(out, reader, tensors, told)
+            names = torch_dcp_write.write(out, reader, tensors, report)
         else:
             out.mkdir(parents=True, exist_ok=True)
-            names = other(out, reader, tensors, told)
+            names = other(out, reader, tensors, report)
     print(f"{reader.tag}: {len(tensors)} tensors, {size(nbytes)}, in {out}: {', '.join(names)}")
     return 0
 
@@ -95,7 +97,7 @@ def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[Export
     except ShardingError as error:
         raise CheckpointError(f"--dtype {args.dtype}: {error.message}", hint=error.hint, value=args.dtype) from error
     if dtype is not None and not dtype.is_floating:
-        raise CheckpointError(f"--dtype {args.dtype} is no floating type", hint="give bf16", value=args.dtype)
+        raise CheckpointError(f"--dtype {args.dtype} is not a floating type", hint="give bf16", value=args.dtype)
     if args.format in _STATE_DICTS:
         return chosen(reader, args.kind or default_kinds(), dtype)
     kinds = args.kind or sorted({tensor.kind for tensor in reader.tensors()})

@@ -23,8 +23,8 @@ GROUP = "polyaccel.importers"
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "make a checkpoint of the files of another tool"
     description = (
-        f"{summary}, which an engine loads like one of its own. Safetensors, bin, dcp, orbax and flax are built in; "
-        "packages bring others, such as polyaccel-deepspeed: deepspeed."
+        f"{summary}, which an engine loads like one that it saved. Safetensors, bin, dcp, orbax and flax are built in; "
+        "packages bring others, for example polyaccel-deepspeed: deepspeed."
     )
     parser = actions.add_parser("import", help=summary, description=description)
     parser.add_argument("src", metavar="SRC", type=Path, help="a file, or the folder of a model or checkpoint")
@@ -33,7 +33,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     only = "take parameters and buffers, and leave out an optimizer, a schedule and counts without an error"
     parser.add_argument("--weights-only", action="store_true", help=only)
     parser.add_argument("--tag", default="imported", help="the name of the checkpoint (default: %(default)s)")
-    what = "tensors whose names match are buffers, such as '*.running_*'; integers are anyway; may be given again"
+    what = "tensors whose names match are buffers, for example '*.running_*'; integers are anyway; may be given again"
     parser.add_argument("--buffer", action="append", default=[], metavar="PATTERN", help=what)
     parser.set_defaults(func=run)
 
@@ -41,7 +41,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint and print a line for what it has and one for what was left out; the exit code is 0.
 
-    Raises CheckpointError for what cannot be read, and where a run that goes on would miss what was left out.
+    Raises CheckpointError for what cannot be read, and where a run that continues would miss what was left out.
     """
     source: Path = args.src
     read = _reader(args.source)
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         )
     incoming = replace(incoming, tensors=[_as_buffer(tensor, args.buffer) for tensor in incoming.tensors])
     nbytes = sum(_nbytes(tensor) for tensor in incoming.tensors)
-    with progress(f"importing {source}", nbytes) as told:
-        commit = imported(incoming, args.dir, args.tag, f"{args.source}: {source}", told)
+    with progress(f"importing {source}", nbytes) as report:
+        commit = imported(incoming, args.dir, args.tag, f"{args.source}: {source}", report)
     kinds = ", ".join(sorted({tensor.kind for tensor in incoming.tensors}))
     print(f"{args.dir}/{commit.tag}: {len(incoming.tensors)} tensors ({kinds}), {size(nbytes)}")
     print(f"taken over: {', '.join(_taken(incoming))}")

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(reader: CheckpointReader) -> dict[str, Any]:
-    """All that the manifest says, but for the places of bytes in files."""
+    """All of the manifest, except for the places of bytes in files."""
     return {
         "tag": reader.tag,
         "folder": f"{reader.storage.location}/{reader.commit.folder}",
@@ -70,10 +70,10 @@ def _print(reader: CheckpointReader) -> None:
     if reader.not_finite:
         print(f"not finite: {reader.not_finite}")
     for key in ("packages", "plugins", "mesh"):
-        if isinstance(told := about.get(key), dict) and told:
-            print(f"{key}: {', '.join(f'{name} {value}' for name, value in told.items())}")
-    if isinstance(told := about.get("config"), dict):
-        print(f"config, where it is not the default: {_text(_beyond(told, _default_config()))}")
+        if isinstance(entry := about.get(key), dict) and entry:
+            print(f"{key}: {', '.join(f'{name} {value}' for name, value in entry.items())}")
+    if isinstance(entry := about.get("config"), dict):
+        print(f"config, where it is not the default: {_text(_beyond(entry, _default_config()))}")
     print()
     kinds, nbytes = Counter[str](), Counter[str]()
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""`polyaccel ckpt ls`: the tags of a directory, and which of them a run can go on from."""
+"""`polyaccel ckpt ls`: the tags of a directory, and which of them a run can continue from."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def step_of(scalars: dict[str, Any]) -> int | None:
-    """The number of optimizer steps that the plain values of a checkpoint tell; None where they do not."""
+    """Return the number of optimizer steps in the plain values of a checkpoint; None without one."""
     counters = scalars.get("counters")
     step = counters.get("global_steps") if isinstance(counters, dict) else None
     return step if isinstance(step, int) else None

@@ -1,4 +1,4 @@
-"""`polyaccel ckpt reshard`: a checkpoint written anew, as the files of another number of ranks."""
+"""`polyaccel ckpt reshard`: a checkpoint written again, as the files of another number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyaccel.cli.ckpt.shown import add_storage, progress, size
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "write a checkpoint anew in today's format, as the files of N ranks"
+    summary = "write a checkpoint again in today's format, as the files of N ranks"
     description = f"{summary}. Any number of ranks loads any checkpoint: this is for tools that want other files."
     parser = actions.add_parser("reshard", help=summary, description=description)
     parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints, or the folder of a tag in it")
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     reader = opened(args.dir, args.tag, args.storage)
     ranks = reader.world_size if args.ranks is None else args.ranks
     nbytes = checked_nbytes(reader)
-    with progress(f"writing {reader.tag}", nbytes) as told:
-        commit = resharded(reader, args.out, reader.tag, ranks, told)
+    with progress(f"writing {reader.tag}", nbytes) as report:
+        commit = resharded(reader, args.out, reader.tag, ranks, report)
     print(f"{args.out}/{commit.tag}: {size(nbytes)} in the files of {ranks} rank{'' if ranks == 1 else 's'}")
     return 0

@@ -33,7 +33,7 @@ def print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: t
 
 @contextmanager
 def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error while the block runs, if that is a terminal; it is told the bytes of each part."""
+    """A bar on standard error while the block runs, if that is a terminal; it receives the bytes of each part."""
     if not sys.stderr.isatty():
         yield lambda part: None
         return
@@ -47,6 +47,6 @@ def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
-    """The option that says what storage a verb looks at."""
-    what = """what `checkpoint.storage` of the config says, a name or JSON (default: fsspec for a URL, else a folder)"""
+    """The option for the storage that a verb reads."""
+    what = """`checkpoint.storage` as in the config, a name or JSON (default: fsspec for a URL, else a folder)"""
     parser.add_argument("--storage", metavar="STORAGE", help=what)

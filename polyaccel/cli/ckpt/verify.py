@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
         tags = [status.tag for status in statuses if not status.problem]
     for each in tags:
         reader = open_checkpoint(directory, each)
-        with progress(f"verifying {reader.tag}", checked_nbytes(reader)) as told:
-            verdict = verified(reader, told)
+        with progress(f"verifying {reader.tag}", checked_nbytes(reader)) as report:
+            verdict = verified(reader, report)
         rate = f"{verdict.nbytes / verdict.seconds / 1e9:.2f} GB/s"
         state = f"{len(verdict.damages)} damaged" if verdict.damages else "whole"
         rest = f"; {size(verdict.elsewhere_nbytes)} on other hosts" if verdict.elsewhere_nbytes else ""

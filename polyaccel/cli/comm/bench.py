@@ -31,11 +31,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what = "measure how fast the ranks of a job can move buffers"
     parser = subparsers.add_parser("bench", help=what, description=_DESCRIPTION, allow_abbrev=False)
     own = parser.add_argument_group("the measurement")
-    size = _parsed("such as 1K or 64M (powers of 1024)")
+    size = _parsed("like 1K or 64M (powers of 1024)")
     own.add_argument("--smallest", type=size, default="1K", metavar="SIZE", help="(default: %(default)s)")
     own.add_argument("--largest", type=size, default="64M", metavar="SIZE", help="(default: %(default)s)")
     own.add_argument("--factor", type=_above(2), default="4", metavar="N", help="between sizes (default: %(default)s)")
-    own.add_argument("--operations", default=None, metavar="NAME,...", help="default: all that are known")
+    own.add_argument("--operations", default=None, metavar="NAME,...", help="default: all")
     own.add_argument("--dtype", default="float32", metavar="TYPE", help="of the elements (default: %(default)s)")
     own.add_argument("--rounds", type=_above(3), default="20", metavar="N", help="at most (default: %(default)s)")
     own.add_argument("--budget", type=_seconds, default="0.5", metavar="S", help="seconds a row (default: %(default)s)")
@@ -107,7 +107,7 @@ def _parsed(what: str) -> Callable[[str], int]:
     def size(text: str) -> int:
         nbytes = parse_size(text)
         if not 1 <= nbytes < 1 << 40:
-            raise argparse.ArgumentTypeError(f"{text!r} is no size {what}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a size {what}")
         return nbytes
 
     return size
@@ -116,7 +116,7 @@ def _parsed(what: str) -> Callable[[str], int]:
 def _above(least: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if not text.isdecimal() or not least <= int(text[:9]) or len(text) > 9:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
         return int(text)
 
     return count
@@ -128,5 +128,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds

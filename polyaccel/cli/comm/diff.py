@@ -12,14 +12,14 @@ from polyaccel.errors import CommError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    what = "say where ranks diverged, from the dumps they left"
+    what = "show where ranks diverged, from their dumps"
     diff = subparsers.add_parser("diff", help=what, description=what)
     diff.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="rank-N.json files, or a folder of them")
     diff.set_defaults(func=run_diff)
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    """Print the comparison; the exit code is 1 when ranks diverged. Raises CommError for what is no dump."""
+    """Print the comparison; the exit code is 1 when ranks diverged. Raises CommError for what is not a dump."""
     dumps = list(read_all(args.dumps))
     findings = find_desync(dumps)
     print(as_text(findings, dumps))
@@ -30,9 +30,7 @@ def read_all(places: Iterable[Path]) -> Iterable[Dump]:
     """The dumps in files and folders. Raises CommError when there is none, or two are of one rank."""
     files = [file for place in places for file in (sorted(place.glob("rank-*.json")) if place.is_dir() else [place])]
     if not files:
-        raise CommError(
-            "there is no rank-N.json in the folder", hint="name the folder that the log line of a rank names"
-        )
+        raise CommError("there is no rank-N.json in the folder", hint="give the folder from the log line of a rank")
     found: dict[int, Path] = {}
     for file in files:
         dump = read_dump(file)

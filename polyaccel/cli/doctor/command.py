@@ -43,10 +43,9 @@ _NO_LAUNCHER = "none: a program started here is one process"
 class Report:
     """All findings.
 
-    `packages` has None for what is not installed, `launcher` says what each source of ranks sees and which one counts,
-    `rooms` why a group could not be probed. `accelerator` is what a program started here would get, None where there
-    is none, `notes` what it says of itself, `comm` the backend of its ranks by where they are; `problems` says why it
-    cannot train.
+    `packages` has None for what is not installed, `launcher` has what each source of ranks found and which one counts,
+    `rooms` why a group could not be probed. `accelerator` is what a program started here would get, None where there is
+    none, `notes` its own, `comm` the backend of its ranks by where they are; `problems` has why it cannot train.
     """
 
     machine: Mapping[str, str]
@@ -68,7 +67,7 @@ class Report:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "say what this machine has, and which plugins work here or why not"
+    summary = "show what this machine has, and which plugins work here or why not"
     parser = subparsers.add_parser("doctor", help=summary, description=summary)
     parser.add_argument("-v", "--verbose", action="store_true", help="with the class and the traceback of each plugin")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         report = examine()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail here
+        sys.stdout.reconfigure(errors="backslashreplace")  # also on a terminal without UTF-8
     print(json.dumps(as_json(report), indent=2) if args.json else "\n".join(as_text(report, verbose=args.verbose)))
     return int(bool(report.problems) or not report.is_whole)
 
@@ -143,7 +142,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
-    """The lines of the report, 80 columns wide but for tracebacks and long words."""
+    """The lines of the report, 80 columns wide except for tracebacks and long words."""
     yield from _section("machine", report.machine)
     yield from _section("packages", {name: version or "-" for name, version in report.packages.items()})
     yield from _section("libraries", report.libraries)

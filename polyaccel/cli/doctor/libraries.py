@@ -85,12 +85,12 @@ def _oneccl() -> str:
 
 
 def _program(name: str) -> str:
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else shutil.which(name) or "-"
+    sibling = Path(sys.executable).with_name(name)
+    return str(sibling) if sibling.exists() else shutil.which(name) or "-"
 
 
 def _library_folders() -> list[Path]:
-    """Where the loader, or mpi4py, would find an MPI: this environment, LD_LIBRARY_PATH, beside mpirun, the system."""
+    """Where the loader, or mpi4py, would find an MPI: this environment, LD_LIBRARY_PATH, next to mpirun, the system."""
     folders = [Path(sys.prefix, "lib")]
     folders += [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
     if (mpirun := shutil.which("mpirun")) is not None:

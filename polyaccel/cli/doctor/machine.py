@@ -1,4 +1,4 @@
-"""`polyaccel doctor` on the machine. Standard library only; where a fact cannot be had, its row says why."""
+"""`polyaccel doctor` on the machine. Standard library only; a fact that cannot be had has the reason in its row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activations that `polyaccel plan --sequence-length` foretells."""
+"""The activations that `polyaccel plan --sequence-length` estimates."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
     if args.sequence_length is None:
         if args.batch is not None:
             raise PolyaccelError(
-                f"--batch {args.batch}, and nothing says how long its rows are",
+                f"--batch {args.batch}, and the length of its rows is not set",
                 hint="add --sequence-length: activations depend on both",
                 value=args.batch,
             )
         return ()
     if not Path(args.model).is_dir():
         raise PolyaccelError(
-            f"the activations of {args.model!r} cannot be foretold: it is no directory with a config.json",
+            f"the activations of {args.model!r} cannot be estimated: it is not a directory with a config.json",
             hint="leave --sequence-length out, or give the directory of a language model of transformers",
             value=args.model,
         )
@@ -36,7 +36,7 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
     others = [axis.name for axis in mesh.axes if axis.name not in ("data", "tensor", "sequence") and axis.size > 1]
     if others:
         raise PolyaccelError(
-            f"activations are not foretold where ranks stand along {' and '.join(others)}",
+            f"activations are not estimated where ranks stand along {' and '.join(others)}",
             hint="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
             value=tuple(others),
         )
@@ -73,7 +73,7 @@ def share_layers(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
 
 
 def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
-    """Let `model` run on the first rank's share of sequences, and in tiles, where `config` says so."""
+    """Let `model` run on the first rank's share of sequences, and in tiles, by `config`."""
     section = config.sequence_parallel
     if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "manual":
         from polyaccel.accelerators.detect import host_accelerator

@@ -28,23 +28,23 @@ _DESCRIPTION = """\
 Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
 disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of optimizer states, and of parameters at stage
 3. With --sequence-length, and a language model of transformers: the activations of a micro-batch too, kept and
-recomputed; else what a stage leaves of the device is for them. Where CONFIG leaves something open
-("auto") or its batch sizes do not fit N, a value is assumed, and a line says which. With --pipeline, and without CONFIG
-and MODEL: what each stage of a pipeline does, proved to be possible, and how long it takes. Where CONFIG has stages:
-what a rank of each needs, activations by the schedule's table."""
+recomputed; else what a stage leaves of the device is for them. Where CONFIG leaves something open ("auto") or its batch
+sizes do not fit N, a value is assumed, and a line states it. With --pipeline, and without CONFIG and MODEL: what each
+stage of a pipeline does, proved to be possible, and how long it takes. Where CONFIG has stages: what a rank of each
+needs, activations by the schedule's table."""
 _MODEL = """module:function (called without arguments on the meta device, returns a torch.nn.Module), a directory with a
-Hugging Face config.json, or a number of parameters such as 7e9 or 1.3B"""
+Hugging Face config.json, or a number of parameters like 7e9 or 1.3B"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("plan", help="say what training will need, by setting", description=_DESCRIPTION)
+    parser = subparsers.add_parser("plan", help="show what training will need, by setting", description=_DESCRIPTION)
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="path of the config, or base64 of its JSON")
     parser.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
     parser.add_argument("-n", dest="world_size", type=int, metavar="N", help="ranks that will train")
     for axis, what in (("tensor", "the weights of each layer"), ("sequence", "the sequences of a batch")):
-        said = f"ranks that share {what}, where the config says nothing of them"
+        said = f"ranks that share {what}, where the config does not set them"
         parser.add_argument(f"--{axis}", type=int, metavar="N", help=said)
-    limit = "for each rank, such as 16G (powers of 1024)"
+    limit = "for each rank, for example 16G (powers of 1024)"
     parser.add_argument("--limit-device", type=parse_size, metavar="SIZE", help=f"memory of the device {limit}")
     parser.add_argument("--limit-host", type=parse_size, metavar="SIZE", help=f"memory of the host {limit}")
     parser.add_argument(
@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--sequence-length",
         type=_count,
         metavar="S",
-        help="tokens of a row of a micro-batch: foretell the activations of MODEL, a directory",
+        help="tokens of a row of a micro-batch: estimate the activations of MODEL, a directory",
     )
     parser.add_argument("--batch", type=_count, metavar="B", help="rows of a micro-batch; without it the config's")
     parser.add_argument(
@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=parse_size,
         metavar="SIZE",
         help="memory of a rank's device: which stage, micro-batch, offload, recomputation and mesh fit it, by the "
-        "foretold seconds of a step, and why the next does not",
+        "estimated seconds of a step, and why the next does not",
     )
     parser.add_argument("--trials", type=Path, metavar="FOLDER", help="with --fit: what `polyaccel tune` found there")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -107,13 +107,13 @@ def parse_size(text: str) -> int:
     """Bytes from `16G`, `1.5TiB` or a plain number. Raises ArgumentTypeError, which argparse reports."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 16G, 512M or a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 16G, 512M or a number of bytes")
     return int(float(match[1]) * 1024 ** _EXPONENTS[match[2].upper()])
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
 
 
@@ -123,7 +123,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
 
 
@@ -133,7 +133,7 @@ def _time(text: str) -> float:
     except ValueError:
         time = -1.0
     if not 0 <= time < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of 0 or more")
     return time
 
 
@@ -146,7 +146,7 @@ def _times(text: str) -> tuple[float, float, float]:
 
 
 def _refused(args: argparse.Namespace, said: str) -> int:
-    """The exit code of wrong arguments, which are told as argparse tells them."""
+    """The exit code of wrong arguments, which are reported as argparse reports them."""
     args.print_usage(sys.stderr)
     print(f"polyaccel plan: error: {said}", file=sys.stderr)
     return 2
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
         return _refused(args, "--trials is for --fit")
     if args.compute is not None and args.comm is None and args.fit is None:
         raise PolyaccelError(
-            f"--compute {args.compute:g}, and nothing says how fast ranks can talk",
+            f"--compute {args.compute:g}, and the speed of collectives is unknown",
             hint="measure it: polyaccel comm bench --json FILE, then --comm FILE",
             value=args.compute,
         )
@@ -236,7 +236,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
     count = parse_count(text)
     if count is not None and expert_ranks > 1:
         raise PolyaccelError(
-            f"nothing says how many of {text} parameters are those of experts, which {expert_ranks} ranks share",
+            f"it is unknown how many of {text} parameters are those of experts, which {expert_ranks} ranks share",
             hint="write my_package.model:build or a directory with a config.json",
             value=text,
         )
@@ -244,7 +244,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
         return shape_of_count(count, rules.param_dtype or DType.FLOAT32, tensor_ranks)
     if ":" not in text:
         raise PolyaccelError(
-            f"{text!r} is no directory, no module:function and no number of parameters",
+            f"{text!r} is not a directory, a module:function or a number of parameters",
             hint="write my_package.model:build, a directory with a config.json, or 1.3B",
             value=text,
         )

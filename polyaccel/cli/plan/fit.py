@@ -50,7 +50,7 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
     )
     cost_model.learn(records)
     if speeds is None:
-        notes.append("collectives at 1 GB/s a rank, for nobody has measured them (--comm)")
+        notes.append("collectives at 1 GB/s a rank, for they were not measured (--comm)")
     every = candidates(config, args.world_size, is_remote=is_remote)
     if known.kept_nbytes is None and not records:
         own = own_candidate(config)
@@ -68,7 +68,8 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
 
 
 def _rates(*, is_remote: bool) -> HardwareRates:
-    """The rates of this machine, with a usual link where a device has one and this machine has no such device."""
+    """The rates of this machine, with a usual link where a device has one and this machine does not have that
+    device."""
     found = rates_here(Path.cwd())
     return replace(found, link_s=USUAL.link_s) if is_remote and not found.link_s else found
 
@@ -81,7 +82,7 @@ def _needs_alike(candidate: Candidate, own: Candidate) -> bool:
 def _known_pass(
     args: argparse.Namespace, config: ResolvedConfig, model: ModelShape, notes: list[str], *, has_trials: bool
 ) -> Pass:
-    """What is known of a micro-batch's pass: activations where rows have a length, and the seconds of a sample. What
+    """The known costs of a micro-batch's pass: activations where rows have a length, and the seconds of a sample. What
     was assumed for it is added to `notes`."""
     kept = recomputed = None
     fixed = 0.0
@@ -95,7 +96,7 @@ def _known_pass(
     if has_trials:
         return Pass(None, kept, recomputed, fixed)
     if args.sequence_length is None:
-        notes.append("step s leaves out forward and backward passes; --sequence-length would tell their time")
+        notes.append("step s leaves out forward and backward passes; --sequence-length would add their time")
         return Pass(0.0, kept, recomputed, fixed)
     from polyaccel.accelerators.detect import choose_accelerator
     from polyaccel.torch.profiling.forward_work import product_speed

@@ -49,13 +49,13 @@ def _table(args: argparse.Namespace) -> PipelineTable:
         for option, number in numbers.items():
             if number is not None:
                 raise PolyaccelError(
-                    f"{option} {number}, and {args.pipeline} says that itself", hint="leave it out", value=number
+                    f"{option} {number}, and {args.pipeline} sets that itself", hint="leave it out", value=number
                 )
         return read_table(Path(args.pipeline))
     table = make_table(args.pipeline, args.stages or 1, args.micro_batches or 1, args.chunks)
     for option in ("--stages", "--micro-batches"):
         if numbers[option] is None:
-            raise PolyaccelError(f"{table.name} needs {option}", hint=f"say {option} N", value=table.name)
+            raise PolyaccelError(f"{table.name} needs {option}", hint=f"give {option} N", value=table.name)
     return table
 
 

@@ -59,12 +59,12 @@ def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTabl
     mesh = mesh_of(config, args.world_size)
     if config.pipeline.partition == "profiled":
         raise PolyaccelError(
-            "layers that are dealt by their time cannot be dealt before they run", hint='say "partition": "parameters"'
+            "layers that are dealt by their time cannot be dealt before they run", hint='use "partition": "parameters"'
         )
     expert_ranks = mesh.size_of(("expert",))
     if expert_ranks > 1 and args.sequence_length is not None:
         raise PolyaccelError(
-            f"the activations of stages are not foretold where {expert_ranks} ranks share experts: how many tokens go "
+            f"the activations of stages are not estimated where {expert_ranks} ranks share experts: how many tokens go "
             "where is not known",
             hint="leave --sequence-length out",
             value=expert_ranks,
@@ -101,9 +101,9 @@ def _builder(args: argparse.Namespace, stages: int) -> Callable[[], Any]:
     if ":" in args.model:
         return lambda: model_of_function(args.model, "on tensors without values")
     raise PolyaccelError(
-        f"nothing says along which blocks {args.model!r} is cut into {stages} stages",
+        f"it is unknown along which blocks {args.model!r} is cut into {stages} stages",
         hint='give a directory with a config.json or module:function, or leave "pipeline" out; polyaccel plan '
-        "--pipeline says what stages do and how long",
+        "--pipeline shows what stages do and how long",
         value=args.model,
     )
 

@@ -122,7 +122,7 @@ def _head(plan: Plan) -> Text:
     disk = short_bytes(plan.checkpoint_nbytes)
     kept = []
     if plan.copies.staging_nbytes:
-        kept.append(f"{short_bytes(plan.copies.staging_nbytes)} while a checkpoint is written beside training")
+        kept.append(f"{short_bytes(plan.copies.staging_nbytes)} while a checkpoint is written next to training")
     if plan.copies.replica_nbytes:
         kept.append(f"{short_bytes(plan.copies.replica_nbytes)} for replicas, twice that on several hosts")
     told = f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together."

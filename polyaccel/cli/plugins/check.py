@@ -22,7 +22,7 @@ from polyaccel.testkit.contract import TIMEOUT_S, CheckOutcome, CheckRow, run_te
 
 WIDTH = 80
 KINDS = {group.value.rpartition(".")[2].removesuffix("s"): group for group in PluginGroup}
-"""What --kind may say: accelerator, comm, tier, storage, launcher, monitor."""
+"""The values of --kind: accelerator, comm, tier, storage, launcher, monitor."""
 
 _RANKS = 3
 _LONG_TITLE = 60
@@ -43,7 +43,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     timeout = "seconds in which a row must show progress (default: %(default)g); one that does not is cut and fails"
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=timeout)
     parser.add_argument("--only", metavar="TEXT", help="run only the rows whose title has this text")
-    explain = "say of each row what it wants and why, and show the tracebacks of those that fail"
+    explain = "explain what each row wants and why, and show the tracebacks of those that fail"
     parser.add_argument("-v", "--verbose", action="store_true", help=explain)
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the outcomes as JUnit XML too")
     parser.set_defaults(func=run)
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose(name: str, group: PluginGroup | None) -> PluginInfo:
-    """The installed plugin of this name, or the device that torch or JAX knows by it. Raises PluginConflict when
-    plugins of several kinds have it."""
+    """Return the installed plugin of this name, or the device of torch or JAX. Raises PluginConflict when plugins of
+    several kinds have it."""
     groups = [one for one in PluginGroup if any(info.name == name for info in list_plugins(one))]
     if not groups and group in (None, PluginGroup.ACCELERATORS) and _is_a_framework_device(name):
         package = "torch or JAX"
@@ -95,7 +95,7 @@ def choose(name: str, group: PluginGroup | None) -> PluginInfo:
     if groups:
         kinds = " and ".join(kind for kind, one in KINDS.items() if one in groups)
         raise PluginConflict(
-            f"{name!r} is the name of plugins of several kinds: {kinds}", hint="say --kind", value=name
+            f"{name!r} is the name of plugins of several kinds: {kinds}", hint="give --kind", value=name
         )
     names = ", ".join(sorted({info.name for one in PluginGroup for info in list_plugins(one)}))
     raise PluginNotFound(

@@ -25,7 +25,7 @@ KINDS: Mapping[str, tuple[PluginGroup, str]] = MappingProxyType(
 """What can be begun: its entry-point group, and how one that is installed is used."""
 
 FRAMEWORKS = ("torch", "jax")
-"""What the new accelerator's memory is: the first is one that torch knows and JAX can read."""
+"""The new accelerator's memory: the first is one that torch supports and JAX can read."""
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TEMPLATES = files("polyaccel.cli.plugins") / "scaffold"
 _OURS = __name__.partition(".")[0]
@@ -34,17 +34,19 @@ _OURS = __name__.partition(".")[0]
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "write a package to begin one or several plugins of one name with"
     parser = actions.add_parser("new", help=summary, description=summary)
-    parser.add_argument("name", metavar="NAME", help="what configs will call it, such as `acme`")
+    parser.add_argument("name", metavar="NAME", help="its name in configs, for example `acme`")
     parser.add_argument(
         "--kind", choices=sorted(KINDS), action="append", required=True, help="give it again for several in one package"
     )
-    parser.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="what knows the accelerator's memory")
+    parser.add_argument(
+        "--framework", choices=FRAMEWORKS, default="torch", help="the framework of the accelerator's memory"
+    )
     parser.add_argument("--folder", type=Path, help="where to write it (default: the package's name)")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the package and say what to do next."""
+    """Write the package and print what to do next."""
     kinds = sorted(set(args.kind))
     folder = args.folder or Path(package_of(args.name, kinds))
     written = write(args.name, kinds, folder, framework=args.framework)

@@ -78,8 +78,8 @@ class KeeperClient:
         return int(self._ask({"do": "drop", "key": key})[0]["dropped"])
 
     def hold(self) -> None:
-        """Let it live as long as this connection, in the place of who held it before. To be said again within its time
-        of silence."""
+        """Let it live as long as this connection, in the place of who held it before. Must be sent again within its
+        time of silence."""
         self._ask({"do": "hold", "key": ""})
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How much a keeper may keep, unless somebody says."""
+"""How much a keeper may keep by default."""
 
 from __future__ import annotations
 

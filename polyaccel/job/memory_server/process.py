@@ -5,10 +5,10 @@ it is refused, and what was there stays. It ends when its launcher has: standard
 its end is the end of all that is kept.
 
 [Note: A keeper far from its launcher]
-Where a network lies between the two, a way that is cut looks like a launcher that has nothing to say. So the launcher
-says something every few seconds, and the keeper ends when it has heard nothing for `far_s`. A launcher that has lost
-the way to it and finds another starts a keeper of the same name: that one finds the name taken, holds the older one in
-the place of the launcher that has gone, and passes on what it hears; so what is kept stays.
+Where a network lies between the two, a broken connection looks like an idle launcher. So the launcher sends something
+every few seconds, and the keeper ends when it has received nothing for `far_s`. A launcher that has lost the way to it
+and finds another starts a keeper of the same name: that one finds the name taken, holds the older one in the place of
+the launcher that has gone, and passes on what it receives; so what is kept stays.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from polyaccel.job.memory_server.protocol import (
 
 READY = b"\x1epolyaccel-keeper ready\n"
 HERE = b"."
-"""The answer to whatever is said on standard input."""
+"""The answer to any line on standard input."""
 _GREETING_S = 10.0
 _MOST_CONNECTIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ShelfEntry:
-    """What is kept under a key. `memory` is an open file or None, `place` says which memory that is."""
+    """What is kept under a key. `memory` is an open file or None, `place` identifies that memory."""
 
     note: bytes
     memory: int | None
@@ -66,7 +66,7 @@ class EntryStore:
 
     def put(self, key: str, note: bytes, memory: int | None) -> None:
         """Keep an entry in the place of the one of that key; `memory` is the shelf's from now on, kept or not. Raises
-        Refused for a key that is none, memory whose length may change, and where there is no room."""
+        Refused for an invalid key, memory whose length may change, and where there is no room."""
         try:
             entry = self._checked(key, note, memory)
             with self._lock:
@@ -82,7 +82,7 @@ class EntryStore:
                 os.close(memory)
 
     def get(self, key: str) -> ShelfEntry | None:
-        """The entry of a key, with a file of its own, which the caller closes."""
+        """The entry of a key, with its own file, which the caller closes."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.memory is None:
@@ -130,8 +130,8 @@ def _close(entry: ShelfEntry | None) -> None:
 
 
 class Lease:
-    """How long a keeper stays: until whoever holds it lets go of it, or has said nothing for `silence_s`. Who takes
-    hold of it later does so in the place of who did before."""
+    """How long a keeper stays: until its holder releases it, or has sent nothing for `silence_s`. A later holder
+    replaces the one before."""
 
     def __init__(self, silence_s: float = inf) -> None:
         self._silence_s = silence_s
@@ -148,13 +148,13 @@ class Lease:
             return self._holder
 
     def beat(self, holder: int) -> None:
-        """Somebody has said something."""
+        """Note that a peer has sent something."""
         with self._changed:
             if holder == self._holder:
                 self._until_s = monotonic() + self._silence_s
 
     def release(self, holder: int) -> None:
-        """Somebody has gone."""
+        """Note that a peer has gone."""
         with self._changed:
             self._is_over |= holder == self._holder
             self._changed.notify_all()
@@ -167,7 +167,7 @@ class Lease:
 
 
 def serve(listener: socket.socket, secret: bytes, shelf: EntryStore, life: Lease | None = None) -> None:
-    """Answer whoever connects, for ever: a thread a peer."""
+    """Answer every peer that connects, for ever, in a thread for each."""
     life = life or Lease()
     room = BoundedSemaphore(_MOST_CONNECTIONS)
     while True:
@@ -184,7 +184,7 @@ def serve(listener: socket.socket, secret: bytes, shelf: EntryStore, life: Lease
 
 
 def _attend(connection: socket.socket, secret: bytes, shelf: EntryStore, room: BoundedSemaphore, life: Lease) -> None:
-    """Answer one peer until it ends, or says what nobody of ours says."""
+    """Answer one peer until it ends, or sends an invalid message."""
     holder = 0
     try:
         with connection, suppress(OSError, EOFError, ProtocolError):
@@ -210,7 +210,7 @@ def _answer(
     key = head.get("key")
     try:
         if not isinstance(key, str):
-            raise ProtocolError(f"{key!r:.100} is no key")
+            raise ProtocolError(f"{key!r:.100} is not a key")
         match head.get("do"):
             case "put":
                 handed, memory = memory, None
@@ -228,7 +228,7 @@ def _answer(
             case "drop":
                 send(connection, {"dropped": shelf.drop(key)})
             case other:
-                raise ProtocolError(f"{other!r:.100} is no request")
+                raise ProtocolError(f"{other!r:.100} is not a request")
     except ProtocolError as error:
         send(connection, {"refused": str(error)})
     finally:
@@ -237,7 +237,7 @@ def _answer(
 
 
 def listen(name: str) -> socket.socket:
-    """The keeper's socket. Raises OSError where somebody has the name."""
+    """The keeper's socket. Raises OSError where the name is taken."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address_of(name))
     listener.listen(socket.SOMAXCONN)
@@ -247,8 +247,8 @@ def listen(name: str) -> socket.socket:
 def main(arguments: Sequence[str]) -> None:
     """Keep what ranks hand over until standard input ends. Its first line is the job's secret.
 
-    The last arguments are the keeper's name, the most bytes that it keeps (0: as `default_limit_nbytes` says), and how
-    many seconds may pass without a word on standard input (0: any).
+    The last arguments are the keeper's name, the most bytes that it keeps (0: `default_limit_nbytes`), and how
+    many seconds may pass without a line on standard input (0: any).
     """
     name, limit_nbytes, silence_s = arguments[-3], int(arguments[-2]), float(arguments[-1])
     secret = bytes.fromhex(_line(0).decode("ascii"))

@@ -1,10 +1,10 @@
-"""What ranks and the keeper say to each other over a socket without a file: who is there, then requests and answers.
+"""The protocol of ranks and the keeper over a socket without a file: authentication, then requests and answers.
 
 [Note: Who may speak to the keeper]
 The socket's name is abstract, so nothing of it stays on a disk; any process of the host can connect to it, and when the
-keeper has died anybody can take the name. So both sides look at the user whom the system names as the other's, and both
-prove that they know the job's secret: each sends a random number, and seals both numbers. Nothing that a peer sends is
-read as more than these proofs before they are right, and afterwards its lengths are bounded.
+keeper has died any process can take the name. So both sides look at the user whom the system names as the other's, and
+both prove that they have the job's secret: each sends a random number, and seals both numbers. Nothing that a peer
+sends is read as more than these proofs before they are right, and afterwards its lengths are bounded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LENGTHS = struct.Struct("<IQ")
 _CREDENTIALS = struct.Struct("3i")
 _OF_KEEPER, _OF_RANK = "polyaccel keeper", "polyaccel rank of a keeper"
 UNCHANGING = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
-"""Seals of kept memory: its length stays what the keeper has counted, and no reader meets an end that moved."""
+"""Seals of kept memory: its length stays what the keeper has counted, and no reader finds a moved end."""
 
 
 class ProtocolError(Exception):
@@ -59,7 +59,7 @@ def authenticate_client(connection: socket.socket, secret: bytes) -> None:
     answer = exactly(connection, _NONCE_NBYTES + MAC_NBYTES)
     theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
     if not hmac.compare_digest(proof, _proof(secret, _OF_KEEPER, ours + theirs)):
-        raise ProtocolError("what answers under the keeper's name does not know the job's secret")
+        raise ProtocolError("what answers under the keeper's name does not have the job's secret")
     connection.sendall(_proof(secret, _OF_RANK, theirs + ours))
 
 
@@ -68,21 +68,21 @@ def greet_as_keeper(connection: socket.socket, secret: bytes) -> None:
     theirs, ours = exactly(connection, _NONCE_NBYTES), secrets.token_bytes(_NONCE_NBYTES)
     connection.sendall(ours + _proof(secret, _OF_KEEPER, theirs + ours))
     if not hmac.compare_digest(exactly(connection, MAC_NBYTES), _proof(secret, _OF_RANK, ours + theirs)):
-        raise ProtocolError("a peer does not know the job's secret")
+        raise ProtocolError("a peer does not have the job's secret")
 
 
 def send(connection: socket.socket, head: Mapping[str, Any], note: bytes = b"", memory: int | None = None) -> None:
     """Send a message: plain values, bytes, and an open file."""
-    told = json.dumps(head).encode("ascii")
-    lengths = _LENGTHS.pack(len(told), len(note))
+    encoded = json.dumps(head).encode("ascii")
+    lengths = _LENGTHS.pack(len(encoded), len(note))
     socket.send_fds(connection, [lengths], [] if memory is None else [memory])
-    connection.sendall(told + note)
+    connection.sendall(encoded + note)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, int | None] | None:
     """The next message, whose open file is the caller's to close; None when the other side has ended between two.
 
-    Raises Refused for lengths past the bounds and for what is no JSON object, EOFError in the middle of a message.
+    Raises Refused for lengths past the bounds and for what is not a JSON object, EOFError in the middle of a message.
     """
     lengths, files, *_ = socket.recv_fds(connection, _LENGTHS.size, 4)
     try:
@@ -95,7 +95,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, int | Non
         try:
             head = json.loads(exactly(connection, head_nbytes))
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a message that is no JSON: {error}") from error
+            raise ProtocolError(f"a message that is not JSON: {error}") from error
         if not isinstance(head, dict):
             raise ProtocolError(f"a message that is a {type(head).__name__}")
         note = exactly(connection, note_nbytes)

@@ -50,9 +50,9 @@ class KeeperProcess:
         way: Sequence[str] = (),
         silence_s: float = 0.0,
     ) -> None:
-        """`limit_nbytes`: the most that it keeps; None is what `default_limit_nbytes` says where it runs. `way` is a
-        command that becomes a keeper on another host, once its name, its limit and `silence_s` stand behind it: it ends
-        when it was not asked whether it `answers` for so long.
+        """`limit_nbytes`: the most that it keeps; None is `default_limit_nbytes` where it runs. `way` is a command that
+        becomes a keeper on another host, once its name, its limit and `silence_s` stand behind it: it ends when it was
+        not asked whether it `answers` for so long.
 
         Raises LaunchError when it cannot be started.
         """
@@ -91,7 +91,7 @@ class KeeperProcess:
         return process
 
     def ensure(self) -> bool:
-        """Start it again, empty, if somebody has killed it. Whether that was so. Raises LaunchError."""
+        """Start it again, empty, if it was killed. Return whether that was so. Raises LaunchError."""
         if self.is_there():
             return False
         self._let_go(self._process)
@@ -103,7 +103,7 @@ class KeeperProcess:
         return self._process.poll() is None
 
     def answers(self) -> bool:
-        """Let it hear that this process is there. Whether it says that it is there too."""
+        """Send it a sign of life. Return whether it answers."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None  # it was started with pipes
         assert stdout is not None
@@ -119,7 +119,7 @@ class KeeperProcess:
 
     def close(self) -> None:
         """Let it end, with all that it keeps."""
-        if self._is_far:  # it hears of the end of the pipe by the way, which ends after it
+        if self._is_far:  # the connection passes the end of the pipe on, and ends after it
             assert self._process.stdin is not None
             with suppress(OSError):
                 self._process.stdin.close()
@@ -136,7 +136,7 @@ class KeeperProcess:
 
 
 def _await_ready(process: subprocess.Popen[bytes]) -> None:
-    """Read until the keeper says that it is there; a shell on the way may say something before. Raises OSError."""
+    """Read until the keeper reports that it is there; a shell on the way may write something before. Raises OSError."""
     assert process.stdout is not None
     said, until_s = b"", monotonic() + _START_S
     while READY not in said:

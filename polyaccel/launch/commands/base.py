@@ -20,7 +20,7 @@ from polyaccel.launch.process import RankProcess, exit_code, start_rank
 from polyaccel.launch.supervise import JobFailure, Supervisor
 
 _FIRST_PORT, _PORTS = 20000, 9000
-"""Where ranks meet on a host whose free ports cannot be asked for: outside what systems hand out."""
+"""The port of the rendezvous on a host whose free ports cannot be asked for: outside what systems hand out."""
 _LAST_WORDS_S = 2.0
 _LATER_S = 3.0
 """The command's own way to end its tasks gets so much more time than ranks do."""
@@ -39,7 +39,7 @@ class CommandProcess(RankProcess):
 
     @property
     def first_code(self) -> int:
-        """The exit code of the first rank that failed, as far as the command tells; 0 if none has."""
+        """The exit code of the first rank that failed, as far as the command reports it; 0 if none has."""
         return exit_code(self.returncode or 0)
 
 
@@ -51,7 +51,7 @@ class CommandLauncher(Launcher):
     rank_variable: ClassVar[str]
     """Where its tasks find their number."""
     process: ClassVar[type[CommandProcess]] = CommandProcess
-    """What is known of its process."""
+    """The state of its process."""
     variables: ClassVar[Mapping[str, str]] = {}
     """What the command gets beyond this process's environment, unless that has it."""
 
@@ -62,7 +62,7 @@ class CommandLauncher(Launcher):
     @classmethod
     def probe(cls) -> Probe:
         found = shutil.which(cls.program)
-        return Probe(usable=found is not None, reason=found or f"there is no command {cls.program} on the PATH")
+        return Probe(usable=found is not None, reason=found or f"the command {cls.program} is not on the PATH")
 
     def plan(self, job: Job) -> LaunchPlan:
         met = self._met(job)
@@ -77,7 +77,7 @@ class CommandLauncher(Launcher):
         return _CommandSupervisor(plan, JobOutput(plan, merged=merged_log(job)), self.process, look).run()
 
     def _met(self, job: Job) -> Job:
-        """The job with a place where its ranks meet, on hosts as the command knows them."""
+        """Return the job with a rendezvous, on hosts as the command names them."""
         job = replace(job, hosts=without_user(job.hosts, self.name))
         first = next(iter(job.hosts))
         if job.master_port is not None:
@@ -108,5 +108,5 @@ class _CommandSupervisor(Supervisor):
             if isinstance(each, CommandProcess) and each.returncode:
                 self._output.await_end(each.spec.rank, _LAST_WORDS_S)
                 was_asked = each.first_code - 128 in self._passed_on
-                sentence = f"the ranks of {each.name} failed with code {each.first_code}; see what it says"
+                sentence = f"the ranks of {each.name} failed with code {each.first_code}; see its output"
                 self._fail(JobFailure(each.first_code, sentence, was_asked=was_asked))

@@ -55,7 +55,7 @@ class HydraLauncher(MpiLauncher):
 
 
 class IntelMpiLauncher(HydraLauncher):
-    """Intel MPI. Its `-hosts` knows no numbers of slots. Its pinning of processes is off: each would get one core, and
+    """Intel MPI. Its `-hosts` takes no numbers of slots. Its pinning of processes is off: each would get one core, and
     torch one thread."""
 
     name: ClassVar[str] = "impi"

@@ -1,4 +1,4 @@
-"""Ranks that Slurm's srun starts, within an allocation or by one of its own."""
+"""Ranks that Slurm's srun starts, within an allocation or by its own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FAILURE = re.compile(rb"srun: error: .*: tasks? [0-9,-]+: (?:Exited with exit c
 
 
 class SrunProcess(CommandProcess):
-    """srun, whose own exit code is the largest of its tasks': the first that failed is the first of which it tells."""
+    """srun, whose own exit code is the largest of its tasks': the first that failed is the first that it reports."""
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
         self._code = 0
         self._line = b""
 
-    def hears(self, data: bytes, *, is_error: bool) -> bytes:
+    def filter_output(self, data: bytes, *, is_error: bool) -> bytes:
         if is_error and not self._code:
             *lines, self._line = (self._line + data).split(b"\n")
             codes = (_code(found[1], found[2]) for line in lines if (found := _FAILURE.match(line)))
@@ -60,7 +60,7 @@ class SlurmLauncher(CommandLauncher):
 
 
 def _code(code: bytes | None, how: bytes | None) -> int:
-    """The exit code in what srun says of a task: its own, or that of a signal's description."""
+    """The exit code in srun's message about a task: its own, or that of a signal's description."""
     if code is not None:
         return int(code)
     text = (how or b"").decode(errors="replace").partition(" (")[0]

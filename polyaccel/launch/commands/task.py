@@ -1,7 +1,7 @@
 """A task of a command that starts ranks, which becomes a rank: `python -m polyaccel.launch.commands.task VARIABLE`.
 
 The command has numbered its tasks in VARIABLE, and passes on the job in POLYACCEL_JOB. The task finds its place among
-the job's hosts, and goes on as the rank's program with the environment that every launcher of ours gives.
+the job's hosts, and continues as the rank's program with the environment that every launcher of ours gives.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ JOB_VARIABLE = "POLYACCEL_JOB"
 
 
 def main(variable: str) -> None:
-    """Become the rank. Raises LaunchError where this is no task of such a job."""
+    """Become the rank. Raises LaunchError where this is not a task of a job."""
     text, number = os.environ.pop(JOB_VARIABLE, ""), os.environ.get(variable, "")
     if not text or not number.isdecimal():
         missing = JOB_VARIABLE if not text else variable
-        raise LaunchError(f"{missing} is not set: this is no task of a job of polyaccel run", value=missing)
+        raise LaunchError(f"{missing} is not set: this is not a task of a job of polyaccel run", value=missing)
     job = Job.from_json(text)
     rank, host = int(number), 0
     while rank >= job.first_rank(host + 1) and host + 1 < len(job.hosts):

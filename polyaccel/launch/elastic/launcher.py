@@ -1,11 +1,11 @@
-"""The launcher `torchelastic`: it starts the ranks of this host whenever the elastic agent beside it says so.
+"""The launcher `torchelastic`: it starts the ranks of this host whenever the elastic agent next to it requests it.
 
 [Note: Who does what on an elastic host]
-The agent is torch's, in a process of its own (`agent`): with those of the other hosts it agrees on which hosts there
-are, on their numbers and on where their ranks meet. Then it sends the launcher the job with exactly these hosts, and
-the launcher stays with this host's ranks as `polyaccel run --node-rank` does, until they have ended or the agent wants
-them to: because a host has come or is lost. The launcher says how they ended, the agents meet again, and so on. An
-agent that is killed, stopped or cut off ends this host's part: the others have given it up by then.
+The agent is torch's, in its own process (`agent`): with those of the other hosts it agrees on which hosts there are, on
+their numbers and on their rendezvous. Then it sends the launcher the job with exactly these hosts, and the launcher
+stays with this host's ranks as `polyaccel run --node-rank` does, until they have ended or the agent wants them to:
+because a host has come or is lost. The launcher reports how they ended, the agents start a new rendezvous, and so on.
+An agent that is killed, stopped or cut off ends this host's part: the others have given it up by then.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from polyaccel.launch.supervise import Supervisor
 _AGENT = "polyaccel.launch.elastic.torch_agent"
 _NAME = "the elastic agent"
 _LEAVES_S = 5.0
-"""An agent whose launcher has hung up tells the others, and ends within this time."""
+"""An agent whose launcher has hung up notifies the others, and ends within this time."""
 
 
 class TorchElasticLauncher(Launcher):
-    """The command is given on every host, at any time: agents meet at `--master-addr`, whose host keeps what they agree
-    on, and ranks are started again whenever a host comes or is lost."""
+    """The command is given on every host, at any time: the rendezvous of agents is `--master-addr`, whose host keeps
+    what they agree on, and ranks are started again whenever a host comes or is lost."""
 
     name: ClassVar[str] = "torchelastic"
     restarts_itself: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class TorchElasticLauncher(Launcher):
             )
         if job.elastic.most > 1 and (job.master_addr is None or job.master_port is None):
             raise LaunchError(
-                f"agents of up to {job.elastic.most} hosts are not told where to meet",
+                f"agents of up to {job.elastic.most} hosts have no rendezvous address",
                 hint="give --master-addr and --master-port, the same on every host, of one that stays to the end",
             )
         agent = RankSpec(0, 0, (sys.executable, "-m", _AGENT), dict(os.environ))
@@ -166,7 +166,7 @@ class _ElasticHost:
                 return start
             asked = [each for each in inbox.wait(self._silent_in_s()) if each in ENDING]
             if asked:
-                why = f"ended by {signal_name(asked[0])}, while the hosts met"
+                why = f"ended by {signal_name(asked[0])}, during the rendezvous"
                 return JobResult(128 + asked[0], why, was_asked=True)
 
     def _silent_in_s(self) -> float:
@@ -181,10 +181,10 @@ class _ElasticHost:
     def _end_of_agent(self, last: JobResult | None) -> JobResult:
         try:
             code = exit_code(self._agent.wait(_LEAVES_S))
-        except subprocess.TimeoutExpired:  # stopped, for nothing was heard of it
+        except subprocess.TimeoutExpired:  # stopped, for nothing was received from it
             self._agent.kill()
             self._agent.wait()
-            return _said(1, f"nothing was heard of {_NAME}")
+            return _said(1, f"nothing was received from {_NAME}")
         if code == 0:
             return JobResult(0)
         if last is not None and last.code == code:

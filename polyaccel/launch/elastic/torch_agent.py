@@ -1,8 +1,8 @@
 """The process of a host's elastic agent: `python -m polyaccel.launch.elastic.torch_agent`, started by the launcher.
 
 It reads the job from standard input, and writes jobs to start to standard output; see [Note: Who does what on an
-elastic host]. torch's agent finds out which hosts there are. Beside it here: which of their ranks train where not
-every number of ranks can, and that hosts are noticed which are lost without a word.
+elastic host]. torch's agent finds out which hosts there are. This module adds which of their ranks train where not
+every number of ranks can, and finds hosts that are lost without notice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _HAS_ENDED = "polyaccel/ended"
 
 
 class LauncherLines:
-    """The launcher beside this process: it starts the ranks that it is told, and says how they ended."""
+    """The launcher next to this process: it starts the ranks of the jobs that it receives, and reports how they
+    ended."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._file = os.fdopen(read_fd, "r", encoding="utf-8")
@@ -47,7 +48,7 @@ class LauncherLines:
         self._codes: SimpleQueue[int] = SimpleQueue()
         self._is_running = False
         self.beats: AgentHeartbeats | None = None
-        """Whoever is to hear that the launcher has gone."""
+        """The callback for the end of the launcher."""
         self.job = Job.from_json(self._file.readline())
         for work in (self._read, self._beat):
             threading.Thread(target=work, daemon=True, name="polyaccel launcher").start()
@@ -58,7 +59,7 @@ class LauncherLines:
         self._send(job.to_json())
 
     def code(self) -> int | None:
-        """The code that the ranks ended with, told once; None while they run, or where there are none."""
+        """Return the code that the ranks ended with, once; None while they run, or where there are none."""
         try:
             code = self._codes.get_nowait()
         except Empty:
@@ -104,7 +105,7 @@ class HostAgent(SimpleElasticAgent):
         self.code = 1
         """The code of this host's ranks when they failed the last time."""
         self.starts = starts
-        """How often ranks were started before, as far as this host knows."""
+        """How often ranks were started before, as far as this host has counted."""
 
     @property
     def restarts_left(self) -> int:
@@ -115,16 +116,16 @@ class HostAgent(SimpleElasticAgent):
         store: Any = worker_group.store
         number, count = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 1)
         own = self._launcher.job
-        told: dict[str, Any] = {"name": socket.gethostname(), "slots": next(iter(own.hosts.values()))}
-        told |= {"address": self._own_address, "port": free_port()}
-        told |= {"starts": self.starts, "token": secrets.token_hex(8)}
-        store.set(f"polyaccel/host/{number}", json.dumps(told))
+        own_facts: dict[str, Any] = {"name": socket.gethostname(), "slots": next(iter(own.hosts.values()))}
+        own_facts |= {"address": self._own_address, "port": free_port()}
+        own_facts |= {"starts": self.starts, "token": secrets.token_hex(8)}
+        store.set(f"polyaccel/host/{number}", json.dumps(own_facts))
         found = [json.loads(text) for text in store.multi_get([f"polyaccel/host/{each}" for each in range(count)])]
         self.starts = max(int(each["starts"]) for each in found) + 1
         self._beats.begin(found[0]["token"], number, count)
         hosts = hosts_that_train(own, found)
         self._has_ranks = number < len(hosts)
-        idle = len(told["slots"]) - (len([*hosts.values()][number]) if self._has_ranks else 0)
+        idle = len(own_facts["slots"]) - (len([*hosts.values()][number]) if self._has_ranks else 0)
         if idle:
             total = sum(len(each["slots"]) for each in found)
             say(f"{sum(map(len, hosts.values()))} of {total} ranks can train: {idle} of this host wait")
@@ -156,7 +157,7 @@ class HostAgent(SimpleElasticAgent):
         if code is not None:
             self.code = code
             left = self.restarts_left
-            say(f"the ranks begin anew, {left} more times at most" if left else "no restart is left")
+            say(f"the ranks begin again, {left} more times at most" if left else "no restart is left")
             return RunResult(state=State.FAILED)
         if lost := self._beats.lost():
             say(f"{'a host is' if len(lost) == 1 else f'{len(lost)} hosts are'} lost")
@@ -178,7 +179,7 @@ class HostAgent(SimpleElasticAgent):
 
 
 def hosts_that_train(job: Job, found: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """The slots of the hosts that have met, by their names: the first ones, as many as can train together."""
+    """The slots of the hosts of the rendezvous, by their names: the first ones, as many as can train together."""
     left = job.elastic.largest(sum(len(each["slots"]) for each in found))
     hosts: dict[str, tuple[int, ...]] = {}
     for number, each in enumerate(found):
@@ -193,10 +194,10 @@ def hosts_that_train(job: Job, found: list[dict[str, Any]]) -> dict[str, tuple[i
 def main() -> int:
     """Be the agent until the job has ended. Returns its exit code: that of this host's ranks."""
     write_fd, read_fd = os.dup(1), os.dup(0)
-    os.dup2(2, 1)  # whatever torch prints is no order
+    os.dup2(2, 1)  # whatever torch prints is not an order
     launcher = LauncherLines(read_fd, write_fd)
     job = launcher.job
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks of each start meet at a place of their own
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks of each start have their own rendezvous
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # a host is one worker: their numbers need no agreement
     place = RendezvousStore.of(job)
     handler = place.handler(job.elastic)
@@ -217,10 +218,10 @@ def main() -> int:
             result = agent.run()
             break
         except DistStoreError:
-            say("a host was lost while the hosts met; they meet again")
+            say("a host was lost during the rendezvous; it starts again")
             left, starts = agent.restarts_left, agent.starts
         except (RendezvousConnectionError, DistNetworkError):
-            say(f"nothing is heard of {place.address}, where the hosts meet")
+            say(f"nothing is received from {place.address}, the rendezvous of the hosts")
             return 1
         except RendezvousClosedError:
             say("the job has ended already")

@@ -1,7 +1,7 @@
 """Signs of life between the agents of a job: who is lost is noticed while its ranks' peers hang in a collective.
 
 torch's agents see a host that comes. One that is lost they see by ranks that fail, and those of the others may hang for
-as long as a collective's time limit. So each agent counts in the store where they meet, and looks at what the others
+as long as a collective's time limit. So each agent counts in the store of the rendezvous, and looks at what the others
 count.
 """
 
@@ -105,5 +105,5 @@ class AgentHeartbeats:
     def _watch(self) -> None:
         while monotonic() - self._reached_s < _CUT_OFF_S:
             sleep(_EVERY_S)
-        say(f"nothing is heard of {self._place.address}, where the hosts meet: this host's part ends")
+        say(f"nothing is received from {self._place.address}, the rendezvous of the hosts: this host's part ends")
         os._exit(0 if self._word == _ENDED else 1)

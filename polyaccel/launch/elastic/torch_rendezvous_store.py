@@ -1,4 +1,4 @@
-"""Where the agents of a job meet: a store of torch's on one of its hosts."""
+"""The rendezvous of a job's agents: a store of torch's on one of its hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAST_CALL_S = 3
 """When the fewest hosts are there, others have so long to come before the ranks begin."""
 _KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 1, 4
 _STORE_S = 15
-"""A host that does not say its part for so long while the hosts meet is lost."""
+"""A host that is silent for so long during the rendezvous is lost."""
 _JOIN_S = 30 * 24 * 3600
 _KNOCK_S, _KNOCK_TIMEOUT_S = 0.5, 5.0
 
@@ -43,12 +43,13 @@ class RendezvousStore:
         with socket.socket(family, kind) as asking:
             asking.connect(place)  # sends nothing
             own = str(asking.getsockname()[0])
-        # A host may know itself by a name of its loopback, which is another address for everybody else.
+        # A host may have a name for itself of its loopback, which is another address on all others.
         is_host = own == place[0] or ipaddress.ip_address(str(place[0])).is_loopback
         return cls(address, port, address if is_host else own, is_host)
 
     def handler(self, hosts: ElasticHosts) -> RendezvousHandler:
-        """What lets torch's agents meet there: at once on the host that has the store, elsewhere once it is there."""
+        """Return the rendezvous for torch's agents: at once on the host that has the store, elsewhere once it is
+        there."""
         if not self.is_host:
             self._await_store()
         settings = {"last_call_timeout": _LAST_CALL_S, "join_timeout": _JOIN_S, "read_timeout": _STORE_S}
@@ -67,15 +68,15 @@ class RendezvousStore:
         )
 
     def _await_store(self) -> None:
-        is_told = False
+        is_logged = False
         while True:
             try:
                 socket.create_connection((self.address, self.port), timeout=_KNOCK_TIMEOUT_S).close()
                 return
             except OSError as error:
-                if not is_told:
-                    say(f"waiting for the host at {self.address}, port {self.port}, where the hosts meet: {error}")
-                    is_told = True
+                if not is_logged:
+                    say(f"waiting for the rendezvous of the hosts at {self.address}, port {self.port}: {error}")
+                    is_logged = True
                 sleep(_KNOCK_S)
 
 

@@ -2,9 +2,9 @@
 
 [Note: Where pods find each other]
 The pods of a JobSet `NAME` with one job called `node` have the host names NAME-node-0-0, NAME-node-0-1, ... in the
-domain NAME, and each finds its number in JOB_COMPLETION_INDEX. A TrainJob is such a JobSet too. So every pod gives the
-command `polyaccel run` with all hosts and its own number, and the ranks meet at the first pod: no pod needs ssh. In an
-MPIJob the launcher's pod alone gives it, with the hostfile that the operator writes, and mpirun reaches the others.
+domain NAME, and each finds its number in JOB_COMPLETION_INDEX. A TrainJob is a JobSet too. So every pod gives the
+command `polyaccel run` with all hosts and its own number, and the rendezvous is at the first pod: no pod needs ssh. In
+an MPIJob the launcher's pod alone gives it, with the hostfile that the operator writes, and mpirun reaches the others.
 
 [Note: Secrets of a manifest]
 People keep manifests in repositories. A variable whose name is that of a secret is taken from a Secret of the cluster,
@@ -33,8 +33,8 @@ _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 @dataclass(frozen=True, slots=True)
 class PodSettings:
-    """What a job does not know of its pods: the container `image`, `resources` by name (their limits), the `workdir`
-    in the image (None: its own), and how often all of them are started again. `name` is the manifest's."""
+    """What a job does not contain about its pods: the container `image`, `resources` by name (their limits), the
+    `workdir` in the image (None: its own), and how often all of them are started again. `name` is the manifest's."""
 
     name: str
     image: str
@@ -46,7 +46,7 @@ class PodSettings:
         """Raise LaunchError for a name that no pod can have."""
         if _NAME.fullmatch(self.name) is None:
             hint = "give --name with at most 40 lower-case letters, digits and dashes, a letter first"
-            raise LaunchError(f"{self.name!r} is no name for a job of Kubernetes", hint=hint, value=self.name)
+            raise LaunchError(f"{self.name!r} is not a name for a job of Kubernetes", hint=hint, value=self.name)
 
 
 Manifest = dict[str, Any]
@@ -54,8 +54,8 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ManifestKind:
-    """A kind of manifest: how its pods are called, by the job's name and their number; which options tell `polyaccel
-    run` there of its hosts; and what the manifest of a job is, whose pods give the command of these words."""
+    """A kind of manifest: how its pods are called, by the job's name and their number; which options give `polyaccel
+    run` its hosts there; and what the manifest of a job is, whose pods give the command of these words."""
 
     host: Callable[[str, int], str]
     hosts_option: Callable[[Job], Sequence[str]]
@@ -82,7 +82,9 @@ def _job_set(job: Job, words: Sequence[str], pods: PodSettings) -> Manifest:
 def _train_job(job: Job, words: Sequence[str], pods: PodSettings) -> Manifest:
     if pods.workdir is not None:
         hint = "leave --workdir out and let the image have it, or emit k8s-jobset"
-        raise LaunchError("a TrainJob does not say in which folder its container works", hint=hint, value=pods.workdir)
+        raise LaunchError(
+            "a TrainJob has no field for the folder in which its container works", hint=hint, value=pods.workdir
+        )
     trainer: Manifest = {"image": pods.image, "command": _numbered(words), "numNodes": len(job.hosts)}
     if job.exports:
         trainer["env"] = _environment(job.exports, pods)

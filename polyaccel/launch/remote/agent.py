@@ -1,7 +1,7 @@
 """The agent of one host of a job: `python -m polyaccel.launch.remote.agent NUMBER`, which a launcher starts there.
 
-It says that it is there, is told the job, starts its host's ranks and stays with them as `polyaccel run` does. It ends
-them when the launcher says so, and when that is not heard of any more.
+It reports that it is there, receives the job, starts its host's ranks and stays with them as `polyaccel run` does. It
+ends them when the launcher requests it, and when the launcher is silent.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class LauncherChannel:
         if self._has_ended:
             end = end or f"ended: {self.sender}, or the way to it, is gone"
         elif monotonic() >= self.silent_at_s:
-            end = end or f"ended: nothing was heard of {self.sender} for {SILENCE_S:g} s"
+            end = end or f"ended: nothing was received from {self.sender} for {SILENCE_S:g} s"
         return signals, end
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody is there any more who would send lines."""
+        """Whether the sender of lines is gone."""
         return self._has_ended or monotonic() >= self.silent_at_s
 
     def report(self, code: int, sentence: str) -> None:
@@ -81,7 +81,7 @@ class LauncherChannel:
         _say(number=self._number, ended=code)
 
     def _answer(self) -> None:
-        """Say that somebody is there. Nothing is said where the output is full: then its reader is known to be late."""
+        """Send a sign of life. Nothing is sent where the output is full: then its reader is late."""
         if select.select([], [_OUTPUT], [], 0)[1]:
             _say(number=self._number, alive=True)
 
@@ -130,7 +130,7 @@ def _say(**values: object) -> None:
     try:
         os.write(_OUTPUT, word(**values))
     except OSError:
-        return  # nobody is there to read it
+        return  # it has no reader
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a launcher and its agents on other hosts say to each other, over an agent's standard input and output.
+"""What a launcher and its agents on other hosts send each other, over an agent's standard input and output.
 
 The launcher sends lines: the job, an empty one every few seconds, signals to pass on. An agent ends its ranks when the
 lines end, or stay away: then the launcher is gone, or the way to it. A launcher that is about to be stopped (Ctrl-Z)
-says so; until its next line an agent is content with none. The agent sends words among what its ranks print:
-that it is there, whenever something has come of the launcher, and how its part of the job ended. A launcher that
-hears nothing of an agent for so long gives its host up, unless it is its own reader that lets nothing through.
+announces it; until its next line an agent is content with none. The agent sends words among what its ranks print: that
+it is there, whenever something has come of the launcher, and how its part of the job ended. A launcher that receives
+nothing from an agent for so long gives its host up, unless it is its own reader that lets nothing through.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 BEAT_S = 2.0
 """How often the launcher sends a line."""
 SILENCE_S = 10.0
-"""An agent that has heard nothing for so long ends its ranks, and one that is not heard for so long is given up."""
+"""An agent that has received nothing for so long ends its ranks, and one that has sent nothing for so long is given
+up."""
 SIGNAL, END, PAUSE = "signal", "end", "pause"
 _MARK = b"\x1epolyaccel-agent "
 
@@ -35,10 +36,10 @@ def shell_word(**variables: str) -> str:
 
 
 class MessageFilter:
-    """Takes the words out of what an agent sends, and gives them to `hear`."""
+    """Takes the words out of what an agent sends, and gives them to `receive`."""
 
-    def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:
-        self._hear = hear
+    def __init__(self, receive: Callable[[dict[str, Any]], None]) -> None:
+        self._receive = receive
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -55,4 +56,4 @@ class MessageFilter:
             if not newline:
                 self._held = mark + line
                 return shown
-            self._hear(json.loads(line))
+            self._receive(json.loads(line))

@@ -34,7 +34,7 @@ class PdshLauncher(Launcher):
     def probe(cls) -> Probe:
         missing = next((name for name in ("pdsh", "ssh") if shutil.which(name) is None), None)
         if missing is not None:
-            return Probe(usable=False, reason=f"there is no command {missing} on the PATH")
+            return Probe(usable=False, reason=f"the command {missing} is not on the PATH")
         if not os.path.isdir("/proc/self/fd"):
             return Probe(usable=False, reason="agents read pipes that Linux names below /proc, and there is none")
         if "exec" not in _modules():

@@ -16,7 +16,7 @@ from polyaccel.launch.hosts import is_here
 from polyaccel.launch.remote.supervise import HostConnection, HostsSupervisor, plan_ways
 
 _AGENT = "polyaccel.launch.remote.agent"
-# Nobody answers questions; a connection over which nothing comes is given up after nine seconds.
+# Questions are not answered; a connection over which nothing comes is given up after nine seconds.
 _OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "3", "ServerAliveCountMax": "3"}
 _LOOKUP_S = 10.0
 
@@ -29,7 +29,9 @@ class SshLauncher(Launcher):
     @classmethod
     def probe(cls) -> Probe:
         found = shutil.which("ssh")
-        return Probe(usable=found is not None, reason=found or "there is no command ssh: install openssh-client")
+        return Probe(
+            usable=found is not None, reason=found or "the command ssh is not installed: install openssh-client"
+        )
 
     def plan(self, job: Job) -> LaunchPlan:
         return plan_ways(job, _ways(job))
@@ -61,7 +63,7 @@ def ssh_options(job: Job) -> list[str]:
 
 
 def ssh_address(host: str, options: Sequence[str] = ()) -> str:
-    """The address or name that ssh's configuration has for a host, which other hosts need not know by its name."""
+    """The address or name that ssh's configuration has for a host, which other hosts need not have by its name."""
     try:
         said = subprocess.run(
             ["ssh", *options, "-G", host],
@@ -72,7 +74,7 @@ def ssh_address(host: str, options: Sequence[str] = ()) -> str:
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"ssh does not say how it reaches {host!r}: {error}", hint="give --master_addr") from error
+        raise LaunchError(f"ssh does not report how it reaches {host!r}: {error}", hint="give --master_addr") from error
     return next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), host)
 
 

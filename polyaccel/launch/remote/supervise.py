@@ -29,7 +29,7 @@ _SEND_AGAIN_S = 0.02
 _LAST_WORDS_S = 2.0
 _LATE_S = 3 * BEAT_S
 _PAUSE_S = 1.0
-"""For agents to be told that the launcher is about to be stopped."""
+"""For sending agents that the launcher is about to be stopped."""
 _LATER_S = 3.0
 """An agent's grace period ends so long before the launcher's."""
 
@@ -52,8 +52,8 @@ class HostConnection:
 
 
 def plan_ways(job: Job, ways: Sequence[HostConnection]) -> LaunchPlan:
-    """The processes of the ways, as those of a job of their own: what ranks leave behind on this machine is the agents'
-    to end."""
+    """The processes of the ways, as those of their own job: what ranks leave behind on this machine is the agents' to
+    end."""
     job_id = f"ways-{job.job_id}"
     environment = {**os.environ, JOB_ID: job_id}
     processes = tuple(RankSpec(place, place, way.command, environment) for place, way in enumerate(ways))
@@ -69,17 +69,17 @@ class HostProcess(RankProcess):
         spec: RankSpec,
         process: subprocess.Popen[bytes],
         way: HostConnection,
-        hear: Callable[[dict[str, Any]], None],
+        receive: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(spec, process)
         self.way = way
         self.codes: dict[int, int] = {}
-        """How the agents say that their parts of the job ended, by host."""
+        """How the agents report that their parts of the job ended, by host."""
         self.done_s = inf
-        """When all of them had said so."""
+        """When all of them had reported that."""
         own = [] if process.stdin is None else [AgentInput(process.stdin.fileno())]
         self._inputs = [*own, *way.inputs.values()]
-        self._filter = MessageFilter(hear)
+        self._filter = MessageFilter(receive)
 
     @property
     def name(self) -> str:
@@ -94,11 +94,11 @@ class HostProcess(RankProcess):
     def prefix(self) -> bytes:
         return b""
 
-    def hears(self, data: bytes, *, is_error: bool) -> bytes:
+    def filter_output(self, data: bytes, *, is_error: bool) -> bytes:
         return data if is_error else self._filter.feed(data)
 
     def send(self, line: str) -> None:
-        """Send a line to the agents. One that has gone hears nothing."""
+        """Send a line to the agents. One that has gone receives nothing."""
         for each in self._inputs:
             each.send(line)
 
@@ -108,7 +108,7 @@ class HostProcess(RankProcess):
             each.flush()
 
     def give_up(self) -> None:
-        """End the way: nobody answers at its other end."""
+        """End the connection: its other end is silent."""
         super().signal_group(signal.SIGKILL)
 
     def signal_rank(self, signum: int) -> None:
@@ -132,22 +132,22 @@ class HostsSupervisor(Supervisor):
         first_address: str | None,
         look: Callable[[], object],
     ) -> None:
-        """`first_address` is where the other hosts find the first one, if the job does not say."""
+        """`first_address` is where the other hosts find the first one, if the job does not have it."""
         self._job = job
         self._ways = tuple(ways)
         self._first_address = first_address
         self._hellos: dict[int, dict[str, Any]] = {}
-        self._heard_s: dict[int, float] = {}
-        """When an agent was heard, among what its ranks print."""
+        self._last_message_s: dict[int, float] = {}
+        """When an agent sent something, among what its ranks print."""
         self._handled_s = monotonic()
         self._unjudged: list[HostProcess] = []
-        """Ways that have ended, of which not all that they said is read."""
-        self._heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        """Connections that have ended with output that is not read yet."""
+        self._messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         self._beat_s = monotonic()
         self._answer_until_s = monotonic() + ANSWER_S
-        self._is_told = False
+        self._has_job = False
         plan = plan_ways(job, ways)
         super().__init__(plan, JobOutput(plan, merged=merged_log(job)), look=look)
 
@@ -176,14 +176,14 @@ class HostsSupervisor(Supervisor):
 
     def _take_note(self, said: dict[str, Any]) -> None:
         """Called where output is read, by another thread."""
-        self._heard.put(said)
+        self._messages.put(said)
         os.write(self._write_fd, b"!")
 
     def _news(self) -> list[int]:
         return [self._read_fd]
 
     def _patience_s(self) -> float | None:
-        until = min(self._beat_s, inf if self._is_told else self._answer_until_s) - monotonic()
+        until = min(self._beat_s, inf if self._has_job else self._answer_until_s) - monotonic()
         until = min(until, self._lingers_at_s() - monotonic())
         if any(each.has_unsent for each in self._processes()) or self._unjudged:
             until = _SEND_AGAIN_S
@@ -193,8 +193,8 @@ class HostsSupervisor(Supervisor):
     def _handle(self, signals: list[int]) -> None:
         with suppress(BlockingIOError):
             os.read(self._read_fd, 4096)
-        while not self._heard.empty():
-            self._hear(self._heard.get())
+        while not self._messages.empty():
+            self._receive(self._messages.get())
         if signal.SIGTSTP in signals:
             self._stop_oneself()
         self._note_silence()
@@ -206,20 +206,20 @@ class HostsSupervisor(Supervisor):
             self._beat_s = monotonic() + BEAT_S
             for each in self._processes():
                 each.send("")
-        if not self._is_told and not self._is_ending and monotonic() >= self._answer_until_s:
+        if not self._has_job and not self._is_ending and monotonic() >= self._answer_until_s:
             self._fail(JobFailure(1, f"{self._absent()} did not answer within {ANSWER_S:g} s"))
 
     def _note_silence(self) -> None:
-        """Give up hosts whose agents are silent. Where this process did not run for a while, or nobody reads its
-        output, whose words then wait there too, nobody counts as silent."""
+        """Give up hosts whose agents are silent. Where this process did not run for a while, or its output has no
+        reader, whose words then wait there too, no agent counts as silent."""
         now, before_s = monotonic(), self._handled_s
         self._handled_s = now
         if now - before_s >= _LATE_S:
-            self._heard_s = dict.fromkeys(self._heard_s, now)
+            self._last_message_s = dict.fromkeys(self._last_message_s, now)
         if self._is_ending:
             return
         since_s = now - SILENCE_S
-        silent = [number for number, heard_s in self._heard_s.items() if heard_s < since_s]
+        silent = [number for number, last_s in self._last_message_s.items() if last_s < since_s]
         if silent and self._output.waited_s < since_s:
             names = ", ".join(tuple(self._job.hosts)[number] for number in silent)
             self._fail(JobFailure(LOST, f"{names}: the agent does not answer, or the connection to it is lost"))
@@ -230,15 +230,15 @@ class HostsSupervisor(Supervisor):
                     each.give_up()
 
     def _lingers_at_s(self) -> float:
-        """When ways that stay are killed though all agents have said their last word: one may be stopped, which is not
-        seen where another process has started it."""
+        """When ways that stay are killed though all agents have sent their last message: one may be stopped, which is
+        not seen where another process has started it."""
         there = [each.done_s for each in self._processes() if each.state is not ProcessState.ENDED]
         if not self._is_ending or not there or self._kill_rounds:
             return inf
         return max(*there, self._output.waited_s) + _LAST_WORDS_S
 
     def _stop_oneself(self) -> None:
-        """Tell the agents that nothing will be heard for a while, and stop."""
+        """Announce to the agents that nothing will be sent for a while, and stop."""
         for each in self._processes():
             each.send(PAUSE)
         until_s = monotonic() + _PAUSE_S
@@ -251,15 +251,15 @@ class HostsSupervisor(Supervisor):
         self._answer_until_s += monotonic() - stopped_s
         self._beat_s = monotonic()
 
-    def _hear(self, said: dict[str, Any]) -> None:
+    def _receive(self, said: dict[str, Any]) -> None:
         number = int(said["number"])
-        if number in self._heard_s:
-            self._heard_s[number] = monotonic()
+        if number in self._last_message_s:
+            self._last_message_s[number] = monotonic()
         if "alive" in said:
             return
         if "ended" in said:
             self._note_end(number, int(said["ended"]))
-            self._heard_s.pop(number, None)
+            self._last_message_s.pop(number, None)
         elif "way" in said:
             if not any(number in each.codes for each in self._processes()):
                 name = tuple(self._job.hosts)[number]
@@ -270,7 +270,7 @@ class HostsSupervisor(Supervisor):
             self._fail(JobFailure(code, why, was_asked=was_asked))
         else:
             self._hellos[number] = said
-            self._heard_s[number] = monotonic()
+            self._last_message_s[number] = monotonic()
             if len(self._hellos) == len(self._job.hosts):
                 self._tell()
 
@@ -295,8 +295,8 @@ class HostsSupervisor(Supervisor):
             is_late = self._is_ending or monotonic() - waited_s >= _LAST_WORDS_S
             if set(each.codes) >= set(each.way.hosts) or self._output.has_read(each.spec.rank) or is_late:
                 self._unjudged.remove(each)
-                while not self._heard.empty():
-                    self._hear(self._heard.get())
+                while not self._messages.empty():
+                    self._receive(self._messages.get())
                 lost = [number for number in each.way.hosts if number not in each.codes]
                 failed = [code for code in each.codes.values() if code]
                 if lost:
@@ -307,8 +307,8 @@ class HostsSupervisor(Supervisor):
                     self._fail(JobFailure(failed[0], f"{each.name} ended with code {failed[0]}"))
 
     def _tell(self) -> None:
-        """All agents are there: tell them the job."""
-        self._is_told = True
+        """Send all agents, which are there, the job."""
+        self._has_job = True
         names = tuple(self._job.hosts)
         for what in ("version", "python"):
             found = {self._hellos[number][what] for number in range(len(names))}

@@ -1,1 +1,1 @@
-"""The settings of a training: which of them fit, how fast they are foretold to be, and trials that find the best."""
+"""The settings of a training: which of them fit, how fast they are estimated to be, and trials that find the best."""

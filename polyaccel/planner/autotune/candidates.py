@@ -166,7 +166,7 @@ def _offloads(
 
 
 def quiet_changes(folder: Path) -> Mapping[str, Any]:
-    """What a trial's config says beside its candidate: its figures go into `folder`, and nobody else gets any."""
+    """What a trial's config has in addition to its candidate: its figures go into `folder` alone."""
     return {
         "run_dir": str(folder),
         "monitors": None,

@@ -1,11 +1,11 @@
-"""What a setting will need and how long its step will take: planned states, measured kernels and collectives, and
-what trials have told.
+"""What a setting will need and how long its step will take: planned states, measured kernels and collectives, and the
+results of trials.
 
-[Note: The sum that foretells a step]
+[Note: Sum of a step's estimate]
 With the samples of a step fixed, every setting computes the same, so its step is that of a trial, plus what differs: a
 fixed cost for each micro-batch, a forward pass more where blocks are computed again, an update of a smaller share, the
 planned collectives, and states that come from elsewhere. Each is a feature whose weight is known before the first trial
-from measurements of its own (or from the first trial's phases), and which further trials correct.
+from its own measurements (or from the first trial's phases), and which further trials correct.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _TRIAL_ERROR = 0.03
 @dataclass(frozen=True, slots=True)
 class Pass:
     """What is known of a micro-batch's pass before any trial. `sample_s`: seconds of a sample's forward and backward
-    pass; the bytes of activations of a sample, kept and where blocks are computed again, and those beside samples.
-    None where nobody knows."""
+    pass; the bytes of activations of a sample, kept and where blocks are computed again, and those in addition to
+    samples. None where unknown."""
 
     sample_s: float | None = None
     kept_nbytes: float | None = None
@@ -56,8 +56,8 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class CostEstimate:
     """What a candidate will need of the device and the host on each rank, `states_nbytes` of the device's for planned
-    states and the rest for activations and the process; and the seconds of its step, None where nobody knows how long
-    a pass takes."""
+    states and the rest for activations and the process; and the seconds of its step, None where the time of a pass is
+    unknown."""
 
     candidate: Candidate
     device_nbytes: int
@@ -66,7 +66,7 @@ class CostEstimate:
     step_s: float | None
 
     def excess(self, device_nbytes: int | None, host_nbytes: int | None = None) -> str:
-        """Why it does not fit limits, in words; "" where it does. None is no limit."""
+        """Why it does not fit limits, in words; "" where it does. None is not a limit."""
         for place, needs, limit in (
             ("device", self.device_nbytes, device_nbytes),
             ("host", self.host_nbytes, host_nbytes),
@@ -90,7 +90,7 @@ class _Plan:
 
 
 class CostModel:
-    """Foretells candidates of `config` on `world_size` ranks that train `model`.
+    """Estimates candidates of `config` on `world_size` ranks that train `model`.
 
     `base_nbytes` is what a rank's process has in use before there is a model, where that counts. `is_remote`: the
     device's memory is not the host's; where it is, both count as the device's. Without `speeds` of collectives 1 GB/s
@@ -118,7 +118,7 @@ class CostModel:
         self.learn([])
 
     def learn(self, records: Sequence[TrialRecord]) -> None:
-        """Let trials correct what is known. The first good one stands for all that nobody has measured."""
+        """Let trials correct the estimates. The first good one stands for all that was not measured."""
         good = [record for record in records if record.is_good]
         self._time, self._memory = self._known_time(good), self._known_memory(good)
         if self._time is not None:
@@ -165,7 +165,7 @@ class CostModel:
         return _Plan(device, host, updated, linked, filed, comm_s)
 
     def _rest(self, record: TrialRecord) -> float:
-        """What a trial had in use beside the planned states and the process itself."""
+        """What a trial had in use in addition to the planned states and the process itself."""
         plan = self._plans(record.candidate)
         planned = plan.device_nbytes + (0 if self._is_remote else plan.host_nbytes)
         return max(1.0, (record.peak_nbytes or 0) - planned - self._base_nbytes)
@@ -189,7 +189,7 @@ class CostModel:
         }
 
     def _known_time(self, good: Sequence[TrialRecord]) -> RidgeRegression | None:
-        """The weights before `good` trials correct them; None where nothing tells how long a pass takes."""
+        """The weights before `good` trials correct them; None where the time of a pass is unknown."""
         sample_s = self._pass.sample_s
         forward_s, spread = (sample_s or 0.0) / 3, 1.0
         if good:
@@ -233,9 +233,9 @@ class CostModel:
         return recomputed / kept if kept and recomputed is not None else _KEPT_SHARE
 
     def _known_memory(self, good: Sequence[TrialRecord]) -> RidgeRegression:
-        """The weights before `good` trials correct them. One trial cannot tell what grows with its rows from what does
-        not. On a host, pages of parameters that ranks share count a second time where they were written, and how full
-        the buffers of scattered gradients are at the peak is left to trials."""
+        """The weights before `good` trials correct them. One trial cannot separate what grows with its rows from what
+        does not. On a host, pages of parameters that ranks share count a second time where they were written, and how
+        full the buffers of scattered gradients are at the peak is left to trials."""
         known = self._pass
         rows, always, states = known.kept_nbytes, known.fixed_nbytes, 0.05 * self._model_nbytes()
         loaded = 0.0 if self._is_remote else float(_RECOMPUTING_NBYTES)

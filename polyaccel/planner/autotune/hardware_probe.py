@@ -39,7 +39,7 @@ class HardwareRates:
 
 
 USUAL = HardwareRates(1e-10, 1e-9, 1e-10, 1e-9)
-"""Where nobody has measured: a device of 300 GB/s, a host of 30, a link of 10 and a disk of 1."""
+"""Without measurements: a device of 300 GB/s, a host of 30, a link of 10 and a disk of 1."""
 
 
 def measured_rates(accelerator: Accelerator, folder: Path | None = None) -> HardwareRates:
@@ -53,8 +53,8 @@ def measured_rates(accelerator: Accelerator, folder: Path | None = None) -> Hard
 
 
 def rates_here(folder: Path) -> HardwareRates:
-    """The rates of the accelerator that a training here would choose, measured by a process of its own, which leaves
-    nothing on the device; `USUAL` where it fails."""
+    """The rates of the accelerator that a training here would choose, measured by its own process, which leaves nothing
+    on the device; `USUAL` where it fails."""
     command = [sys.executable, "-m", __name__, str(folder)]
     with suppress(OSError, subprocess.SubprocessError, ValueError, TypeError):
         done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=True, text=True)

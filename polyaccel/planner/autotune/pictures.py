@@ -1,4 +1,4 @@
-"""The picture of an answer: memory and step time of what was tried and foretold, and the front of the best."""
+"""The picture of an answer: memory and step time of what was tried and estimated, and the front of the best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 460, 70, 20, 46, 56
 _TICKS = 5
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1c2733 } .title { font-size: 15px; font-weight: 600 }
-.grid { stroke: #8893a055 } .foretold { fill: #8893a0; fill-opacity: .35 } .tried { fill: #2463c9 }
+.grid { stroke: #8893a055 } .estimated { fill: #8893a0; fill-opacity: .35 } .tried { fill: #2463c9 }
 .front { stroke: #2463c9; stroke-width: 2; fill: none } .best { fill: none; stroke: #d0342c; stroke-width: 2.5 }
 .limit { stroke: #d0342c; stroke-dasharray: 6 4 } .page { fill: #ffffff }
 @media (prefers-color-scheme: dark) {
@@ -32,7 +32,7 @@ def pareto_front(records: Iterable[TrialRecord]) -> list[TrialRecord]:
 
 
 def front_picture(answer: TuneResult) -> str:
-    """The answer as SVG: seconds of a step over MiB of a rank. Blue is measured, grey foretold; the line is the front
+    """The answer as SVG: seconds of a step over MiB of a rank. Blue is measured, grey estimated; the line is the front
     of what is best, the ring the chosen one, the dashes the limit."""
     tried = [(one, one.peak_nbytes or 0, one.step_s or 0.0) for one in answer.records if one.is_good]
     known = {one.candidate for one, _, _ in tried}
@@ -48,7 +48,7 @@ def front_picture(answer: TuneResult) -> str:
     x, y = _Axis(across, _LEFT, _WIDTH - _RIGHT), _Axis(up, _HEIGHT - _BOTTOM, _TOP)
     parts = [*_axes(x, y)]
     for each, nbytes, seconds in guessed:
-        parts.append(_dot(x.at(nbytes / 2**20), y.at(seconds), 3, "foretold", f"{each.candidate}, foretold"))
+        parts.append(_dot(x.at(nbytes / 2**20), y.at(seconds), 3, "estimated", f"{each.candidate}, estimated"))
     front = [(x.at((one.peak_nbytes or 0) / 2**20), y.at(one.step_s or 0.0)) for one in pareto_front(answer.records)]
     if front:
         parts.append(f'<path class="front" d="{_steps(front)}"/>')

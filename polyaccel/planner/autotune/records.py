@@ -1,4 +1,4 @@
-"""What trials found, as JSON lines: a tuner that was stopped reads them and goes on."""
+"""What trials found, as JSON lines: a tuner that was stopped reads them and continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrialRecord:
     """A trial that has ended. `step_s` is the shortest of its measured steps, for what else a machine does makes steps
     longer and never shorter; `spread` is half of what the longest took more, as a share of it, `phase_s` its phases,
     and `peak_nbytes` the most device memory of any rank; all None, or empty, where `failure` says why there are none.
-    `foretold_s` and `foretold_nbytes` are what the planner had said before it, None where it could not."""
+    `foretold_s` and `foretold_nbytes` are the planner's estimates before it, None where it could not."""
 
     candidate: Candidate
     step_s: float | None = None
@@ -92,7 +92,7 @@ class TrialLog:
             (self.folder / MODEL_FILE).write_text(told.to_json() + "\n", encoding="utf-8")
 
     def model(self) -> TrialModel | None:
-        """The model, once a trial has told it."""
+        """The model, once a trial has recorded it."""
         try:
             return TrialModel.from_json((self.folder / MODEL_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, LookupError):

@@ -14,14 +14,14 @@ from polyaccel.planner.autotune.records import TrialRecord
 from polyaccel.planner.autotune.tuner import TuneResult
 
 BEST_FILE, TABLE_FILE, PICTURE_FILE = "best.json", "table.md", "front.svg"
-_HEAD = ("setting", "step s", "foretold s", "MiB", "foretold MiB", "")
+_HEAD = ("setting", "step s", "estimated s", "MiB", "estimated MiB", "")
 
 
 def write_results(
     answer: TuneResult, own: Candidate, config_tree: Mapping[str, Any], train_batch_size: int, folder: Path
 ) -> None:
-    """Write the files into `folder`. Without a best there is no config, and one of before is removed. `own` is what the
-    config says itself."""
+    """Write the files into `folder`. Without a best there is no config, and one of before is removed. `own` is the
+    config's own part."""
     if answer.best is None:
         (folder / BEST_FILE).unlink(missing_ok=True)
     else:
@@ -41,7 +41,7 @@ def best_config(
 
 
 def _without(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What `tree` says and `other` does not, or says otherwise."""
+    """The values of `tree` that `other` does not have, or has with another value."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -53,7 +53,7 @@ def _without(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 
 def table_of(answer: TuneResult) -> str:
-    """The trials as Markdown, the best first; what is on the front says so, and what failed says why."""
+    """The trials as Markdown, the best first; with a mark on the front, and the reason of each failure."""
     front = pareto_front(answer.records)
     rows = [_HEAD]
     for record in sorted(answer.records, key=lambda one: (not one.is_good, one.step_s or 0.0)):

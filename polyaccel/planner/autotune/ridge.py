@@ -1,4 +1,4 @@
-"""A sum of known features with weights that trials tell: least squares that do not stray far from what is known."""
+"""A sum of known features with weights from trials: least squares that do not stray far from what is known."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RidgeRegression:
         self.weights = {name: weight.value for name, weight in known.items()}
 
     def fit(self, measured: Sequence[tuple[Features, float, float]]) -> None:
-        """Take the weights that `measured` (features, the figure, by what share it may be off) tell, and what is known
-        of them."""
+        """Take the weights that follow from `measured` (features, the figure, by what share it may be off) and from the
+        prior."""
         names = [name for name, weight in self._known.items() if weight.spread > 0]
         rows, targets = [], []
         for features, figure, error in measured:

@@ -46,7 +46,7 @@ class TuneRequest:
 
     @property
     def key(self) -> str:
-        """What tells this question from others: trials answer it alone."""
+        """What distinguishes this question from others: trials answer it alone."""
         tree = {name: value for name, value in self.plan.config_tree.items() if name != "autotuning"}
         steps = [self.plan.first_step, self.plan.last_step]
         text = json.dumps([tree, self.plan.command, self.world_size, steps], sort_keys=True)
@@ -55,8 +55,8 @@ class TuneRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """`best` is the trial of the shortest step that fits, None where none does; `foretold` are all candidates by what
-    is foretold of them in the end, the fastest of those that fit `limit_nbytes` first. `why` the tuner stopped."""
+    """`best` is the trial of the shortest step that fits, None where none does; `estimated` are all candidates by what
+    is estimated of them in the end, the fastest of those that fit `limit_nbytes` first. `why` the tuner stopped."""
 
     best: TrialRecord | None
     records: tuple[TrialRecord, ...]
@@ -69,7 +69,7 @@ Tell = Callable[[str], object]
 
 
 def tune(question: TuneRequest, log: TrialLog, tell: Tell) -> TuneResult:
-    """Try candidates until nothing better is foretold, or as the section `autotuning` says. Goes on where `log` ends;
+    """Try candidates until nothing better is estimated, or by the section `autotuning`. Continues where `log` ends;
     `tell` gets a sentence for each trial.
 
     Raises PolyaccelError where not even the least demanding candidate can be tried.
@@ -78,7 +78,7 @@ def tune(question: TuneRequest, log: TrialLog, tell: Tell) -> TuneResult:
 
 
 class _Search:
-    """A search while it goes on."""
+    """A search while it continues."""
 
     def __init__(self, question: TuneRequest, log: TrialLog, tell: Tell) -> None:
         self._question, self._log, self._tell = question, log, tell
@@ -117,7 +117,7 @@ class _Search:
             told = self._log.model()
             if record.is_good and told is not None:
                 return told
-        failure = next((record.failure for record in self._log.records if record.failure), "nothing was told")
+        failure = next((record.failure for record in self._log.records if record.failure), "nothing was recorded")
         raise PolyaccelError(
             f"neither {own} nor {self._least(own)} could be tried: {failure}",
             hint=f"run the script by itself; outputs are in {self._question.trials_folder}",
@@ -159,7 +159,8 @@ class _Search:
         return (None, why) if why else (untried, "")
 
     def _untried(self) -> CostEstimate | None:
-        """Of the candidates that are foretold to fit and have not been tried the fastest, or the first that teaches."""
+        """Of the candidates that are estimated to fit and have not been tried the fastest, or the first that
+        teaches."""
         assert self._cost_model is not None  # set by _know
         self._cost_model.learn(self._log.records)
         tried = {record.candidate for record in self._log.records}
@@ -173,7 +174,7 @@ class _Search:
 
     def _explores(self, chosen: CostEstimate) -> bool:
         """Whether this would be the first trial of two kinds: those that keep activations, and those that compute them
-        again. No sum of trials of one kind foretells the other, which is what fits where there is less memory."""
+        again. No sum of trials of one kind estimates the other, which is what fits where there is less memory."""
         shown = {record.candidate.recomputes for record in self._log.records}
         is_affordable = self._section.tuner_num_trials >= _LEAST_FOR_BOTH_KINDS
         return is_affordable and chosen.candidate.recomputes not in shown
@@ -216,7 +217,7 @@ class _Search:
     def _reason_to_stop(self, chosen: CostEstimate | None) -> str:
         records, section, best = self._log.records, self._section, self._best()
         if chosen is None:
-            return "everything that is foretold to fit has been tried"
+            return "everything that is estimated to fit has been tried"
         if self._trials_left() < 1:
             return f"autotuning.tuner_num_trials = {section.tuner_num_trials} trials have been made"
         if best is None:
@@ -229,7 +230,7 @@ class _Search:
         assert self._cost_model is not None
         least_s = max(best.step_s or 0.0, self._cost_model.predict(best.candidate).step_s or 0.0)
         if (chosen.step_s or 0.0) > least_s * (1 + section.margin + best.spread):
-            return f"the next one, {chosen.candidate}, is foretold to take {chosen.step_s:.3g} s a step"
+            return f"the next one, {chosen.candidate}, is estimated to take {chosen.step_s:.3g} s a step"
         return ""
 
     def _best(self) -> TrialRecord | None:
@@ -275,5 +276,5 @@ def in_words(record: TrialRecord) -> str:
     """What a trial found."""
     if not record.is_good:
         return f"failed: {record.failure}"
-    said = "" if record.foretold_s is None else f" (foretold {record.foretold_s:.3g} s)"
+    said = "" if record.foretold_s is None else f" (estimated {record.foretold_s:.3g} s)"
     return f"{record.step_s:.3g} s a step{said}, {(record.peak_nbytes or 0) / (1 << 20):.0f} MiB"

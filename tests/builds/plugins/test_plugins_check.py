@@ -188,7 +188,7 @@ for row in probe_all(PluginGroup.ACCELERATORS, Accelerator, Accelerator.API_VERS
 def test_a_name_of_several_kinds_asks_for_the_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "check", "local"]) == 1
     assert (
-        "'local' is the name of plugins of several kinds: comm and launcher\n  hint: say --kind"
+        "'local' is the name of plugins of several kinds: comm and launcher\n  hint: give --kind"
         in capsys.readouterr().err
     )
     assert main(["plugins", "check", "pigeon"]) == 1

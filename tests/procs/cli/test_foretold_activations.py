@@ -135,8 +135,8 @@ def test_activations_count_for_what_fits(llama: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("model", "config", "more", "said"),
     [
-        ("1B", CONFIG, ["--sequence-length", "8"], "it is no directory with a config.json"),
-        ("", CONFIG, ["--batch", "8"], "nothing says how long its rows are"),
+        ("1B", CONFIG, ["--sequence-length", "8"], "it is not a directory with a config.json"),
+        ("", CONFIG, ["--batch", "8"], "the length of its rows is not set"),
     ],
     ids=["a-number", "no-length"],
 )
@@ -155,4 +155,4 @@ def test_a_model_without_a_loss_is_refused(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(CONFIG))
     assert main(["plan", str(file), str(tmp_path), "-n", "1", "--sequence-length", "8"]) == 1
-    assert "a LlamaModel cannot be foretold: it does not take input_ids and labels" in capsys.readouterr().err
+    assert "a LlamaModel cannot be estimated: it does not take input_ids and labels" in capsys.readouterr().err

@@ -185,7 +185,7 @@ def test_a_launcher_that_is_stopped_by_force_counts_as_lost(running: WaitingJob)
     running.process.send_signal(signal.SIGCONT)
     code, said = running.ended()
     assert code == 128 + signal.SIGTERM
-    assert f"nothing was heard of the launcher for {SILENCE_S:g} s" in said
+    assert f"nothing was received from the launcher for {SILENCE_S:g} s" in said
 
 
 def test_a_shell_on_the_host_reads_the_script_of_an_environment(two_hosts: Hosts, tmp_path: Path) -> None:

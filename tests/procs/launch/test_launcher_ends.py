@@ -133,7 +133,7 @@ def test_a_stopped_rank_that_is_continued_goes_on(tmp_path: Path, limit_s: str, 
         os.kill(ranks[0], signal.SIGSTOP)
         job.wait_for(rf"rank 0 \(pid {ranks[0]}\) is stopped .*{notice}", "stderr")
         os.kill(ranks[0], signal.SIGCONT)
-        job.wait_for(rf"rank 0 \(pid {ranks[0]}\) goes on", "stderr")
+        job.wait_for(rf"rank 0 \(pid {ranks[0]}\) continues", "stderr")
         for pid in ranks:
             let_go(pid)
         code, _, _ = job.finish()
@@ -337,7 +337,7 @@ while True:
         code, _, stderr = job.finish()
     assert code == 1
     assert f"rank 1 (pid {ranks[1]}) exited with code 0 after" in stderr
-    assert f"before it had met the others (init_distributed); rank 0 (pid {ranks[0]}) waited for it" in stderr
+    assert f"before it had joined the others (init_distributed); rank 0 (pid {ranks[0]}) waited for it" in stderr
 
 
 def test_a_rank_that_has_met_the_others_may_quit_before_them(tmp_path: Path) -> None:

@@ -206,14 +206,14 @@ def test_hosts_are_those_of_the_file_and_the_filters(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--include", "z"], "--include z: there is no host 'z'"),
+        (["--include", "z"], "--include z: 'z' is not a host of the job"),
         (["--include", "a", "--exclude", "b"], "--include and --exclude cannot be given together"),
         (["--include", "a", "--nproc", "1"], "--include and --nproc cannot be given together"),
-        (["--num-nodes", "3"], "--num_nodes 3, and 2 hosts are known"),
+        (["--num-nodes", "3"], "--num_nodes 3, and 2 hosts are given"),
         (["--no-ssh"], "--no-ssh, and 2 hosts"),
         (["--node-rank", "2"], "--node-rank 2, and 2 hosts"),
         (["--launcher", "local"], "the launcher 'local' starts ranks on this machine only"),
-        (["--export", "NO_SUCH_VARIABLE"], "--export NO_SUCH_VARIABLE: there is no such variable"),
+        (["--export", "NO_SUCH_VARIABLE"], "--export NO_SUCH_VARIABLE: the variable is not set"),
     ],
 )
 def test_what_cannot_be_started_is_one_sentence_and_a_cure(

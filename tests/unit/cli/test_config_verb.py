@@ -65,7 +65,7 @@ WARMUP = {"warmup_num_steps": 11, "total_num_steps": 10}
         ({"scheduler": {"type": "Warmup"}}, "scheduler.type = 'Warmup': no scheduler has this name"),
         ({"accelerator": "cudaa"}, "accelerator = 'cudaa': no accelerator plugin is called 'cudaa'"),
         ({"comm": {"backend": "gluu"}}, "no comm backend plugin is called 'gluu'"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "FILE/x"}}}, "is no directory"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "FILE/x"}}}, "is not a directory"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": WARMUP}}, "is longer than the whole schedule"),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_person_reads_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--trials", "there"], 2, "--trials is for --fit"),
         (["--fit", "1G", "--trials", "absent"], 1, "absent has no trials"),
-        (["--fit", "much"], 2, "'much' is no size"),
+        (["--fit", "much"], 2, "'much' is not a size"),
     ],
     ids=["alone", "absent", "size"],
 )

@@ -87,7 +87,7 @@ def test_experts_are_counted_where_they_are(tmp_path: Path, capsys: pytest.Captu
     assert whole[1] - spread[1] >= experts * 16
     shared = CONFIG | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     assert plan(tmp_path, shared, "--sequence-length", "64") == 1
-    assert "are not foretold where 2 ranks share experts" in capsys.readouterr().err
+    assert "are not estimated where 2 ranks share experts" in capsys.readouterr().err
 
 
 def test_a_function_makes_a_model_that_is_cut(
@@ -112,7 +112,7 @@ def test_a_function_makes_a_model_that_is_cut(
 @pytest.mark.parametrize(
     ("changes", "model", "said"),
     [
-        ({}, "7e9", "nothing says along which blocks '7e9' is cut into 2 stages"),
+        ({}, "7e9", "it is unknown along which blocks '7e9' is cut into 2 stages"),
         ({}, "nowhere:build", "nowhere:build cannot be imported"),
         ({"pipeline": {"stages": 2, "partition": "profiled"}}, None, "cannot be dealt before they run"),
         ({"pipeline": {"stages": 4}}, None, "3 layers for 4 parts of a pipeline"),

@@ -229,12 +229,12 @@ def test_an_unknown_optimizer_is_said_to_be_assumed(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("model", ["what", "1.3X"])
 def test_what_is_no_model_is_an_error(path: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path, model, "-n", "2"]) == 1
-    assert f"{model!r} is no directory, no module:function and no number" in capsys.readouterr().err
+    assert f"{model!r} is not a directory, a module:function or a number" in capsys.readouterr().err
 
 
 def test_a_wrong_size_is_a_wrong_argument(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path, "1B", "-n", "2", "--limit-host", "many"]) == 2
-    assert "'many' is no size" in capsys.readouterr().err
+    assert "'many' is not a size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_hostfile_may_name_this_machine_alone(script: str, tmp_path: Path, mon
 def test_a_missing_hostfile_is_said_and_this_machine_taken(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     made = job(launch_arguments(["-H", "/nowhere/hosts", "--num_gpus", "1", script]))
     assert made.world_size == 1
-    assert "there is no hostfile /nowhere/hosts" in capsys.readouterr().err
+    assert "the hostfile /nowhere/hosts does not exist" in capsys.readouterr().err
 
 
 def test_variables_of_the_environment_file_are_exported(

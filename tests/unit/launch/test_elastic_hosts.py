@@ -90,7 +90,7 @@ def test_other_launchers_have_no_use_for_the_options(options: list[str]) -> None
         ({"hosts": {"a": (0,), "b": (0,)}}, "starts the ranks of this host"),
         ({"hosts": {"another.example": (0,)}}, "starts the ranks of this host"),
         ({"node": 1}, "starts the ranks of this host"),
-        ({"elastic": ElasticHosts(least=1, most=2)}, "agents of up to 2 hosts are not told where to meet"),
+        ({"elastic": ElasticHosts(least=1, most=2)}, "agents of up to 2 hosts have no rendezvous address"),
     ],
 )
 def test_a_job_that_is_none_of_elastic_hosts_is_refused(changes: dict[str, Any], said: str) -> None:

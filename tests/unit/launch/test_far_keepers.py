@@ -136,4 +136,4 @@ def test_a_host_that_has_none_does_not_hold_up_the_job(capfd: pytest.CaptureFixt
     assert run(Reaching(lambda name, secret: found.append(name), way=("false",))) == 0
     assert len(found) == 3
     said = capfd.readouterr().err
-    assert "on a, the keeper of replicas could not be started: it has ended with code 1: the job goes on" in said
+    assert "on a, the keeper of replicas could not be started: it has ended with code 1: the job continues" in said

@@ -146,7 +146,7 @@ def test_a_key_that_is_none_is_refused(keeper: Served, key: str) -> None:
 
 def test_a_wrong_secret_is_refused(keeper: Served) -> None:
     """The keeper's proof is wrong already, so the rank sends nothing; and a rank's proof is looked at before a word."""
-    with pytest.raises(KeeperGone, match="does not know the job's secret"):
+    with pytest.raises(KeeperGone, match="does not have the job's secret"):
         keeper.connect(b"another secret of 16")
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(address_of(keeper.name))
@@ -170,7 +170,7 @@ def test_a_process_that_has_taken_the_name_gets_no_memory(tmp_path: Path) -> Non
 
     thread = Thread(target=pose)
     thread.start()
-    with pytest.raises(KeeperGone, match="does not know the job's secret"):
+    with pytest.raises(KeeperGone, match="does not have the job's secret"):
         KeeperClient(f"taken-{tmp_path}", SECRET)
     thread.join(30)
     listener.close()
@@ -219,7 +219,7 @@ def test_a_forged_message_ends_the_connection_and_nothing_else(keeper: Served, f
 )
 def test_a_request_that_is_none_is_refused_by_name(keeper: Served, head: dict[str, object]) -> None:
     client = keeper.connect()
-    with pytest.raises(CheckpointError, match=r"is no (key|request)"):
+    with pytest.raises(CheckpointError, match=r"is not a (key|request)"):
         client._ask({"key": None, **head})
     assert client.names("") == {}  # the connection lives
     client.close()

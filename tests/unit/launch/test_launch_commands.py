@@ -114,7 +114,7 @@ def test_the_probe_of_an_mpi_says_for_whose_command_it_takes_the_one_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert OpenMpiLauncher.probe() == Probe(False, "there is no command mpirun on the PATH")
+    assert OpenMpiLauncher.probe() == Probe(False, "the command mpirun is not on the PATH")
     mpirun = tmp_path / "mpirun"
     mpirun.touch(0o755)
     assert IntelMpiLauncher.probe() == Probe(True, f"{mpirun}, taken for that of Intel MPI")

@@ -79,7 +79,7 @@ def test_a_list_of_hosts_says_what_was_written(hosts: Hosts, data: st.DataObject
     "text", ["", "a,", "a:0", "a:x", "a:2,a", "a:4097", "a b", "::1", "[]:2", "a:1:2", "a:9999999999"]
 )
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"--hosts .* is no host"):
+    with pytest.raises(LaunchError, match=r"--hosts .* is not a host"):
         listed_hosts(text)
 
 
@@ -120,12 +120,12 @@ class _File(type(Path())):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a", "line 1: 'a' is no line `host slots=N`"),
-        ("\na slots=x", "line 2: 'a slots=x' is no line"),
+        ("a", "line 1: 'a' is not a line `host slots=N`"),
+        ("\na slots=x", "line 2: 'a slots=x' is not a line"),
         ("a slots=1\n\na slots=2", "line 3: 'a slots=2' names its host a second time"),
         ("a slots=0", "line 1: 'a slots=0' has 0 slots"),
         ("a slots=99999", "line 1: .* has 99999 slots, and 1 to 4096"),
-        ("a slots=0\nb\n", "line 1: .*; line 2: 'b' is no line"),
+        ("a slots=0\nb\n", "line 1: .*; line 2: 'b' is not a line"),
         ("# nobody\n", "names no host"),
     ],
 )
@@ -140,12 +140,12 @@ def test_a_hostfile_that_is_wrong_is_named_with_its_lines(text: str, said: str, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("z", "there is no host 'z'"),
+        ("z", "'z' is not a host of the job"),
         ("a:2", "a has no slot 2"),
         ("a:0-99999999999", "a has no slot 2"),
-        ("a:1-0", "'1-0' is no number of a slot, and no range"),
-        ("a:", "'' is no number"),
-        ("a:x", "'x' is no number"),
+        ("a:1-0", "'1-0' is not a number of a slot or a range"),
+        ("a:", "'' is not a number"),
+        ("a:x", "'x' is not a number"),
         ("a@a:1", "'a' stands there twice"),
         ("@a", "'' names no host"),
         (":1", "':1' names no host"),
@@ -163,7 +163,7 @@ def test_counts_take_the_first() -> None:
     assert first_hosts(hosts, 1) == {"a": (0, 1)}
     assert first_slots(hosts, 3) == {"a": (0, 1, 2), "b": (0, 1, 2)}
     for count in (0, 3):
-        with pytest.raises(LaunchError, match=f"--num_nodes {count}, and 2 hosts are known"):
+        with pytest.raises(LaunchError, match=f"--num_nodes {count}, and 2 hosts are given"):
             first_hosts(hosts, count)
     with pytest.raises(LaunchError, match="--nproc 0"):
         first_slots(hosts, 0)

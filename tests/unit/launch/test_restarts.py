@@ -126,7 +126,7 @@ def test_the_keeper_stays_from_start_to_start_and_goes_with_the_last(capfd: pyte
     assert found == [{}, {"1": 0}, {}, {"3": 0}]
     assert len(set(names)) == 1
     assert children_with(names[0]) == []
-    assert "polyaccel: the keeper of replicas was killed, and begins anew" in capfd.readouterr().err
+    assert "polyaccel: the keeper of replicas was killed, and begins again" in capfd.readouterr().err
 
 
 def children_with(word: str) -> list[int]:
