@@ -1,1 +1,1 @@
-"""What a run tells of itself while it trains: one stream of records, which monitors write down."""
+"""What a run reports while it trains: one stream of records, which monitors write down."""

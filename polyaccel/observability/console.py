@@ -1,4 +1,4 @@
-"""The log on the console of a script that has not configured logging: without a handler nobody would see a line."""
+"""The log on the console of a script that has not configured logging: without a handler no line would be shown."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _OFF = "off"
 
 
 def show_log(rank: int, level: str | None) -> None:
-    """Show polyaccel's log on stderr: rank 0 from `level` on (a name such as "debug"; None: info), the other ranks
+    """Show polyaccel's log on stderr: rank 0 from `level` on (a name like "debug"; None: info), the other ranks
     warnings and errors only.
 
     An application that has a handler on the root logger or on `polyaccel`, now or later, shows what it wants: nothing
     is added to its output, and only a `level` that is given is set. The environment variable POLYACCEL_LOG goes before
-    `level`, on every rank; `off` adds no handler. Raises ConfigError when it is no level.
+    `level`, on every rank; `off` adds no handler. Raises ConfigError when it is not a level.
     """
     logger = logging.getLogger("polyaccel")
     wanted = os.environ.get(VARIABLE, "").strip().lower()
@@ -38,12 +38,12 @@ def show_log(rank: int, level: str | None) -> None:
     handler.setLevel(logging.WARNING if handler.rank != 0 and not wanted else logging.NOTSET)
     if stated is not None:
         logger.setLevel(stated.upper())
-    elif logger.level == logging.NOTSET:  # otherwise somebody has chosen a level
+    elif logger.level == logging.NOTSET:  # otherwise a level was chosen
         logger.setLevel(logging.INFO)
 
 
 class OwnHandler(logging.Handler):
-    """A handler of polyaccel's own: beside others of its kind the console goes on showing lines."""
+    """polyaccel's own handler: in addition to others of its kind, the console continues to show lines."""
 
 
 class ConsoleHandler(OwnHandler):

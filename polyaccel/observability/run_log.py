@@ -15,8 +15,8 @@ _MOST_CHARACTERS = 4000
 
 
 class RunLog(OwnHandler):
-    """Appends what polyaccel's log says, from level info on (on ranks other than 0 warnings and errors only), and when
-    the run began and how it ended. A file that cannot be written is given up, and nobody is told twice."""
+    """Appends polyaccel's log, from level info on (on ranks other than 0 warnings and errors only), and when the run
+    began and how it ended. A file that cannot be written is given up, and that is logged once."""
 
     def __init__(self, path: Path, rank: int) -> None:
         """Raises OSError."""
@@ -35,7 +35,7 @@ class RunLog(OwnHandler):
             self._give_up()
 
     def finish(self) -> None:
-        """Say how the run ended, and write no more. May be called twice."""
+        """Write how the run ended, and write no more. May be called twice."""
         if self._file is None:
             return
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # that which the interpreter has shown

@@ -36,7 +36,7 @@ def start_monitoring(
     communicator: Communicator, folder: str | None, chosen: Sequence[ChosenMonitor], about: Mapping[str, Any]
 ) -> MonitorStream:
     """The stream of a run whose files are in `folder` (None: the working directory, where only monitors write): on rank
-    0 to the `chosen` monitors, on the others to a file of their own steps, where they see that folder.
+    0 to the `chosen` monitors, on the others to a file of their steps, where they see that folder.
 
     Collective where there is anything to open. Raises ConfigError on every rank when something cannot be.
     """
@@ -84,7 +84,7 @@ def _open_files_of_rank(folder: Path, rank: int) -> tuple[Monitor | None, list[C
             ends.append(lambda: write_page(folder / REPORT_FILE, [folder]))
         return own, ends
     except (ConfigError, OSError) as error:
-        log.warning("rank %d writes no files of its own to the run's folder: %s", rank, error)
+        log.warning("rank %d writes no files to the run's folder: %s", rank, error)
         return own, []
 
 
@@ -94,7 +94,7 @@ def _opened(chosen: ChosenMonitor, folder: Path) -> Monitor:
         monitor.open(folder, chosen.options)
     except PolyaccelError:
         raise
-    except Exception as error:  # a library's own: it cannot log in, say
+    except Exception as error:  # a library's own: for example it cannot log in
         what = f"cannot be opened: {error or type(error).__name__}"
         problem = Problem(chosen.name, sorted(chosen.options), what, "leave it out, or hint that")
         raise ConfigError([problem]) from error
@@ -119,7 +119,7 @@ def _make_folder(folder: Path, ranks: int, about: Mapping[str, Any]) -> list[Pro
 
 
 def _as_plain(problem: Problem) -> tuple[str, object, str, str]:
-    """The problem as rank 0 tells it to the others; the text of a value that is not plain."""
+    """The problem as rank 0 sends it to the others; the text of a value that is not plain."""
     value = problem.value
     try:
         tagged_json.encode(value, problem.key)

@@ -27,8 +27,8 @@ _Record = StepMetrics | Alarm | tuple[Event, ...] | threading.Event
 
 
 class MonitorStream:
-    """Hands the figures of each step, and events, to monitors: each on a thread of its own, so that none waits for a
-    slow disk or a network, and none for another.
+    """Hands the figures of each step, and events, to monitors: each on its own thread, so that none waits for a slow
+    disk or a network, and none for another.
 
     A monitor that fails is closed and dropped with one line. What waits is written when the stream is closed, and when
     the process ends, an uncaught exception included; then a monitor that does not end within `limit_s` is left behind.
@@ -84,7 +84,7 @@ class MonitorStream:
                 taken.append((str(tag), float(value), int(step)))
             except (TypeError, ValueError) as error:
                 raise PolyaccelError(
-                    f"{event!r} is no event: {error}", hint='give ("tag", value, step), two numbers', value=event
+                    f"{event!r} is not an event: {error}", hint='give ("tag", value, step), two numbers', value=event
                 ) from error
         for lane in self._lanes:
             lane.put(tuple(taken))
@@ -115,8 +115,8 @@ class MonitorStream:
         while self._at_close:
             try:
                 self._at_close.pop(0)()
-            except Exception as error:  # what is told of a run must not end it
-                log.warning("a part of what the run tells of itself could not be closed: %s", error or repr(error))
+            except Exception as error:  # reporting on a run must not end it
+                log.warning("a part of the run's records could not be closed: %s", error or repr(error))
 
 
 class _MonitorWorker:

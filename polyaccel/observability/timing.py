@@ -11,11 +11,12 @@ from polyaccel.observability.stats.device_phase_timer import DevicePhaseTimer
 
 Phase = Literal["data", "forward", "backward", "reduce", "update", "publish", "other"]
 """`data`: waiting for the next micro-batch. `reduce`: starting and awaiting gradient reductions. `publish`: making the
-updated parameters visible to all ranks. `other`: the rest of the step, such as a script's own work between calls."""
+updated parameters visible to all ranks. `other`: the rest of the step, for example a script's own work between
+calls."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Charge = Phase | Literal["outside"]
 OUTSIDE: Literal["outside"] = "outside"
-"""In place of a phase: time that is no part of a training step, such as evaluation or saving a checkpoint."""
+"""In place of a phase: time outside training steps, for example evaluation or saving a checkpoint."""
 
 
 class PhaseTimer:
@@ -32,7 +33,7 @@ class PhaseTimer:
         self.on_lap: Callable[[str, bool], object] | None = None
         """Called where a phase begins (its name, True) and where the last one that began ends (its name, False)."""
         self.waited: Callable[[], float] | None = None
-        """Tells how long this process has waited for other ranks in all; `take_waited` divides that among phases."""
+        """Returns how long this process has waited for other ranks in all; `take_waited` divides that among phases."""
         self._waited_before = 0.0
         self._waited_s: dict[str, float] = {}
         self._laps: dict[Charge, _Lap] = {phase: _Lap(self, phase) for phase in (*PHASES, OUTSIDE)}
@@ -52,8 +53,8 @@ class PhaseTimer:
         return taken
 
     def take_waited(self) -> dict[str, float]:
-        """Seconds of each phase, since the last call, in which this process waited for other ranks; empty where nobody
-        tells. Follows `take`."""
+        """Seconds of each phase, since the last call, in which this process waited for other ranks; empty where it is
+        not measured. Follows `take`."""
         taken, self._waited_s = self._waited_s, {}
         return taken
 

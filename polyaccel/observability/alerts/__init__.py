@@ -1,1 +1,1 @@
-"""What is wrong with a run, said in one sentence with its hint, as soon as its figures show it."""
+"""What is wrong with a run, reported in one sentence with its hint, as soon as its figures show it."""

@@ -12,12 +12,12 @@ from polyaccel.observability.metrics import Alarm
 from polyaccel.observability.stats.memory import shown
 
 _IN_A_ROW = 3
-"""Looks in a row that must find the same, so that one pause of a machine is no alarm."""
+"""Looks in a row that must find the same, so that one pause of a machine is not an alarm."""
 _LEAST_GROWTH_NBYTES = 16 << 20
 
 
 class MachineAlarms:
-    """Looks at what all ranks have told of the last steps. The first look counts for nothing: libraries warm up."""
+    """Looks at what all ranks have sent about the last steps. The first look counts for nothing: libraries warm up."""
 
     def __init__(self, settings: AlarmSettings) -> None:
         self._settings = settings
@@ -26,22 +26,22 @@ class MachineAlarms:
         self._starved: dict[int, int] = {}
         self._creeps: defaultdict[int, MonotonicGrowth] = defaultdict(MonotonicGrowth)
 
-    def look(self, step: int, told: Sequence[RankFigures]) -> Iterator[Alarm]:
+    def look(self, step: int, figures: Sequence[RankFigures]) -> Iterator[Alarm]:
         """The alarms of the steps that end with `step`."""
         self._looks += 1
         if self._looks == 1:
             return
         if self._settings.straggler:
-            yield from self._stragglers(step, told)
+            yield from self._stragglers(step, figures)
         if self._settings.data:
-            yield from self._starving(step, told)
+            yield from self._starving(step, figures)
         if self._settings.memory_growth:
-            yield from self._creeping(step, told)
+            yield from self._creeping(step, figures)
 
-    def _stragglers(self, step: int, told: Sequence[RankFigures]) -> Iterator[Alarm]:
+    def _stragglers(self, step: int, figures: Sequence[RankFigures]) -> Iterator[Alarm]:
         """The slowest rank of each stage, where the others of the stage need much less."""
         stages: defaultdict[int, list[RankFigures]] = defaultdict(list)
-        for one in told:
+        for one in figures:
             if one.own_s is not None and one.steps:
                 stages[one.place].append(one)
         slow: dict[int, int] = {}
@@ -68,10 +68,10 @@ class MachineAlarms:
                 yield Alarm(kind="straggler", step=step, value=lost, ranks=(rank,), sentence=f"{what}: {hint}")
         self._slow = slow
 
-    def _starving(self, step: int, told: Sequence[RankFigures]) -> Iterator[Alarm]:
+    def _starving(self, step: int, figures: Sequence[RankFigures]) -> Iterator[Alarm]:
         shares = {
             one.rank: one.own_s["data"] / one.seconds
-            for one in told
+            for one in figures
             if one.own_s is not None and one.seconds and one.own_s.get("data", 0.0) > self._settings.data * one.seconds
         }
         self._starved = {rank: self._starved.get(rank, 0) + 1 for rank in shares}
@@ -81,8 +81,8 @@ class MachineAlarms:
             hint = "give the loader workers (num_workers), prepare samples ahead, or read them from a faster place"
             yield Alarm(kind="data", step=step, value=shares[worst], ranks=(worst,), sentence=f"{what}: {hint}")
 
-    def _creeping(self, step: int, told: Sequence[RankFigures]) -> Iterator[Alarm]:
-        for one in told:
+    def _creeping(self, step: int, figures: Sequence[RankFigures]) -> Iterator[Alarm]:
+        for one in figures:
             if one.memory_nbytes is None:
                 continue
             found = self._creeps[one.rank].add(float(one.memory_nbytes))

@@ -18,7 +18,7 @@ class ReplicaDigests:
     """Digests this rank's copies, a part of them before each update, so that `steps` steps see all of them once.
 
     A step's part follows from its number alone, so all ranks digest the same pieces at the same time: the weights that
-    the passes of that step have computed with. CRC-32 sees every flipped bit; it is no proof against an adversary.
+    the passes of that step have computed with. CRC-32 sees every flipped bit; it is not a proof against an adversary.
     """
 
     def __init__(self, steps: int) -> None:
@@ -36,10 +36,10 @@ class ReplicaDigests:
             yield DigestReport(step, piece.fqn, piece.start, piece.ranks, digest)
 
 
-def alarms_of_digests(told: Sequence[RankFigures]) -> Iterator[Alarm]:
-    """The ranks whose copies of parameters are not those of most others: an alarm for each set of such ranks."""
+def alarms_of_digests(figures: Sequence[RankFigures]) -> Iterator[Alarm]:
+    """The ranks whose copies of parameters are not those of most others: an alarm for each set of these ranks."""
     digests: defaultdict[tuple[str, int, tuple[int, ...], int], dict[int, int]] = defaultdict(dict)
-    for one in told:
+    for one in figures:
         for step, fqn, start, ranks, digest in one.digests:
             digests[fqn, step, ranks, start][one.rank] = digest
     wrong: defaultdict[tuple[tuple[int, ...], int], dict[str, int]] = defaultdict(dict)
@@ -59,8 +59,8 @@ def alarms_of_digests(told: Sequence[RankFigures]) -> Iterator[Alarm]:
             what = f"{named} computed step {step:,} with other weights of {fqn!r}{more} than the {others} others"
         else:
             what = f"{named} computed step {step:,} with different weights of {fqn!r}{more}"
-        hint = "stop, go on from a checkpoint before that, and test the memory and device of that host"
+        hint = "stop, continue from a checkpoint before that, and test the memory and device of that host"
         if not others:
-            hint = "stop, go on from a checkpoint before that, and test memory and devices of these hosts"
+            hint = "stop, continue from a checkpoint before that, and test memory and devices of these hosts"
         value = float(len(names))
         yield Alarm(kind="replicas", step=step, value=value, ranks=ranks, sentence=f"{what}: {hint}")

@@ -15,8 +15,8 @@ NORMAL = 1.4826
 class Window:
     """The last values of a figure, and how far a new one lies above them.
 
-    `length` values are looked at, and nothing is said before half of them are there. `least_spread` is what counts as
-    noise in any case, as a share of the median.
+    `length` values are looked at, and nothing is reported before half of them are there. `least_spread` is what counts
+    as noise in any case, as a share of the median.
     """
 
     def __init__(self, length: int, least_spread: float) -> None:
@@ -33,7 +33,7 @@ class Window:
         """How many deviations `value` lies above the median; 0 while there are too few values, and for one below it.
 
         Where all are positive, as losses and norms are, the smaller one of the count in values and of that in their
-        logarithms: skew is no alarm. The value itself is not taken into the window; see `add`.
+        logarithms: skew is not an alarm. The value itself is not taken into the window; see `add`.
         """
         if len(self._values) < self._least_count:
             return 0.0
@@ -90,7 +90,7 @@ class MonotonicGrowth:
 def _steps_up(values: deque[float]) -> tuple[float, float] | None:
     if len(values) < _GROUPS * _IN_GROUP:
         return None
-    told = list(values)
-    groups = [told[at : at + _IN_GROUP] for at in range(0, len(told), _IN_GROUP)]
+    given = list(values)
+    groups = [given[at : at + _IN_GROUP] for at in range(0, len(given), _IN_GROUP)]
     is_up = all(min(after) > max(before) for before, after in pairwise(groups))
     return (min(groups[0]), min(groups[-1])) if is_up else None

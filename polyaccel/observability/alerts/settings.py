@@ -1,4 +1,4 @@
-"""What alarms look for, and what one rank tells the others for it."""
+"""What alarms look for, and what one rank sends the others for it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmSettings:
-    """Thresholds, each 0 where nobody looks; the section `alerts` of the config says what they are of.
+    """Thresholds, each 0 where it is off; the section `alerts` of the config has their meaning.
 
-    `every` optimizer steps the ranks tell each other their figures, of which `window` are compared with a new one.
+    `every` optimizer steps the ranks exchange their figures, of which `window` are compared with a new one.
     """
 
     every: int
@@ -36,7 +36,7 @@ class DigestReport(NamedTuple):
 
 @dataclass(slots=True)
 class RankFigures:
-    """What a rank tells of the steps since it last did. Seconds are sums over them."""
+    """What a rank sends about the steps since it last did. Seconds are sums over them."""
 
     rank: int
     """Its global number."""
@@ -47,7 +47,7 @@ class RankFigures:
     steps: int = 0
     seconds: float = 0.0
     own_s: dict[str, float] | None = field(default_factory=dict)
-    """By phase: its own work, without waiting for other ranks. None where nobody knows that."""
+    """By phase: its own work, without waiting for other ranks. None where that is not measured."""
     memory_nbytes: int | None = None
     """The least that was in use at the end of a step."""
     total_nbytes: int = 0
@@ -62,9 +62,9 @@ class RankFigures:
                 self.total_nbytes, digests]  # fmt: skip
 
     @classmethod
-    def from_plain(cls, told: list[Any]) -> RankFigures:
+    def from_plain(cls, plain: list[Any]) -> RankFigures:
         """What `to_plain` gave on another rank."""
-        rank, place, losses, steps, seconds, own_s, memory_nbytes, total_nbytes, digests = told
+        rank, place, losses, steps, seconds, own_s, memory_nbytes, total_nbytes, digests = plain
         taken = [DigestReport(step, fqn, start, tuple(ranks), digest) for step, fqn, start, ranks, digest in digests]
         own: Mapping[str, float] | None = own_s
         return cls(rank, place, dict(losses), steps, seconds, None if own is None else {**own},

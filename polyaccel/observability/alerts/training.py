@@ -17,7 +17,7 @@ class TrainingAlarms:
     """Looks at the loss, a mean over the ranks, and at the norm of all gradients, step by step.
 
     Neither is compared while the learning rate warms up, from the first step of this start on; steps that were skipped
-    for an overflow say nothing.
+    for an overflow do not count.
     """
 
     def __init__(self, settings: AlarmSettings) -> None:
@@ -67,7 +67,7 @@ class TrainingAlarms:
         hint = "set gradient_clipping, lower the learning rate, or look at the batch of that step"
         if not isfinite(norm):
             what = f"the norm of the gradients of step {step:,} is {norm}, and they were applied"
-            hint += "; go on from the checkpoint before it"
+            hint += "; continue from the checkpoint before it"
             yield Alarm(kind="grad_norm", step=step, value=nan, sentence=f"{what}: {hint}")
             return
         if not norm:

@@ -1,4 +1,4 @@
-"""The alarms of a run: each rank tells its figures now and then, and rank 0 says what is wrong with them."""
+"""The alarms of a run: each rank sends its figures now and then, and rank 0 reports what is wrong with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunAlarms:
         self._monitor = monitor
         self._recorder = communicator.recorder if isinstance(communicator, RecordingCommunicator) else None
         self._place = place
-        self._told = self._nothing()
+        self._totals = self._nothing()
         self._metrics: list[StepMetrics] = []
         self._timer: PhaseTimer | None = None
         self._params: Callable[[], TrainedParams] | None = None
@@ -55,24 +55,24 @@ class RunAlarms:
     def before_update(self, step: int) -> None:
         """All passes of optimizer step `step` have ended, and its update has not begun."""
         if self._digests is not None and self._params is not None:
-            self._told.digests += self._digests.digest(step, self._params())
+            self._totals.digests += self._digests.digest(step, self._params())
 
     def after_step(self, metrics: StepMetrics, memory: MemoryStats) -> None:
         """Optimizer step `metrics.step` has ended. Collective every few steps."""
-        told = self._told
+        totals = self._totals
         if metrics.loss is not None:
-            told.losses[metrics.step] = metrics.loss
-        told.steps += 1
-        told.seconds += metrics.step_time_s or 0.0
+            totals.losses[metrics.step] = metrics.loss
+        totals.steps += 1
+        totals.seconds += metrics.step_time_s or 0.0
         self._add_own(metrics)
-        least = told.memory_nbytes
-        told.memory_nbytes = memory.allocated_nbytes if least is None else min(least, memory.allocated_nbytes)
-        told.total_nbytes = memory.total_nbytes
+        least = totals.memory_nbytes
+        totals.memory_nbytes = memory.allocated_nbytes if least is None else min(least, memory.allocated_nbytes)
+        totals.total_nbytes = memory.total_nbytes
         if self._communicator.rank == 0:
             self._metrics.append(metrics)
         if metrics.step % self._settings.every:
             return
-        own, self._told = told.to_plain(), self._nothing()
+        own, self._totals = totals.to_plain(), self._nothing()
         gathered = self._communicator.all_gather_bytes(json.dumps(own).encode())
         if self._communicator.rank == 0:
             self._look([RankFigures.from_plain(json.loads(one)) for one in gathered])
@@ -83,32 +83,32 @@ class RunAlarms:
     def _add_own(self, metrics: StepMetrics) -> None:
         """What of the step was this rank's own work: by the device's clock where it has one."""
         waited_s = {} if self._timer is None else self._timer.take_waited()
-        told = self._told
+        totals = self._totals
         if metrics.device_phase_s:
             phases = {name: one for name, one in metrics.device_phase_s.items() if name not in (*_WAITING, "outside")}
         elif self._recorder is not None or self._communicator.world_size == 1:
             phases = {name: max(0.0, one - waited_s.get(name, 0.0)) for name, one in metrics.phase_s.items()}
         else:
-            told.own_s = None
+            totals.own_s = None
             return
-        if told.own_s is not None:
+        if totals.own_s is not None:
             for name, seconds in phases.items():
-                told.own_s[name] = told.own_s.get(name, 0.0) + seconds
+                totals.own_s[name] = totals.own_s.get(name, 0.0) + seconds
 
-    def _look(self, told: list[RankFigures]) -> None:
-        for alarm in self._found(told):
+    def _look(self, totals: list[RankFigures]) -> None:
+        for alarm in self._found(totals):
             key, before = (alarm.kind, alarm.ranks), self._said.get((alarm.kind, alarm.ranks))
             if before is None or alarm.step - before >= self._settings.window:
                 self._said[key] = alarm.step
                 log.warning("%s", alarm.sentence)
                 self._monitor.write_alarm(alarm)
 
-    def _found(self, told: list[RankFigures]) -> Iterator[Alarm]:
+    def _found(self, totals: list[RankFigures]) -> Iterator[Alarm]:
         taken, self._metrics = self._metrics, []
-        yield from alarms_of_digests(told)
+        yield from alarms_of_digests(totals)
         for metrics in taken:
             yield from self._training.look(
-                metrics, {one.rank: one.losses[metrics.step] for one in told if metrics.step in one.losses}
+                metrics, {one.rank: one.losses[metrics.step] for one in totals if metrics.step in one.losses}
             )
         if taken:
-            yield from self._machines.look(taken[-1].step, told)
+            yield from self._machines.look(taken[-1].step, totals)

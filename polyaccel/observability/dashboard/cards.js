@@ -43,7 +43,7 @@ class Cards {
     return card;
   }
 
-  // A card whose one part below title and note is made anew.
+  // A card whose one part below title and note is made again.
   holding(key, title, options, ...parts) {
     const card = this.card(key, title, options);
     const scrolls = card.querySelector(".log, .scroll");
@@ -67,7 +67,7 @@ class Cards {
       card.chart.redraw = () => this.redraw(card);
       this.resized.observe(card.chart);
     }
-    card.told = chart;
+    card.content = chart;
     card.chart.setAttribute("aria-label", `${title}: ${(chart.areas ?? chart.lines).map((one) => one.name).join(", ")}`);
     this.redraw(card);
   }
@@ -75,13 +75,13 @@ class Cards {
   redraw(card) {
     if (!card.isConnected) { requestAnimationFrame(() => card.isConnected && this.redraw(card)); return; }
     card.chart.drawnAt = card.chart.clientWidth;
-    (card.told.areas ? drawAreas : drawLines)(card.chart, card.told);
+    (card.content.areas ? drawAreas : drawLines)(card.chart, card.content);
     this.legend(card, null);
   }
 
   // The values at a step, or the last ones.
   legend(card, step) {
-    const chart = card.told;
+    const chart = card.content;
     const parts = [...(chart.areas ?? []).map((one) => ({ ...one, x: chart.x, filled: true })).reverse(),
       ...(chart.lines ?? []).map((one) => ({ x: chart.x, ...one }))];
     const shown = parts.length > 18 ? [] : parts;

@@ -1,5 +1,5 @@
 "use strict";
-// Charts as SVG, drawn anew at the width that their card has. A chart is a value: { unit, lines or areas, marks }.
+// Charts as SVG, drawn again at the width that their card has. A chart is a value: { unit, lines or areas, marks }.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 210, TOP = 20, BOTTOM = 26, RIGHT = 10;

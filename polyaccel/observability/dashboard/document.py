@@ -23,12 +23,12 @@ def live_page() -> str:
 
 
 def frozen_page(runs: Sequence[WatchedRun]) -> str:
-    """The page with the runs as they are now. It needs no other file, and nobody to ask."""
+    """The page with the runs as they are now. It needs no other file, and no server."""
     return _document({"runs": [run.shown() for run in runs]})
 
 
 def write_page(path: Path, folders: Sequence[Path]) -> None:
-    """Freeze the runs in `folders` into the file `path`, whole or not at all. Raises PolyaccelError for what is no
+    """Freeze the runs in `folders` into the file `path`, whole or not at all. Raises PolyaccelError for what is not a
     run's folder, OSError where it cannot be written."""
     runs = open_runs(folders)
     for run in runs:
@@ -42,8 +42,8 @@ def write_page(path: Path, folders: Sequence[Path]) -> None:
 
 
 def open_runs(folders: Sequence[Path]) -> list[WatchedRun]:
-    """The runs in `folders`, under their shortest names that differ. Raises PolyaccelError for what is no run's folder,
-    and for one that is named twice."""
+    """The runs in `folders`, under their shortest names that differ. Raises PolyaccelError for what is not a run's
+    folder, and for one that is named twice."""
     whole = [folder.resolve() for folder in folders]
     if len(set(whole)) < len(whole):
         twice = next(folder for at, folder in enumerate(whole) if folder in whole[:at])
@@ -55,20 +55,20 @@ def open_runs(folders: Sequence[Path]) -> list[WatchedRun]:
     return [WatchedRun(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
-def as_json(told: Any) -> str:
+def as_json(state: Any) -> str:
     """Strict JSON that can stand in a script of HTML: nothing in it looks like a tag."""
-    text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(state, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _document(told: Any) -> str:
+def _document(state: Any) -> str:
     style, layout = _part("page.css"), _part("page.html")
     script = "\n".join(_part(name) for name in _SCRIPTS)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    parts = {"POLICY": policy, "STYLE": style, "DATA": as_json(told), "SCRIPT": script}
+    parts = {"POLICY": policy, "STYLE": style, "DATA": as_json(state), "SCRIPT": script}
     return re.sub(f"@({'|'.join(parts)})@", lambda mark: parts[mark[1]], layout)
 
 

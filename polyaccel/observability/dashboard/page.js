@@ -1,4 +1,4 @@
-// The page: what runs tell becomes cards. What a run has no records of is left out.
+// The page: the records of runs become cards. What a run has no records of is left out.
 
 const PHASES = ["data", "forward", "backward", "reduce", "update", "publish", "other", "outside"];
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
@@ -16,12 +16,12 @@ const last = (list) => (list ?? []).reduce((found, value) => (value === null ? f
 function lineChart(runs, key, title, names, { unit = "", fromZero = false, from = "figures", marks = false, smooths = false, cuts = false, note = "" } = {}) {
   const lines = [];
   runs.forEach((run, at) => {
-    const told = run[from];
+    const series = run[from];
     names.forEach(([name, said], which) => {
-      if (!has(told.figures[name])) return;
+      if (!has(series.figures[name])) return;
       const shown = runs.length > 1 ? `${runLetter(at)}${names.length > 1 ? " " + said : ""}` : said;
-      const line = { name: shown, colour: runColour(at), dash: DASHES[which % 4], x: told.step, y: told.figures[name] };
-      if (told.low) { line.low = told.low[name]; line.high = told.high[name]; }
+      const line = { name: shown, colour: runColour(at), dash: DASHES[which % 4], x: series.step, y: series.figures[name] };
+      if (series.low) { line.low = series.low[name]; line.high = series.high[name]; }
       lines.push(line);
     });
   });
@@ -49,8 +49,8 @@ function partsOf(run, before, end = "", colour = null, order = []) {
 }
 
 function byRank(run, at, several, key, title, name, options) {
-  const lines = Object.entries(run.ranks).filter(([, told]) => has(told.figures[name])).map(([rank, told]) => ({
-    name: `rank ${rank}`, colour: rankColour(Number(rank)), x: told.step, y: told.figures[name],
+  const lines = Object.entries(run.ranks).filter(([, series]) => has(series.figures[name])).map(([rank, series]) => ({
+    name: `rank ${rank}`, colour: rankColour(Number(rank)), x: series.step, y: series.figures[name],
   }));
   if (lines.length > 1) cards.chart(`${key}.${at}`, title, { ...options, lines }, { note: options.note, run: several ? at : null });
 }
@@ -62,11 +62,11 @@ const isElsewhere = (name) => / \(\w+\)$/.test(name);
 const purposeColour = (name) => partColour(PURPOSES.indexOf(name.replace(/ \(\w+\)$/, "")) + 1);
 const purposesOf = (run) => partsOf(run, "memory_nbytes", "", purposeColour, PURPOSES).filter((part) => part.name !== IN_USE);
 
-// What was foretold of the purposes of some names, as a dashed line of its own.
-function foretoldOf(run, said, chosen) {
-  const told = Object.entries(run.planned).filter(([name]) => chosen(name));
-  const sum = told.reduce((total, [, nbytes]) => total + nbytes, 0);
-  return told.length ? [{ name: said, colour: "var(--ink)", dash: "2 3", y: run.figures.step.map(() => sum) }] : [];
+// What was estimated of the purposes of some names, as its own dashed line.
+function plannedOf(run, said, chosen) {
+  const planned = Object.entries(run.planned).filter(([name]) => chosen(name));
+  const sum = planned.reduce((total, [, nbytes]) => total + nbytes, 0);
+  return planned.length ? [{ name: said, colour: "var(--ink)", dash: "2 3", y: run.figures.step.map(() => sum) }] : [];
 }
 
 function showMemory(run, at, several) {
@@ -74,13 +74,13 @@ function showMemory(run, at, several) {
   const inUse = run.figures.figures[`memory_nbytes/${IN_USE}`];
   if (!areas.length) return;
   if (inUse) areas.push({ name: REST, colour: partColour(9), y: inUse.map((value, one) => (value === null ? null : Math.max(0, value - areas.reduce((sum, part) => sum + (part.y[one] ?? 0), 0)))) });
-  const lines = [{ name: "the most in use", colour: "var(--ink)", dash: "7 4", y: run.figures.figures.peak_memory_nbytes ?? [] }, ...foretoldOf(run, "foretold, activations apart", (name) => !isElsewhere(name))];
+  const lines = [{ name: "the most in use", colour: "var(--ink)", dash: "7 4", y: run.figures.figures.peak_memory_nbytes ?? [] }, ...plannedOf(run, "estimated, activations apart", (name) => !isElsewhere(name))];
   areaChart(run, at, several, "purposes", "Memory by purpose", areas, { unit: "B", note: "of rank 0's device, at the end of a step", lines });
 }
 
 function showTiers(run, at, several) {
   const areas = purposesOf(run).filter((part) => isElsewhere(part.name));
-  areaChart(run, at, several, "tiers", "Tiers", areas, { unit: "B", note: "what rank 0 has beside its device", lines: foretoldOf(run, "foretold", isElsewhere) });
+  areaChart(run, at, several, "tiers", "Tiers", areas, { unit: "B", note: "what rank 0 has outside its device", lines: plannedOf(run, "estimated", isElsewhere) });
 }
 
 function showTransfers(run, at, several) {
@@ -105,9 +105,9 @@ function showTotals(run, at, several) {
   const ranks = Object.keys(run.totals).map(Number);
   if (ranks.length < 2 || ranks.length > 64) return;
   const rows = ranks.map((rank) => {
-    const told = run.totals[rank], shown = run.ranks[rank].figures;
-    const share = told.seconds ? `${digits((100 * told.waited_s) / told.seconds, 3)} %` : "–";
-    return [rankName(rank), words(told.seconds / told.steps, "s"), share, words(told.sent_nbytes / told.steps, "B"), words(last(shown.peak_memory_nbytes), "B")];
+    const totals = run.totals[rank], shown = run.ranks[rank].figures;
+    const share = totals.seconds ? `${digits((100 * totals.waited_s) / totals.seconds, 3)} %` : "–";
+    return [rankName(rank), words(totals.seconds / totals.steps, "s"), share, words(totals.sent_nbytes / totals.steps, "B"), words(last(shown.peak_memory_nbytes), "B")];
   });
   cards.holding(`ranks.${at}`, "Ranks", { run: several ? at : null, note: `means of ${run.totals[0]?.steps.toLocaleString("en") ?? "all"} steps` }, table(["", "a step", "waiting", "sent a step", "memory"], rows));
 }
@@ -241,18 +241,18 @@ async function follow() {
     try {
       const reply = await fetch(`news?have=${have}`, { cache: "no-store" });
       if (!reply.ok) throw new Error(String(reply.status));
-      const told = await reply.json();
-      if (told.runs) {
-        have = told.revision;
+      const state = await reply.json();
+      if (state.runs) {
+        have = state.revision;
         const began = performance.now();
-        show(told.runs);
+        show(state.runs);
         waits = Math.max(ASK_MS, 10 * (performance.now() - began)); // a large page is drawn less often
       }
       news.textContent = `live, looked at ${new Date().toLocaleTimeString("en-GB")}`;
       news.className = "";
       document.body.dataset.revision = have;
     } catch (error) {
-      news.textContent = "polyaccel watch has ended: this is the last that it told";
+      news.textContent = "polyaccel watch has ended: this is its last state";
       news.className = "lost";
     }
     await new Promise((done) => setTimeout(done, waits));

@@ -1,4 +1,4 @@
-"""A run as its folder tells it: read again and again while it grows, and told as plain values."""
+"""A run from its folder: read again and again while it grows, and given as plain values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WatchedRun:
         self.revision = 0
         if not any((folder / file).is_file() for file in (RUN_FILE, METRICS_FILE)):
             raise PolyaccelError(
-                f"{folder} is no run's folder: it has neither {RUN_FILE} nor {METRICS_FILE}",
+                f"{folder} is not a run's folder: it has neither {RUN_FILE} nor {METRICS_FILE}",
                 hint='name the folder that "run_dir" of the config named',
                 value=str(folder),
             )
@@ -75,14 +75,14 @@ class WatchedRun:
     def look(self) -> bool:
         """Read what is new. Returns whether anything is."""
         changed = self._look_at_run()
-        begins_anew, records = self._main.news()
-        if begins_anew:
+        starts_over, records = self._main.news()
+        if starts_over:
             self._begin()
             self._look_at_run()
             _, records = self._main.news()
         for record in records:
             self._take(record)
-        changed |= begins_anew or bool(records)
+        changed |= starts_over or bool(records)
         for rank in self._files("*.jsonl"):
             _, records = self._others.setdefault(rank, FileTailer(self._file(rank))).news()
             for record in records:
@@ -119,10 +119,10 @@ class WatchedRun:
         if self._new_stamp(RUN_FILE) is None:
             return False
         try:
-            told = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
+            content = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # half written: its stamp will change
             return False
-        self._facts = {name: told[name] for name in _FACTS if name in told} if isinstance(told, dict) else {}
+        self._facts = {name: content[name] for name in _FACTS if name in content} if isinstance(content, dict) else {}
         ranks = self._facts.get("ranks")
         self._waits = WaitTable(ranks if isinstance(ranks, int) and ranks <= MOST_RANK_FILES else 0)
         return True
@@ -149,9 +149,9 @@ class WatchedRun:
                 self._marks.append({"step": step, "text": f"{name} was {what}"})
             if record.get("skipped"):
                 self._marks.append({"step": step, "text": "update skipped: gradients were not finite"})
-            for layer, told in _mapping(record, "experts").items():
-                if isinstance(told, Mapping) and isinstance(told.get("tokens"), list):
-                    self._experts[layer] = told["tokens"]
+            for layer, content in _mapping(record, "experts").items():
+                if isinstance(content, Mapping) and isinstance(content.get("tokens"), list):
+                    self._experts[layer] = content["tokens"]
             self._take_of_rank(0, record)
 
     def _take_of_rank(self, rank: int, record: Mapping[str, Any]) -> None:
@@ -209,14 +209,15 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """`failed` where the log of any rank says so, else what rank 0's says, `running` or `ended`: rank 0 writes the
+        """`failed` where the log of any rank has it, else what rank 0's has, `running` or `ended`: rank 0 writes the
         steps that are shown, and others close theirs a moment earlier or later. "" where there is none."""
         return "failed" if "failed" in self._ends.values() else self._ends.get(0, "")
 
     def shown(self) -> dict[str, Any]:
         """All that the page shows, ready for strict JSON."""
         totals = {
-            rank: {name: rounded(value) for name, value in told.items()} for rank, told in sorted(self._totals.items())
+            rank: {name: rounded(value) for name, value in content.items()}
+            for rank, content in sorted(self._totals.items())
         }
         return {
             "name": self.name,
@@ -246,7 +247,7 @@ def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _waiting(record: Mapping[str, Any]) -> dict[str, float]:
     """What a step's collectives add up to."""
-    told = [one for one in _mapping(record, "collectives").values() if isinstance(one, Mapping)]
-    if not told:
+    content = [one for one in _mapping(record, "collectives").values() if isinstance(one, Mapping)]
+    if not content:
         return {}
-    return {name: sum(one.get(name, 0.0) for one in told) for name in ("waited_s", "sent_nbytes")}
+    return {name: sum(one.get(name, 0.0) for one in content) for name in ("waited_s", "sent_nbytes")}

@@ -1,4 +1,4 @@
-"""The page on this machine: a server on the loopback address that answers those who know its token."""
+"""The page on this machine: a server on the loopback address that answers requests with its token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PageServer:
         self._runs = tuple(runs)
         self._lock = Lock()
         self._news = ("", "")
-        """What the runs were when somebody last asked, as revision and JSON."""
+        """The runs at the last request, as revision and JSON."""
         self._token = secrets.token_urlsafe(24)
         try:
             self._server = _Server((_ADDRESS, port), _Handler)
@@ -95,7 +95,7 @@ class _Server(ThreadingHTTPServer):
     page: PageServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is nobody's business."""
+        """A browser that goes away in the middle of an answer is not an error."""
 
 
 class _Handler(BaseHTTPRequestHandler):

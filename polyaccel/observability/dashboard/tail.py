@@ -1,4 +1,4 @@
-"""Files of JSON lines, followed while somebody else writes them."""
+"""Files of JSON lines, followed while another process writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAIL_NBYTES = 64
 class FileTailer:
     """The whole lines of the file `path`, as they appear. It may not be there yet.
 
-    A last line without its end is left for the next look, what is no JSON object is passed over and counted in
+    A last line without its end is left for the next look, what is not a JSON object is passed over and counted in
     `unread`, and a file that is another one, or another text, than at the last look is read from its beginning.
     """
 
@@ -23,19 +23,19 @@ class FileTailer:
         self._path = path
         self._read_nbytes = 0
         self._tail = b""
-        """The last bytes that were read, by which a file is known again."""
+        """The last bytes that were read, by which a file is recognised."""
 
     def news(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether all that was told before no longer counts, and the lines since the last look."""
+        """Whether all that was given before no longer counts, and the lines since the last look."""
         try:
             with self._path.open("rb") as file:
-                begins_anew = not self._is_same(file.fileno())
-                if begins_anew:
+                starts_over = not self._is_same(file.fileno())
+                if starts_over:
                     self._read_nbytes, self._tail, self.unread = 0, b"", 0
-                return begins_anew, self._whole_lines(file.fileno())
+                return starts_over, self._whole_lines(file.fileno())
         except OSError:  # gone, or on its way
-            begins_anew, self._read_nbytes, self._tail = self._read_nbytes > 0, 0, b""
-            return begins_anew, []
+            starts_over, self._read_nbytes, self._tail = self._read_nbytes > 0, 0, b""
+            return starts_over, []
 
     def _is_same(self, file: int) -> bool:
         return os.pread(file, len(self._tail), self._read_nbytes - len(self._tail)) == self._tail

@@ -22,7 +22,7 @@ class WaitTable:
     """Adds up how long each rank waited for which other, step by step.
 
     Of what a rank waited in a step, the part that exceeds the least waiting of any rank counts as waiting for the rank
-    that waited least: that one came last, on the whole. Which rank came last to which call a trace knows exactly.
+    that waited least: that one came last, on the whole. A trace shows exactly which rank came last to which call.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -35,15 +35,15 @@ class WaitTable:
         """Rank `rank` waited so long in `step`."""
         if self._ranks < 2:
             return
-        told = self._open.setdefault(step, {})
-        told[rank] = waited_s
-        if len(told) == self._ranks:
+        totals = self._open.setdefault(step, {})
+        totals[rank] = waited_s
+        if len(totals) == self._ranks:
             del self._open[step]
-            last = min(told, key=lambda one: told[one])
+            last = min(totals, key=lambda one: totals[one])
             self._steps += 1
-            for one, seconds in told.items():
+            for one, seconds in totals.items():
                 if one != last:
-                    self._sums[one, last] += seconds - told[last]
+                    self._sums[one, last] += seconds - totals[last]
         elif len(self._open) > _MOST_OPEN:  # some rank writes no file
             del self._open[min(self._open)]
 
@@ -61,10 +61,10 @@ def shown_trace(path: Path) -> dict[str, Any] | None:
         trace = read_trace(path)
     except PolyaccelError:
         return None
-    return told_of(trace)
+    return waits_of(trace)
 
 
-def told_of(trace: Trace) -> dict[str, Any] | None:
+def waits_of(trace: Trace) -> dict[str, Any] | None:
     """`shown_trace` of spans that are there already."""
     steps = [span for spans in trace.values() for span in spans if span.kind == "step"]
     if not steps:
@@ -91,9 +91,9 @@ def _tiers(trace: Trace) -> list[list[Any]]:
     for rank, spans in trace.items():
         for span in spans:
             if span.kind == "tier":
-                told = sums.setdefault((rank, str(span.more["tier"])), [0, 0.0])
-                told[0] += span.more["nbytes"]
-                told[1] += span.more["waited_s"]
+                totals = sums.setdefault((rank, str(span.more["tier"])), [0, 0.0])
+                totals[0] += span.more["nbytes"]
+                totals[1] += span.more["waited_s"]
     return [[rank, tier, nbytes, rounded(waited_s)] for (rank, tier), (nbytes, waited_s) in sorted(sums.items())]
 
 

@@ -1,1 +1,1 @@
-"""The built-in monitors, a file each; `jsonl` stands beside their contract."""
+"""The built-in monitors, a file each; `jsonl` stands next to their contract."""

@@ -17,7 +17,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9.-]+")
 
 class CsvMonitor(Monitor):
     """Appends `step,value` to a file for each tag, whose first line is `step,TAG`. Files are called like their tags,
-    with `_` for what is no name of a file; a resumed run goes on in the same ones."""
+    with `_` for what is not a name of a file; a resumed run continues in the same ones."""
 
     name: ClassVar[str] = "csv"
     _KINDS: ClassVar[dict[str, type]] = {"output_path": str, "job_name": str}

@@ -21,7 +21,7 @@ def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) ->
     for option, value in options.items():
         if option not in kinds:
             hint = f"the options are {', '.join(kinds)}"
-            problems.append(Problem(f"{name}.{option}", value, "has no such option", hint))
+            problems.append(Problem(f"{name}.{option}", value, "is not an option", hint))
         elif value is not None and type(value) is not kinds[option]:
             problems.append(Problem(f"{name}.{option}", value, f"should be of type {kinds[option].__name__}"))
     if problems:
@@ -57,6 +57,6 @@ def made_folder(name: str, folder: Path) -> Path:
 
 
 def output_folder(name: str, directory: Path, options: Mapping[str, Any]) -> Path:
-    """The folder that `output_path` and `job_name` say; without an `output_path`, one called `name` in `directory`."""
+    """The folder of `output_path` and `job_name`; without an `output_path`, one called `name` in `directory`."""
     folder = Path(options["output_path"]).absolute() if options.get("output_path") else directory / name
     return made_folder(name, folder / (options.get("job_name") or ""))

@@ -17,7 +17,7 @@ _STEP = "step"
 
 class WandbMonitor(Monitor):
     """Logs figures against `step`, a metric of the run: the library's own counter takes no step that lies before
-    another, as those of events may. Each start of training is a run of its own; `group` holds them together."""
+    another, as those of events may. Each start of training is its own run; `group` holds them together."""
 
     name: ClassVar[str] = "wandb"
     _KINDS: ClassVar[dict[str, type]] = {"project": str, "group": str, "team": str}
@@ -31,7 +31,7 @@ class WandbMonitor(Monitor):
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
         """Begin a run, whose local files are in `directory`. Raises ConfigError for unknown options and without the
-        library; what it raises itself where it cannot log in, say, is told of it."""
+        library; what it raises itself, for example where it cannot log in, is logged."""
         given = checked(self.name, options, self._KINDS)
         library = required(self.name, "wandb", "wandb")
         self.close()

@@ -17,7 +17,7 @@ FLAME_FILE = "flops_profile.svg"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
     """The optimizer step that is profiled, from 1, and what becomes of its profile: the table goes to `output_file`
-    (None: the log), the picture to `folder` (None: beside `output_file`, or nowhere)."""
+    (None: the log), the picture to `folder` (None: that of `output_file`, or nowhere)."""
 
     step: int
     style: TableStyle = field(default_factory=TableStyle)
@@ -26,7 +26,7 @@ class ProfileSettings:
 
 
 def report_profile(root: ProfileNode, title: str, settings: ProfileSettings) -> None:
-    """Write a profile; a file that cannot be written is a line in the log, for training goes on."""
+    """Write a profile; a file that cannot be written is a line in the log, for training continues."""
     table = profile_table(root, title, settings.style)
     picture = None
     if settings.folder is not None:

@@ -11,8 +11,8 @@ class ProfileNode:
     """A module, with all that is inside it.
 
     `operations` are floating-point operations of products and convolutions in forward passes, `seconds` the time of
-    these passes (None: nobody took it), `calls` their number, `parameters` None where nobody
-    knows whose they are. What `children` have is part of what the module has.
+    these passes (None: not measured), `calls` their number, `parameters` None where it is unknown whose they are. What
+    `children` have is part of what the module has.
     """
 
     name: str

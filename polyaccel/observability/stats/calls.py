@@ -18,16 +18,16 @@ class CallCounter:
         """The figures of each operation that was called since the last look, over all groups of this rank."""
         if self._recorder is None:
             return {}
-        told = self._recorder
+        source = self._recorder
         now = {
-            getattr(operation, "value", operation): (calls, told.sent_nbytes[operation], told.waited_s[operation])
-            for operation, calls in told.calls.items()
+            getattr(operation, "value", operation): (calls, source.sent_nbytes[operation], source.waited_s[operation])
+            for operation, calls in source.calls.items()
         }
         before, self._before = self._before, now
         taken = {}
         for operation, (calls, sent, waited_s) in now.items():
             then_calls, then_sent, then_waited_s = before.get(operation, (0, 0.0, 0.0))
-            if calls < then_calls:  # somebody has counted from 0 again
+            if calls < then_calls:  # the count has begun at 0 again
                 then_calls, then_sent, then_waited_s = 0, 0.0, 0.0
             if calls > then_calls or waited_s > then_waited_s:
                 taken[operation] = CallFigures(

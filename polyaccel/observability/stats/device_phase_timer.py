@@ -13,9 +13,9 @@ _MOST_PENDING = 8
 class DevicePhaseTimer:
     """Divides the time of the device's current stream among the phases in which the host queued its work.
 
-    An event stands at each end of a phase; nobody waits for it. So a step's times are known when the device has passed
-    its last event, which is usually while the next step runs. They add up to the time between two such last events: a
-    stream that idles, or waits for another, does so in the phase whose work waits.
+    An event stands at each end of a phase, without waiting for it. So a step's times are there when the device has
+    passed its last event, which is usually while the next step runs. They add up to the time between two of these last
+    events: a stream that idles, or waits for another, does so in the phase whose work waits.
     """
 
     def __init__(self, record: Callable[[], Event]) -> None:

@@ -1,4 +1,4 @@
-"""Memory in words: what a device and its host have in use, and what of it the plan of a step knows the purpose of."""
+"""Memory in words: what a device and its host have in use, and the part whose purpose is in the plan of a step."""
 
 from __future__ import annotations
 

@@ -12,17 +12,17 @@ class WorkCounter:
     """Counts what this rank's micro-batches ask of the model, until a step takes it.
 
     Operations are the model's: those of a forward pass, and twice as many for its backward. What is computed again
-    because activations were not kept is no progress, and not counted.
+    because activations were not kept is not progress, and not counted.
     """
 
     def __init__(self, *, enabled: bool, streams_of_batches: int) -> None:
-        """`streams_of_batches`: how many ranks have batches of their own."""
+        """`streams_of_batches`: how many ranks have their own batches."""
         self.enabled = enabled
         self.streams_of_batches = streams_of_batches
         self.ranks_here = 1
         """Ranks whose work this process counts."""
         self.measure_peak: Callable[[], float | None] = lambda: None
-        """Operations a second of the device, measured with a large product; None where nobody can say."""
+        """Operations a second of the device, measured with a large product; None where it cannot be measured."""
         self._tokens = 0
         self._operations = 0.0
         self._peak: float | None = None
@@ -43,7 +43,7 @@ class WorkCounter:
         self._peak = self.measure_peak()
 
     def take(self, seconds: float) -> dict[str, float]:
-        """The figures of a step of so many seconds, by the names of `StepMetrics`; those that nobody counted are left
+        """The figures of a step of so many seconds, by the names of `StepMetrics`; those that were not counted are left
         out."""
         tokens, operations = self._tokens, self._operations
         self._tokens, self._operations = 0, 0.0

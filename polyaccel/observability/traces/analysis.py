@@ -11,7 +11,7 @@ from polyaccel.observability.traces.spans import Span
 
 _LEAST_WAIT_S = 1e-5
 MESSAGES = ("send", "recv", "batch")
-"""Operations in which not all ranks of a group meet."""
+"""Operations in which not all ranks of a group take part."""
 Trace = Mapping[int, Sequence[Span]]
 
 

@@ -14,7 +14,7 @@ from polyaccel.observability.traces.profiled import PROFILER, merged
 from polyaccel.observability.traces.spans import Span
 
 _TRACKS = {"step": 1, "phase": 2, "unit": 3, "pipeline": 4, "collective": 5, "tier": 6}
-"""Of each kind its row below the rank. What of a kind overlaps, as collectives do, is told by asynchronous events."""
+"""Of each kind its row below the rank. What of a kind overlaps, as collectives do, is shown by asynchronous events."""
 _OVERLAPS = ("collective", "tier", "unit")
 _VERSION = 2
 
@@ -53,7 +53,7 @@ def write_trace(
 
 def read_trace(path: Path) -> dict[int, list[Span]]:
     """The spans of each rank, in order of their begin, seconds since the trace's. Raises PolyaccelError for a file that
-    is no trace of ours."""
+    is not a trace of ours."""
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         if whole["otherData"]["polyaccel_trace"] != _VERSION:
@@ -76,10 +76,11 @@ def read_trace(path: Path) -> dict[int, list[Span]]:
                     Span(begin["cat"], begin["name"], begin["ts"] / 1e6, event["ts"] / 1e6, begin["args"])
                 )
     except OSError as error:
-        raise PolyaccelError(f"there is no trace at {path}: {error.strerror}", hint="name its folder") from error
+        raise PolyaccelError(f"no trace at {path}: {error.strerror}", hint="name its folder") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PolyaccelError(
-            f"{path} is no trace that polyaccel wrote: {error}", hint='add "trace": {"steps": [10, 12]} to the config'
+            f"{path} is not a trace that polyaccel wrote: {error}",
+            hint='add "trace": {"steps": [10, 12]} to the config',
         ) from error
     return {rank: sorted(own, key=lambda span: span.begin_s) for rank, own in found.items()}
 

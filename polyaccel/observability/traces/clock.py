@@ -23,20 +23,20 @@ class ClockOffset:
 def clock_offsets(communicator: Communicator) -> tuple[ClockOffset, ...]:
     """The offset of each rank. Collective."""
     token = communicator.allocate(1, DType.FLOAT32)
-    told: list[tuple[float, float]] = []
+    samples: list[tuple[float, float]] = []
     """On rank 0, when the messages of all ranks came, in turn; elsewhere when one was sent, and its answer came."""
     for rank in range(1, communicator.world_size):
         for _ in range(_ROUNDS):
             if communicator.rank == 0:
                 communicator.recv(token, rank).wait()
-                told.append((time(), 0.0))
+                samples.append((time(), 0.0))
                 communicator.send(token, rank).wait()
             elif communicator.rank == rank:
                 sent_s = time()
                 communicator.send(token, 0).wait()
                 communicator.recv(token, 0).wait()
-                told.append((sent_s, time()))
-    came, *others = communicator.all_gather_object(told)
+                samples.append((sent_s, time()))
+    came, *others = communicator.all_gather_object(samples)
     offsets = [ClockOffset(0.0, 0.0)]
     for at, journeys in enumerate(others):
         turns = zip(came[at * _ROUNDS : (at + 1) * _ROUNDS], journeys, strict=True)

@@ -44,8 +44,9 @@ def merged(rank: int, kept: Sequence[Sequence[Any]], shift_ns: int) -> Iterator[
 
 
 def _in_rows(kept: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Each of `kept_events` with the name of its row: its track, or another beside that where it would overlap an event
-    without lying in it, as a message does that is under way while its thread goes on. Perfetto has no such slices."""
+    """Each of `kept_events` with the name of its row: its track, or another next to that where it would overlap an
+    event without lying in it, as a message does that is under way while its thread continues. Perfetto cannot show such
+    slices."""
     open_: dict[str, list[list[int]]] = {}
     for one in sorted(kept, key=lambda one: (one[2], -one[3])):
         track, _, begin_ns, length_ns, _ = one

@@ -38,7 +38,8 @@ class StepProfiler(Protocol):
 
 class RunTrace:
     """Records the optimizer steps `first` to `last` of this rank, and writes those of all ranks to one file in `folder`
-    when the last has ended. A run that goes on behind `first` begins at once; one that ends before `last` writes none.
+    when the last has ended. A run that continues behind `first` begins at once; one that ends before `last` writes
+    none.
     `wants_profiler`: what the framework's own profiler records goes there too.
     """
 
@@ -137,8 +138,8 @@ class RunTrace:
                 self._add_call(call)
         self._open.clear()
         self._open_units.clear()
-        told = {"spans": [asdict(span) for span in self._spans], "profiled": profiled}
-        data = zlib.compress(json.dumps(told).encode())
+        payload = {"spans": [asdict(span) for span in self._spans], "profiled": profiled}
+        data = zlib.compress(json.dumps(payload).encode())
         self._spans.clear()
         offsets = clock_offsets(self._communicator)
         gathered = self._communicator.all_gather_bytes(data)
@@ -155,22 +156,22 @@ class RunTrace:
         except OSError as error:
             log.warning("the trace could not be written: %s", error)
             return
-        log.info("the trace of steps %d to %d is in %s: `polyaccel trace %s` tells where the time went",
+        log.info("the trace of steps %d to %d is in %s: `polyaccel trace %s` shows where the time went",
                  self._first, self._last, path, self._folder)  # fmt: skip
 
     def _add_call(self, call: Entry) -> None:
         ended_s = call.ended_s if call.ended_s is not None else time()
-        told = call.collective
+        made = call.collective
         self.span(
             "collective",
-            told.operation.value,
+            made.operation.value,
             call.started_s,
             ended_s,
             group=list(call.group),
             number=call.seq,
             waited_s=max(0.0, ended_s - (call.started_s if call.waited_s is None else call.waited_s)),
-            numel=told.numel,
-            dtype=None if told.dtype is None else told.dtype.value,
-            label=told.label,
-            bucket=told.bucket,
+            numel=made.numel,
+            dtype=None if made.dtype is None else made.dtype.value,
+            label=made.label,
+            bucket=made.bucket,
         )

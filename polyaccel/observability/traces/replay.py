@@ -1,9 +1,9 @@
 """What would be: a trace replayed with a change, by the work and the meetings that it has.
 
 Each rank's own work is what it did outside its waits. In the replay a rank does its work in the same order, comes to
-each meeting when it has done what it had done before it, and goes on behind a wait when the last rank has come and the
-transfer has taken what it took in the trace. So a change on one rank reaches the others as they wait for it, and waits
-that it only moves are not counted as gained. Messages of a pipeline count as work: they wait as long as they did.
+each collective when it has done what it had done before it, and continues behind a wait when the last rank has come and
+the transfer has taken what it took in the trace. So a change on one rank reaches the others as they wait for it, and
+waits that it only moves are not counted as gained. Messages of a pipeline count as work: they wait as long as they did.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def what_if(trace: Trace) -> tuple[WhatIf, list[WhatIf]]:
 
 
 def own_work_s(trace: Trace) -> dict[int, float]:
-    """How long each rank was at work of its own in the steps, by rank."""
+    """How long each rank did its own work in the steps, by rank."""
     found = {}
     for rank, spans in trace.items():
         bounds = _bounds(spans)

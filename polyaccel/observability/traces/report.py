@@ -1,4 +1,4 @@
-"""What `polyaccel trace` says of a trace."""
+"""The report of `polyaccel trace` on a trace."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def _of_meetings(meetings: Sequence[TracedMeeting], count: int) -> Iterator[str]
         kinds[meeting.operation, meeting.label, meeting.bucket, meeting.group].append(meeting)
     ordered = sorted(kinds.items(), key=lambda item: -sum(one.late_s for one in item[1]))
     everybody = max((len(meeting.group) for meeting in meetings), default=0)
-    for (operation, label, bucket, group), alike in ordered[:_MOST_MEETINGS]:
-        lasts = Counter(one.last for one in alike)
+    for (operation, label, bucket, group), calls in ordered[:_MOST_MEETINGS]:
+        lasts = Counter(one.last for one in calls)
         ((rank, times),) = lasts.most_common(1)
         of_bucket = "" if bucket is None else f"of bucket {bucket}"
         among = "" if len(group) == everybody else f"among ranks {', '.join(map(str, group))}"
         name = " ".join(filter(None, [operation, label, of_bucket, among]))
-        lost_s = sum(one.late_s for one in alike)
-        yield f"  {name}: rank {rank} came last {times} of {len(alike)} times, {1e3 * lost_s / count:.1f} ms a step"
+        lost_s = sum(one.late_s for one in calls)
+        yield f"  {name}: rank {rank} came last {times} of {len(calls)} times, {1e3 * lost_s / count:.1f} ms a step"
     if len(ordered) > _MOST_MEETINGS:
-        rest_s = sum(one.late_s for _, alike in ordered[_MOST_MEETINGS:] for one in alike)
+        rest_s = sum(one.late_s for _, calls in ordered[_MOST_MEETINGS:] for one in calls)
         yield f"  {len(ordered) - _MOST_MEETINGS} more: {1e3 * rest_s / count:.1f} ms a step"
 
 

@@ -13,13 +13,13 @@ from polyaccel.offload.tier import Fetch, Tier, TierOptions
 
 
 class TracedTier(Tier):
-    """`inner`, whose transfers `trace` is told of while it is on: each fetch from its start to its end, and each group
-    of a walk from when it was asked for until it was there. `waited_s` is how long the rank did nothing else."""
+    """`inner`, whose transfers are recorded in `trace` while it is on: each fetch from its start to its end, and each
+    group of a walk from when it was asked for until it was there. `waited_s` is how long the rank did nothing else."""
 
     def __init__(self, inner: Tier, trace: RunTrace) -> None:
         self.inner = inner
         self._trace = trace
-        self.name = inner.name  # type: ignore[misc]  # what a class says of its tiers, this one says of one
+        self.name = inner.name  # type: ignore[misc]  # a class has one name, this attribute is for one tier
         self.is_resident = inner.is_resident  # type: ignore[misc]
 
     @property

@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pyt
 
     run_threads(2, write)
     assert (tmp_path / RUN_FILE).exists()
-    assert "rank 1 writes no files of its own" in caplog.text
+    assert "rank 1 writes no files to the run's folder" in caplog.text
     assert "the picture none/at all.svg could not be written" in caplog.text
 
 

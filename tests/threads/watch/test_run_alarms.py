@@ -86,7 +86,7 @@ def test_a_copy_of_weights_that_is_corrupted_is_named(tmp_path: Path, stage: int
     (alarm,) = [one for one in said if repr(fqn) in one["alarm"]][:1]
     assert (alarm["tag"], alarm["ranks"]) == ("alarms/replicas", [1])
     assert 3 <= alarm["step"] <= 3 + 4
-    assert " than the 2 others: stop, go on from a checkpoint before that" in alarm["alarm"]
+    assert " than the 2 others: stop, continue from a checkpoint before that" in alarm["alarm"]
 
 
 def test_a_wild_batch_is_told_in_the_log_and_in_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

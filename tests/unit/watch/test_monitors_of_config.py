@@ -108,7 +108,7 @@ def test_what_cannot_be_opened_is_told_on_every_rank(tmp_path: Path, monkeypatch
         "tensorboard = 'tensorboard.summary.writer.event_file_writer': cannot be imported",
         "pip install 'polyaccel[wandb]'",
         "comet = 'comet_ml': cannot be imported",
-        "monitors.csv.indent = 1: has no such option",
+        "monitors.csv.indent = 1: is not an option",
         "csv_monitor = ",
     ):
         assert told in first[0]

@@ -151,7 +151,7 @@ def test_a_page_that_cannot_be_written_leaves_no_part(
     assert "there.html cannot be written" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there.html"]
     assert main(["watch", str(tmp_path)]) == 1
-    assert "is no run's folder" in capsys.readouterr().err
+    assert "is not a run's folder" in capsys.readouterr().err
 
 
 def test_a_run_leaves_its_report_when_it_ends(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_the_command_says_it(file: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["trace", str(tmp_path / "nothing")]) == 1
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     assert main(["trace", str(tmp_path / "other.json")]) == 1
-    assert "is no trace that polyaccel wrote" in capsys.readouterr().err
+    assert "is not a trace that polyaccel wrote" in capsys.readouterr().err
     assert report_of({0: []}) == "the trace has no step"
     with pytest.raises(PolyaccelError):
         read_trace(tmp_path / "other.json")

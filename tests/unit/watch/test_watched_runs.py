@@ -15,7 +15,7 @@ from polyaccel.observability.dashboard.document import open_runs
 from polyaccel.observability.dashboard.figures import FigureTable, flattened
 from polyaccel.observability.dashboard.run import WatchedRun
 from polyaccel.observability.dashboard.tail import FileTailer
-from polyaccel.observability.dashboard.waits import WaitTable, told_of
+from polyaccel.observability.dashboard.waits import WaitTable, waits_of
 from polyaccel.observability.traces.spans import Span
 
 
@@ -34,8 +34,8 @@ def test_lines_are_told_once_however_they_arrive(
         for length in [*cuts, len(data)]:
             file.write(data[at : at + length])
             at += length
-            begins_anew, lines = followed.news()
-            assert not begins_anew
+            starts_over, lines = followed.news()
+            assert not starts_over
             told += lines
     assert told == [{"text": text} for text in texts]
     assert followed.news() == (False, [])
@@ -118,13 +118,13 @@ def test_what_a_trace_shows() -> None:
         ]
         for rank, came_s in ((0, 1.5), (1, 3.25))
     }
-    told = told_of(trace)
+    told = waits_of(trace)
     assert told is not None
     assert (told["steps"], told["seconds"], told["pairs"]) == (1, 4, [[0, 1, 2]])
     assert told["tiers"] == [[0, "nvme", 100, 0.25], [1, "nvme", 100, 0.25]]
     spans = [["forward", 0, 3], ["publish", 1, 1], ["waiting", 1.5, 2], ["waiting", 2.25, 0.25]]
     assert told["rows"][0] == {"rank": 0, "spans": spans}
-    assert told_of({0: [Span("phase", "forward", 0.0, 1.0)]}) is None
+    assert waits_of({0: [Span("phase", "forward", 0.0, 1.0)]}) is None
 
 
 def test_a_run_is_followed_as_it_grows(tmp_path: Path) -> None:
@@ -201,5 +201,5 @@ def test_runs_have_names_that_differ(tmp_path: Path) -> None:
     assert [run.name for run in open_runs([tmp_path / "one/run", tmp_path / "two/run"])] == ["one/run", "two/run"]
     with pytest.raises(PolyaccelError, match="is named twice"):
         open_runs([tmp_path / "one/run", tmp_path / "two" / ".." / "one" / "run"])
-    with pytest.raises(PolyaccelError, match=r"is no run's folder: it has neither run\.json nor metrics\.jsonl"):
+    with pytest.raises(PolyaccelError, match=r"is not a run's folder: it has neither run\.json nor metrics\.jsonl"):
         open_runs([tmp_path])
