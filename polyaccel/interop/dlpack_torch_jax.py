@@ -61,7 +61,7 @@ class Handover:
         return array
 
     def to_torch(self, arrays: Iterable[jax.Array], inputs: Sequence[jax.Array] = ()) -> list[Tensor]:
-        """Computed `arrays` as tensors of memory of their own: no two share any, nor does one with an input."""
+        """Computed `arrays` as tensors with separate memory: no two share any, nor does one with an input."""
         taken = {array.unsafe_buffer_pointer() for array in inputs}
         tensors = []
         for array in arrays:

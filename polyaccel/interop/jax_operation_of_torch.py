@@ -126,7 +126,7 @@ def require_unwritten(tensors: Sequence[Tensor]) -> None:
     if any(tensor._version for tensor in tensors):
         raise PolyaccelError(
             "the module changed an input or a parameter in place, which is the memory of JAX",
-            hint="use the operation that gives a new tensor, such as relu for relu_",
+            hint="use the operation that gives a new tensor, for example relu for relu_",
         )
 
 

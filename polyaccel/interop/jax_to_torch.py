@@ -30,15 +30,15 @@ def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
     `params` is a pytree of arrays. Floating leaves become trained parameters and others buffers, copies all of them,
     named by their path: `params["blocks"][0]["w"]` is "blocks.0.w". Arguments are pytrees of tensors; anything else in
     them (numbers, strings, None) is a constant of the compiled program, as is every shape, so that new ones compile
-    anew; layers of one function share their programs. Results are the function's, with tensors for arrays, on the
+    again; layers of one function share their programs. Results are the function's, with tensors for arrays, on the
     device of the arguments.
 
     Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. The backward pass runs the
     function again (see [Note: Recomputation] in `torch_operation_of_jax`). `torch.compile` leaves it as it is and
     compiles the model around it. Transforms of `torch.func` are refused.
 
-    Raises ShardingError for leaves that are no arrays or whose names clash; a call does for a function that closed over
-    parameters in place of using its first argument.
+    Raises ShardingError for leaves that are not arrays or whose names clash; a call does for a function that closed
+    over parameters in place of using its first argument.
     """
     return JaxModule(fn, params)
 

@@ -30,7 +30,7 @@ Check = Callable[[ClosedJaxpr, Sequence[jax.Array]], None]
 
 
 class JaxOperation:
-    """`fn`, arrays to a pytree of arrays, on tensors. Its gradient is such an operation again.
+    """`fn`, arrays to a pytree of arrays, on tensors. Its gradient is an operation of this kind too.
 
     `check` is called before the first computation with arrays of new shapes; the gradients' programs hold no other
     constants.

@@ -1,6 +1,6 @@
 """A module of torch as a function of JAX.
 
-[Note: Modules with a will of their own]
+[Note: Modules with their own will]
 JAX needs a function whose result depends on its arguments alone. So before a form of arguments is compiled, the module
 runs once on zeros: its results' shapes are learnt, and a module that draws random numbers or changes a buffer (batch
 norm in training) is refused. Whether it trains or evaluates is a constant of the program like the shapes.
@@ -83,7 +83,7 @@ class TorchFunction:
 
     def __call__(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
         """The module's result. Raises PolyaccelError for parameters of other names, and for a module that JAX cannot
-        have: see [Note: Modules with a will of their own]."""
+        have: see [Note: Modules with their own will]."""
         if set(params) != set(self._names):
             odd = sorted(set(params) ^ set(self._names))
             raise PolyaccelError(

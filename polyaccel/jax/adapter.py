@@ -24,7 +24,7 @@ from polyaccel.zero.update.optimizers import SliceOptimizer
 class JaxAdapter(ModelAdapter):
     """The parameters of `params`, the floating ones trained and held as `param_dtype` (None: as they are).
 
-    `stacked` names subtrees whose layers are to be parameters of their own (`polyaccel.jax.program.stacking`).
+    `stacked` names subtrees whose layers are to be separate parameters (`polyaccel.jax.program.stacking`).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class JaxAdapter(ModelAdapter):
         return self._updates
 
     def leaves(self) -> list[Leaf]:
-        """The parameters in tree order, as programs that gather them know them."""
+        """The parameters in tree order, as programs that gather them name them."""
         return [
             Leaf(
                 index=index,

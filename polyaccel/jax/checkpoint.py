@@ -1,4 +1,5 @@
-"""A JAX engine's state to and from a checkpoint, in the form that torch engines write: either goes on from the other's.
+"""A JAX engine's state to and from a checkpoint, in the form that torch engines write: either continues from the
+other's.
 
 The function's random keys follow from the seed and the count of micro-batches, so no generator is saved.
 """
@@ -28,7 +29,7 @@ _OPTAX = "optax"
 def contents_of(
     run: TrainingRun, stacking: Stacking, client_state: Mapping[str, Any], *, allows_bytes: bool
 ) -> SaveContents:
-    """What this rank saves of the whole state of `run`, as it is now, whose layers are cut as `stacking` says;
+    """What this rank saves of the whole state of `run`, as it is now, whose layers are cut by `stacking`;
     `client_state` may have bytes if it `allows_bytes`. Collective where there are stages. Raises PolyaccelError after
     half an update."""
     run.zero.require_consistent()

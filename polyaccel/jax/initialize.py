@@ -48,7 +48,7 @@ def initialize(
     distributed_port: int | None,
     dist_init_required: bool | None,
 ) -> JaxEngine:
-    """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says. Modules of flax and equinox
+    """Build an engine around `model`; arguments and errors as in `polyaccel.initialize`. Modules of flax and equinox
     are taken too, see `polyaccel.jax.modules`."""
     require_only_params(params)
     parsed = load_config(config)
@@ -172,7 +172,7 @@ def _make_optimizer(
             has_one = callable(getattr(getattr(client, "tx", None), "update", None))
             hint = "pass an optax transformation, or name the optimizer in the config"
             hint = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else hint
-            raise PolyaccelError(f"a {kind} is no optax transformation", hint=hint, value=kind)
+            raise PolyaccelError(f"a {kind} is not an optax transformation", hint=hint, value=kind)
         return optax_optimizer(client, params, runtime.param_dtype, may_be_whole=may_be_whole), {}
     section = runtime.config.optimizer
     native = runtime.native_optimizer()

@@ -1,9 +1,9 @@
-"""Modules of flax and equinox as functions of their parameters, so that the engine knows functions only.
+"""Modules of flax and equinox as functions of their parameters, so that the engine handles functions only.
 
 The batch is passed as to a module of torch: a mapping as named arguments, a tuple or list as positional ones, anything
 else as the one argument; it returns its loss, or (loss, auxiliary output). The module is in training mode where there
 is a random key, and in evaluation mode elsewhere, by its own switch (`model.eval()` of nnx, `inference_mode` of
-equinox) and by arguments such as `train`. Its repeated blocks are units (`polyaccel.jax.program.module_units`).
+equinox) and by arguments like `train`. Its repeated blocks are units (`polyaccel.jax.program.module_units`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
             value=kind,
         )
     if not callable(model) or isinstance(model, type):
-        raise PolyaccelError(f"a {kind} is no function", hint="pass model=fn, fn(params, batch, rng)", value=kind)
+        raise PolyaccelError(f"a {kind} is not a function", hint="pass model=fn, fn(params, batch, rng)", value=kind)
     if params is None:
         raise PolyaccelError(
             "initialize was called without params", hint="pass the pytree of the function's parameters"
@@ -156,7 +156,7 @@ def _require_own(params: Any) -> None:
 
 def _stateful(names: list[str]) -> PolyaccelError:
     return PolyaccelError(
-        f"the module has state that is no parameter: {', '.join(names)}",
-        hint="use layers without running statistics, or pass a function that keeps such state itself",
+        f"the module has state that is not a parameter: {', '.join(names)}",
+        hint="use layers without running statistics, or pass a function that keeps its state itself",
         value=names,
     )

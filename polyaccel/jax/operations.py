@@ -35,7 +35,7 @@ class BatchWork:
         parameters: int,
     ) -> None:
         """`trace` gives the `ClosedJaxpr` of a batch's loss; `dtype` is what the model computes in. The batch of one
-        step is profiled as `profile` says; `parameters` is their number."""
+        step is profiled by `profile`; `parameters` is their number."""
         self._counter = counter
         self._trace = trace
         self._known: dict[Any, int] = {}
@@ -64,7 +64,7 @@ class BatchWork:
 
 
 def profile_of(operations: Counter[str], parameters: int) -> ProfileNode:
-    """The tree of scopes; nobody knows which parameters are whose, nor how long a scope takes."""
+    """The tree of scopes; which parameters are whose is unknown, and so is how long a scope takes."""
     nodes = {"": ProfileNode("", "function", parameters, operations.total(), None, 1)}
     for scope in operations:
         parts = scope.split("/") if scope else []
@@ -102,8 +102,8 @@ def measured_peak(dtype: DType) -> float:
 def operations_by_scope(traced: Any) -> Counter[str]:
     """Operations of a `ClosedJaxpr` by the name stack (`jax.named_scope`, modules of flax) where they stand.
 
-    XLA's own analysis counts the body of a loop once, and so knows no layers that are stacked. A `while` whose number
-    of turns nobody knows counts once here too; of the branches of a `cond` the dearest counts.
+    XLA's own analysis counts the body of a loop once, and so misses stacked layers. A `while` with an unknown number of
+    turns counts once here too; of the branches of a `cond` the dearest counts.
     """
     found: Counter[str] = Counter()
     for scope, operations in _walk(traced.jaxpr, ""):

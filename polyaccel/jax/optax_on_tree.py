@@ -81,8 +81,8 @@ class OptaxOnTree(SliceOptimizer):
         return held.getvalue()
 
     def read_whole_state(self, data: bytes) -> list[Any] | None:
-        """The leaves in what `whole_state` gave, for `take_whole_state`. Raises CheckpointError where they are no state
-        of this transformation."""
+        """The leaves in what `whole_state` gave, for `take_whole_state`. Raises CheckpointError where they are not a
+        state of this transformation."""
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as saved:
                 found = [saved[f"arr_{at}"] for at in range(len(saved.files))]
@@ -133,5 +133,5 @@ def _as_leaf(value: Any, like: Any) -> Any:
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(jnp.asarray(value), impl=str(jax.random.key_impl(jax.random.key(0))))
     if value.shape != like.shape:
-        raise ValueError(f"an array of shape {value.shape} is no state of shape {like.shape}")
+        raise ValueError(f"an array of shape {value.shape} is not a state of shape {like.shape}")
     return jnp.asarray(value, like.dtype)

@@ -5,7 +5,7 @@ arrays as in plain optax. What JAX has traced is cut into one program for each p
 begin anywhere (`polyaccel.jax.elementwise`). A transformation that cannot be cut is refused by name.
 
 [Note: States that begin with the weights]
-Such a state is computed from the slice's weights before its first update, which a number of our own counts.
+This state is computed from the slice's weights before its first update, which polyaccel's own number counts.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class OptaxOptimizer(SliceOptimizer):
             self.numbers[_UPDATES] = 0.0  # see [Note: States that begin with the weights]
 
     def follow(self, layers: Mapping[str, str]) -> dict[str, str]:
-        """Take each of `layers` for a parameter of its own, updated as the whole one of this name. Gives the
-        name of each parameter's program."""
+        """Take each of `layers` for its own parameter, updated as the whole one of this name. Gives the name of each
+        parameter's program."""
         self.programs |= {name: self.programs[fqn] for name, fqn in layers.items() if fqn in self.programs}
         order = {id(program): str(at) for at, program in enumerate(self._distinct)}
         return {fqn: order[id(program)] for fqn, program in self.programs.items()}

@@ -50,8 +50,8 @@ class _Passing:
 
 class JaxPipelineEngine(ViewsEngine):
     """A list of layers in training, of which this rank has those of its stage. `train_batch` does a step, `eval_batch`
-    computes a loss. `params` has the trees of this stage's layers, and None for those of others. `table` says who does
-    what when, `partition_method` as in the config's section `pipeline`."""
+    computes a loss. `params` has the trees of this stage's layers, and None for those of others. `table` is the
+    pipeline schedule, `partition_method` as in the config's section `pipeline`."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class JaxPipelineEngine(ViewsEngine):
                 hint='use fewer stages, or another "pipeline": {"partition": ...}',
                 value=self._stage,
             )
-        told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
+        described = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
         names = layers.names()
         parts = [
             f"chunk {chunk} on stage {stage} with layers {[(index, names[index]) for index in part]}"
             for chunk, (stage, part) in enumerate(zip(table.placement, self.parts, strict=True))
         ]
-        require_same_training(runtime.communicator, [told, *parts])
+        require_same_training(runtime.communicator, [described, *parts])
         self._shapes_of_params = shapes_of_params(list(params), runtime.param_dtype)
         super().__init__(layers, mine, runtime, slice_optimizer, hyperparameters, seed)
         self._line = runtime.process_group_for(("pipe",))
@@ -128,7 +128,7 @@ class JaxPipelineEngine(ViewsEngine):
         return self._placement[-1] == self._stage
 
     def grad_step(self, batch: Any) -> jax.Array:
-        """Raises PolyaccelError: a stage has no loss of its own."""
+        """Raises PolyaccelError: a stage does not have a loss."""
         raise self._alone("engine.grad_step(...)")
 
     def program(self, batch: Any) -> jax.stages.Compiled:
@@ -213,7 +213,7 @@ class JaxPipelineEngine(ViewsEngine):
             self._passing.clear()
 
     def _shapes(self, inputs: Any, labels: Any, *, trains: bool) -> list[Any]:
-        """The values that chunks give, as shapes: known to every stage, from the functions alone."""
+        """The values that chunks give, as shapes: derived on every stage, from the functions alone."""
         leaves, structure = jax.tree.flatten((inputs, labels))
         key = (structure, tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves), trains)
         if key not in self._between:

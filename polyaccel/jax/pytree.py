@@ -1,4 +1,4 @@
-"""Parameters as JAX users have them, a pytree of arrays, and as the engine knows them: by name."""
+"""Parameters as JAX users have them, a pytree of arrays, and as the engine has them: by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], Any]:
     """The leaves of a pytree by name, in tree order, and its structure.
 
     A name is the path with dots: `params["blocks"][0].weight` is "blocks.0.weight", as torch would call it. Raises
-    ShardingError for two leaves of one name, and for a leaf that is no array to train with.
+    ShardingError for two leaves of one name, and for a leaf that is not an array to train with.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves: dict[str, Any] = {}
@@ -145,6 +145,6 @@ def _check(fqn: str, leaf: Any) -> None:
         kind = type(leaf).__name__
         raise ShardingError(
             f"parameter {fqn!r} is a {kind}, not an array",
-            hint="keep what is no array out of params: close over it, or use equinox.partition",
+            hint="keep what is not an array out of params: close over it, or use equinox.partition",
             value=kind,
         )

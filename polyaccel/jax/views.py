@@ -24,7 +24,7 @@ from polyaccel.errors import ShardingError
 
 @dataclass(frozen=True, slots=True)
 class CopyCount:
-    """How many parameters JAX sees where the engine has them, and how many as copies, made anew after each update."""
+    """How many parameters JAX sees where the engine has them, and how many as copies, made again after each update."""
 
     views: int
     copies: int
@@ -95,7 +95,7 @@ def address_of(array: Any) -> int | None:
         if is_key or array.size == 0 or array.is_deleted() or len(array.devices()) != 1:
             return None
         return int(array.addressable_data(0).unsafe_buffer_pointer())
-    # JAX wraps constants that are numpy's in a class of its own, which gives the very array back.
+    # JAX wraps constants that are numpy's in its own class, which gives the very array back.
     values = np.asarray(array)
     return int(values.ctypes.data) if values.size and values.dtype != object else None
 
@@ -103,7 +103,7 @@ def address_of(array: Any) -> int | None:
 def array_over(buffer: Buffer, shape: tuple[int, ...], name: str) -> jax.Array:
     """An array of JAX over the memory of `buffer`; where that is not aligned to 64 bytes, over a copy.
 
-    Raises ShardingError where JAX has no such device or type.
+    Raises ShardingError where JAX does not have the device or type.
     """
     array = _over(buffer.raw.reshape(shape), name)
     if array.dtype.name != buffer.dtype.value:
@@ -116,7 +116,8 @@ def array_over(buffer: Buffer, shape: tuple[int, ...], name: str) -> jax.Array:
 
 
 def _over(shaped: Any, name: str) -> jax.Array:
-    """An array of JAX over the memory of one of torch or numpy. Raises ShardingError where JAX has no such device."""
+    """An array of JAX over the memory of one of torch or numpy. Raises ShardingError where JAX does not have the
+    device."""
     if isinstance(shaped, np.ndarray):  # which exports no bfloat16 by DLPack
         return jax.device_put(shaped, jax.local_devices(backend="cpu")[0], may_alias=True)
     try:
@@ -124,6 +125,6 @@ def _over(shaped: Any, name: str) -> jax.Array:
     except Exception as error:
         raise ShardingError(
             f"JAX cannot see the engine's memory for {name}: {type(error).__name__}: {error}",
-            hint="let JAX and polyaccel use the same device: set JAX_PLATFORMS and DS_ACCELERATOR alike",
+            hint="let JAX and polyaccel use the same device: set JAX_PLATFORMS and DS_ACCELERATOR to the same device",
             value=name,
         ) from error

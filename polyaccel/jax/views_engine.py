@@ -114,7 +114,7 @@ class ViewsEngine(JaxEngine):
         return self._function.compiled(self.adapter.views.arrays(), as_inputs(batch, self._device), rng, 1.0)
 
     def destroy(self) -> None:
-        """Let go of buffers and connections. `params` taken before keep their values."""
+        """Release buffers and connections. `params` taken before keep their values."""
         self._close_saving()
         self.zero.params.wait_all_gathers()
         if isinstance(self._function, ShardedFunction):

@@ -98,7 +98,7 @@ def _missing(op: PipelineOp, stage: int, micro_batch: int, chunk: int) -> Pipeli
 
 
 def _check_own_order(table: PipelineTable) -> None:
-    """A stage does what a task needs of its own chunk before the task."""
+    """A stage does what its own task needs chunk before the task."""
     for stage, tasks in enumerate(table.tasks):
         done: set[tuple[bool, int, int]] = set()  # whether backward, micro-batch, chunk
         for position, (op, micro_batch, chunk) in enumerate(tasks):
@@ -119,15 +119,17 @@ def _check_waits(table: PipelineTable) -> None:
     walked = compute_timeline(table, unit_durations(table.chunks))
     if not walked.stuck:
         return
-    stage, told, seen = walked.stuck[0], [], []
+    stage, described, seen = walked.stuck[0], [], []
     while stage not in seen:
         seen.append(stage)
         task = table.tasks[stage][len(walked.starts[stage])]
         done = {other for at, starts in enumerate(walked.starts) for other in table.tasks[at][: len(starts)]}
         need = next(need for need in dependencies(task, table.chunks) if not _is_done(need, done))
-        told.append(f"{_at(stage, len(walked.starts[stage]), task)}, waits for stage {table.placement[need.chunk]}")
+        described.append(
+            f"{_at(stage, len(walked.starts[stage]), task)}, waits for stage {table.placement[need.chunk]}"
+        )
         stage = table.placement[need.chunk]
-    circle = told[seen.index(stage) :]
+    circle = described[seen.index(stage) :]
     raise PipelineError(
         f"these wait for each other for ever: {'; '.join(circle)}",
         hint="a forward pass needs that of the chunk before it, a backward pass that of the chunk behind it: do what "
@@ -174,8 +176,8 @@ def check_programs(programs: Programs, placement: Sequence[int]) -> None:
                 break
             if other.message != step.message:
                 raise PipelineError(
-                    f"stage {stage}, step {reached[stage]}: {_told(step)}, while stage {peer}, step {reached[peer]}: "
-                    f"{_told(other)}",
+                    f"stage {stage}, step {reached[stage]}: {_described(step)}, while stage {peer}, step "
+                    f"{reached[peer]}: {_described(other)}",
                     hint="both sides have the messages between them in one order",
                     value=step,
                 )
@@ -184,9 +186,11 @@ def check_programs(programs: Programs, placement: Sequence[int]) -> None:
             reached[stage] += 1
             ready.append(peer)
     if blocked:
-        told = "; ".join(f"stage {stage}, step {reached[stage]}: {_told(step)}" for stage, step in blocked.items())
+        described = "; ".join(
+            f"stage {stage}, step {reached[stage]}: {_described(step)}" for stage, step in blocked.items()
+        )
         stage = next(iter(blocked))
-        raise PipelineError(f"these wait for ever: {told}", value=blocked[stage])
+        raise PipelineError(f"these wait for ever: {described}", value=blocked[stage])
 
 
 def _check_messages(programs: Programs, placement: tuple[int, ...]) -> None:
@@ -200,7 +204,7 @@ def _check_messages(programs: Programs, placement: tuple[int, ...]) -> None:
             elif isinstance(step, StageSend):
                 if step.message not in made:
                     raise PipelineError(
-                        f"stage {stage}, step {position}: {_told(step)}, which it has not made",
+                        f"stage {stage}, step {position}: {_described(step)}, which it has not made",
                         value=step,
                     )
             else:
@@ -216,7 +220,7 @@ def _peer(step: StageSend | StageReceive) -> int:
     return step.message.target if isinstance(step, StageSend) else step.message.source
 
 
-def _told(step: StageSend | StageReceive) -> str:
+def _described(step: StageSend | StageReceive) -> str:
     if isinstance(step, StageSend):
         return f"it sends stage {step.message.target} the {step.message}"
     return f"it expects of stage {step.message.source} the {step.message}"

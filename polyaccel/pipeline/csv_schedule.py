@@ -1,4 +1,4 @@
-"""A user's own table as a CSV file, and any table as such a file."""
+"""A user's own table as a CSV file, and any table as a CSV file."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ All tasks and messages stand in one order over all stages: that of the time at w
 there, if every operation takes as long as in `UNIT_TIMES`. A stage's program is that order without what concerns other
 stages, so two stages have the messages between them in the same order. And nothing can wait for ever, even where a
 send ends only when its receive has begun: of all that is still to do, both sides of the first have everything before it
-behind them. A backend that sends in the background may begin a receive earlier than its program says, as long as those
+behind them. A backend that sends in the background may begin a receive earlier than in its program, as long as those
 from one stage stay in order.
 """
 

@@ -11,7 +11,7 @@ from polyaccel.pipeline.table import PipelineError
 
 
 def split_layers(weights: Sequence[float], parts: int) -> tuple[range, ...]:
-    """The layers of each of `parts`, in order, so that the heaviest part is as light as can be; among such splits the
+    """The layers of each of `parts`, in order, so that the heaviest part is as light as can be; among these splits the
     most even one, and of these the one whose first part is as long as it may be, then the second, and so on. Every part
     has a layer. Raises PipelineError where there are fewer layers than parts.
     """
@@ -33,19 +33,19 @@ def split_layers(weights: Sequence[float], parts: int) -> tuple[range, ...]:
                 break
             found[end] = weight**2 + behind[end]
         least = min(found.values())
-        end = max(end for end, cost in found.items() if cost <= least * _ALIKE)
+        end = max(end for end, cost in found.items() if cost <= least * _EQUAL)
         best.append(range(begin, end))
         begin = end
     return tuple(best)
 
 
-_ALIKE = 1 + 1e-9
+_EQUAL = 1 + 1e-9
 """Sums of squares with a smaller ratio differ by rounding."""
 
 
 def _squares(sums: Sequence[float], parts: int, bound: float) -> list[list[float]]:
     """The least sum of squares of the weights of n parts, none above `bound`, that have all layers from a place on: by
-    n and by the place. Infinite where there is no such split."""
+    n and by the place. Infinite where no split exists."""
     count = len(sums) - 1
     rows = [[inf] * count + [0.0]]
     for _ in range(1, parts):
@@ -99,8 +99,8 @@ def layer_weights(method: str, names: Sequence[str], numels: Sequence[int]) -> l
         raise PipelineError(f"partition_method {method!r}: {error}", hint="write a regular expression") from None
     weights = [float(bool(expression.search(name))) for name in names]
     if not any(weights):
-        told = ", ".join(dict.fromkeys(names))
+        classes = ", ".join(dict.fromkeys(names))
         raise PipelineError(
-            f"partition_method {method!r} matches the class of no layer", hint=f"they are: {told}", value=method
+            f"partition_method {method!r} matches the class of no layer", hint=f"they are: {classes}", value=method
         )
     return weights

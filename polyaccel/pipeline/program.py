@@ -1,4 +1,5 @@
-"""A stage's program as engines do it: which receives begin early, what others are told, and when each task was done."""
+"""A stage's program as engines do it: which receives begin early, what is recorded for others, and when each task was
+done."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def spans_of(times: Iterable[TaskTime]) -> Iterator[tuple[str, float, float]]:
 
 
 class ProgramStep(NamedTuple):
-    """A step with what others are told of it, and of a task the message, with its label, whose receive begins before
-    it."""
+    """A step with what is recorded of it for others, and of a task the message, with its label, whose receive begins
+    before it."""
 
     step: StageStep
     label: str
@@ -38,9 +39,9 @@ class ProgramStep(NamedTuple):
 
 
 def program_of(steps: Sequence[StageStep]) -> tuple[ProgramStep, ...]:
-    """Steps as the engine does them. A message is told as what it is and what this stage does then, or what it did
-    first, so the last message of a rank that is gone says where it was. The receive behind a task begins before the
-    task, unless it is of a gradient whose output is still to be made. See [Note: One order for all] of `messages`."""
+    """Steps as the engine does them. A message is recorded as what it is and what this stage does then, or what it did
+    first. So the last message of a lost rank shows where it was. The receive behind a task begins before the task,
+    unless it is of a gradient whose output is still to be made. See [Note: One order for all] of `messages`."""
     found: list[ProgramStep] = []
     after, coming = "then the end of the step", None  # what is done next, and what is received next
     for step in reversed(steps):
@@ -57,7 +58,7 @@ def program_of(steps: Sequence[StageStep]) -> tuple[ProgramStep, ...]:
 
 
 def _each_once(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
-    """Each receive begins once, and when its length is known."""
+    """Each receive begins once, and when its length is there."""
     made: set[tuple[int, int]] = set()
     begun: set[StageMessage] = set()
     found = []

@@ -40,7 +40,7 @@ def to_svg(timing: PipelineTiming, width: int = 1200) -> str:
     return "\n".join(lines)
 
 
-def foretold_picture(table: PipelineTable) -> str:
+def estimated_picture(table: PipelineTable) -> str:
     """`to_svg` a table whose chunks take equally long, and whose messages no time."""
     return to_svg(simulate(table, OpTimes.even(table.chunks)))
 

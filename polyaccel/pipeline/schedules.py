@@ -2,7 +2,7 @@
 
 [Note: Fewer micro-batches]
 Some schedules are published for a number of micro-batches that the stages divide, or for many. A table of fewer
-micro-batches is then the table of the next such number with the others left out: every order that held between the
+micro-batches is then the table of the next valid number with the others left out: every order that held between the
 tasks that stay holds on, so the table is as right as before, and nothing is drawn twice.
 """
 
@@ -29,7 +29,7 @@ _INPUT, _WEIGHT = PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
 class PipelineSchedule:
     """A way to make tables. `source` names the paper and its section; `tasks` gives the tasks of a stage from the
     numbers of stages and micro-batches, the chunks of a stage, and the stage; `most_live` the forward passes kept there
-    at most, from the same. `chunks` is how many chunks a stage has, None where that is for the user to say."""
+    at most, from the same. `chunks` is how many chunks a stage has, None where the user sets it."""
 
     name: str
     source: str

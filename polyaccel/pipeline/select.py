@@ -73,7 +73,7 @@ def _of_file(path: str, stages: int, chunks: int | None) -> PipelineTable:
     if chunks is not None and table.chunks != chunks * stages:
         raise PipelineError(
             f"{path} has {table.chunks} chunks, and {chunks} a stage are asked for",
-            hint="leave the number of chunks out: the file says it",
+            hint="leave the number of chunks out: the file has it",
             value=chunks,
         )
     return table

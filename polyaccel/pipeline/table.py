@@ -3,7 +3,7 @@
 A *stage* is a place in the pipeline: the ranks there hold the same layers. The model is cut into *chunks*, numbered in
 the order in which a micro-batch passes them; a stage holds one or several. A *task* is one operation on one micro-batch
 and one chunk. A table has the tasks of every stage in the order in which the stage does them. What stages send each
-other is no part of a table: `polyaccel.pipeline.messages` derives it.
+other is not a part of a table: `polyaccel.pipeline.messages` derives it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polyaccel.errors import PolyaccelError
 
 class PipelineError(PolyaccelError, ValueError):
     """A pipeline's table cannot be made or cannot be run. The message names stage, operation and micro-batch, or the
-    file and line that say so."""
+    file and line."""
 
 
 class PipelineOp(IntEnum):
@@ -49,7 +49,7 @@ class PipelineTask(NamedTuple):
 class PipelineTable:
     """The tasks of every stage, in order.
 
-    `placement` has the stage of each chunk; `tasks` the tasks of each stage. `most_live` says for each stage how many
+    `placement` has the stage of each chunk; `tasks` the tasks of each stage. `most_live` has for each stage how many
     forward passes it keeps at most for their backward passes, counted as pairs of micro-batch and chunk. Nothing of
     this is checked here: `check_table` does.
     """

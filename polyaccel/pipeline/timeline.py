@@ -1,7 +1,7 @@
 """When each task of a table begins, if every stage does its tasks in order and waits for what they need.
 
-This is the only place that knows what a task needs: the forward pass of a chunk the one of the chunk before it, the
-backward pass the one of the chunk behind it and its own forward pass, the gradients of parameters those of the input.
+This is the only place for what a task needs: the forward pass of a chunk the one of the chunk before it, the backward
+pass the one of the chunk behind it and its own forward pass, the gradients of parameters those of the input.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def compute_timeline(table: PipelineTable, durations: Sequence[Sequence[float]],
 
 
 UNIT_TIMES = ((1.0,), (2.0,), (1.0,), (1.0,))
-"""How long each operation takes where nobody measured: the three parts of a step alike."""
+"""How long each operation takes without measurements: the same for the three parts of a step."""
 
 
 def unit_durations(chunks: int) -> list[list[float]]:

@@ -30,7 +30,7 @@ class OpTimes:
         backward_weight: float = 1.0,
         transfer: float = 0.0,
     ) -> OpTimes:
-        """The times of `chunks` that are all alike."""
+        """The times of `chunks` that are all the same."""
         return cls((forward,) * chunks, (backward_input,) * chunks, (backward_weight,) * chunks, transfer)
 
     @property
@@ -95,5 +95,5 @@ def simulate(table: PipelineTable, times: OpTimes) -> PipelineTiming:
         )
     walked = compute_timeline(table, times.durations, times.transfer)
     if walked.stuck:
-        raise PipelineError(f"stages {list(walked.stuck)} of {table.name} wait for ever", hint="check_table says why")
+        raise PipelineError(f"stages {list(walked.stuck)} of {table.name} wait for ever", hint="check_table shows why")
     return PipelineTiming(table, walked.starts, walked.ends)

@@ -71,7 +71,7 @@ def initialize(
     pipeline_engine_class: type[PipelineEngine] = PipelineEngine,
     slice_optimizers: Mapping[str, Callable[[], SliceOptimizer]] = MappingProxyType({}),
 ) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]:
-    """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says.
+    """Build an engine around `model`; arguments and errors as in `polyaccel.initialize`.
 
     `engine_class`, and of a model over stages `pipeline_engine_class`, are for packages that give the engine more
     methods; `slice_optimizers` for those that compute one of the config's optimizers by another formula with the same
@@ -165,7 +165,7 @@ def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.M
     if stages > 1 and tensor_ranks > 1 and not cuts_of(model):
         raise PolyaccelError(
             f"the layers of a PipelineModule on {tensor_ranks} tensor ranks, which do not cut themselves",
-            hint="give a model that is cut along its list of blocks, or layers with parallel_cuts of their own",
+            hint="give a model that is cut along its list of blocks, or layers with their own parallel_cuts",
             value=tensor_ranks,
         )
     place = runtime.mesh.coordinates(runtime.communicator.rank).get("pipe", 0)
@@ -205,7 +205,7 @@ def _tile(runtime: EngineBuilder, model: nn.Module) -> None:
 
 
 def _cut(runtime: EngineBuilder, model: nn.Module) -> None:
-    """Cut `model` over the ranks along `tensor`, where there are some and nobody has cut it. Collective there.
+    """Cut `model` over the ranks along `tensor`, where there are some and it is not cut yet. Collective there.
 
     Raises ShardingError for a model that cannot be cut, ConfigError for one that has cut itself and is to share tokens.
     """
@@ -315,7 +315,7 @@ def _make_optimizer(
 
 def _check_closure(optimizer: torch.optim.Optimizer, config: ResolvedConfig) -> None:
     """Raise ConfigError where `optimizer` calls a closure for the loss (`needs_closure`), and this run cannot compute
-    it anew within a step."""
+    it again within a step."""
     if not needs_closure(optimizer):
         return
     reason = f"{type(optimizer).__name__} evaluates the loss several times a step"

@@ -1,10 +1,10 @@
 """The model's linear layers over the accelerator's own matrix products, where it has faster ones than torch.
 
 [Note: What stays as it is]
-A layer keeps its class, its parameters and its state dict; it has a `forward` of its own among its attributes, which
-goes with no copy or pickle of it. Whatever is not a plain float32 product on this device goes the ordinary way: other
-types, autocast, tensor subclasses, compiling and tracing, functorch's transforms, forward-mode differentiation, a
-precision below "highest", oneDNN switched off. The path depends on nothing that differs between ranks or stages.
+A layer keeps its class, its parameters and its state dict; it has its own `forward` among its attributes, which goes
+with no copy or pickle of it. Whatever is not a plain float32 product on this device goes the ordinary way: other types,
+autocast, tensor subclasses, compiling and tracing, functorch's transforms, forward-mode differentiation, a precision
+below "highest", oneDNN switched off. The path depends on nothing that differs between ranks or stages.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MatmulKernels:
                 and each.layout is torch.strided
             ):
                 return False
-        if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:  # torch says what is wrong
+        if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:  # torch raises what is wrong
             return False
         work = x.numel() * weight.shape[0]
         return (
@@ -119,8 +119,8 @@ class MatmulKernels:
 
 @torch.library.custom_op("polyaccel::linear", mutates_args=())
 def _watched_product(x: Tensor, weight: Tensor, bias: Tensor | None, products: int) -> Tensor:
-    """The product of matrices as an operation that torch's dispatch modes see, such as those that keep the results of
-    chosen operations while all else is recomputed, or count operations."""
+    """The product of matrices as an operation that torch's dispatch modes see, for example those that keep the results
+    of chosen operations while all else is recomputed, or count operations."""
     return _WATCHED[products].forward(x, weight, bias)
 
 
@@ -180,7 +180,7 @@ class LinearForward:
 class Linears:
     """The linear layers of `module` over the matrix products that every rank chooses. Collective to make.
 
-    `configured` is what the config says. `release` gives the layers back their own forward.
+    `configured` is the config's value. `release` gives the layers back their own forward.
     """
 
     def __init__(

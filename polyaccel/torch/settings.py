@@ -1,4 +1,4 @@
-"""How an engine runs its module, as its config says."""
+"""The config's settings of how an engine runs its module."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polyaccel.observability.profiles.report import ProfileSettings
 class ModuleSettings:
     """How the engine runs its module.
 
-    `autocast_dtype` is what the forward pass computes in under torch's autocast; None is none. `recompute` says which
-    activations are computed again; None leaves that to the model. `checks_contents` lets `GatheredParameters` compare
-    values when it is left. `matrix_kernels` chooses linear layers' products, see `torch.linears`. `drop_last` leaves
-    out an epoch's last samples that fill no batch.
+    `autocast_dtype` is what the forward pass computes in under torch's autocast; None is none. `recompute` selects
+    which activations are computed again; None leaves that to the model. `checks_contents` lets `GatheredParameters`
+    compare values when it is left. `matrix_kernels` chooses linear layers' products, see `torch.linears`. `drop_last`
+    leaves out an epoch's last samples that fill no batch.
     """
 
     autocast_dtype: torch.dtype | None
@@ -27,7 +27,7 @@ class ModuleSettings:
     matrix_kernels: Literal["auto", "off"]
     drop_last: bool
     profile: ProfileSettings | None = None
-    """The step whose operations and times are told."""
+    """The step whose operations and times are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A function that JAX has traced, as a flat list of operations.
 
-Calls are inlined, and every result of a condition is an operation of its own, so that what one result needs is found
-without the others.
+Calls are inlined, and every result of a condition is its own operation, so that what one result needs is found without
+the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALLS |= {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "ch
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that is known when the function is traced."""
+    """A value that is fixed when the function is traced."""
 
     value: Any
 
@@ -58,7 +58,7 @@ class Operation:
         return str(self.primitive.name)
 
     def origin(self) -> str:
-        """The name of the function that asked for the operation, "" if it is not known."""
+        """The name of the function that asked for the operation, "" if unknown."""
         frames = [frame for each in self.tracebacks for frame in getattr(each, "frames", None) or ()]
         return function_name(frame.function_name for frame in frames)
 

@@ -127,7 +127,7 @@ class NativeEngine(JaxEngine):
             self.step()
         if self.counters.is_boundary:
             losses.append(self._step_with(last))
-        else:  # the caller has said so
+        else:  # the caller has set it
             losses.append(self.grad_step(last))
             self.step()
         return jnp.stack(losses).mean()
@@ -147,7 +147,7 @@ class NativeEngine(JaxEngine):
         return self.zero.program(self._cut(batch), self.optimizer.param_groups)
 
     def destroy(self) -> None:
-        """Let go of arrays and connections. `params` taken before keep their values."""
+        """Release arrays and connections. `params` taken before keep their values."""
         self._close_saving()
         self.zero.close()
         self._recorder.close()

@@ -29,7 +29,7 @@ Publish = Callable[[Mapping[int, Any], Mapping[str, int]], tuple[Any, ...]]
 
 class NativeMemory:
     """Where `layout` rests on `mesh`. `values` has the parameters flat, in the precision that they came in; `starts`
-    says for each optimizer state of a trained bucket what it is filled with. `publish` makes parameters of weights that
+    has for each optimizer state of a trained bucket what it is filled with. `publish` makes parameters of weights that
     have had so many updates."""
 
     def __init__(
@@ -98,7 +98,7 @@ class NativeMemory:
         self._half = what
 
     def wait_all_gathers(self) -> None:
-        """Nothing to wait for: nobody writes into an array of JAX."""
+        """Nothing to wait for: an array of JAX is never written to."""
 
     # To and from the host.
 
@@ -149,7 +149,7 @@ class NativeMemory:
         self._half = ""
 
     def close(self) -> None:
-        """Let go of the arrays."""
+        """Release the arrays."""
         self._staged.clear()
         self.held = Held((), {}, {})
 

@@ -2,10 +2,10 @@
 
 One mesh axis, `AXIS`; a device's place on it is its rank, those of a process side by side.
 
-[Note: Where JAX's processes meet]
-JAX has a service of its own by which its processes find each other and learn of each other's end. Its port is a free
-one that rank 0 picks and broadcasts, for MASTER_PORT is taken by the communicator. It must be started
-before JAX has looked for devices, which the first array does: `polyaccel.jax.init_distributed` does it early.
+[Note: Rendezvous of JAX's processes]
+JAX has its own service by which its processes find each other and learn of each other's end. Its port is a free one
+that rank 0 picks and broadcasts, for MASTER_PORT is taken by the communicator. It must be started before JAX has looked
+for devices, which the first array does: `polyaccel.jax.init_distributed` does it early.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def init_distributed(**arguments: Any) -> None:
     """`polyaccel.init_distributed(**arguments)`, and the same for JAX, for `"jax": {"execution": "native"}`.
 
     A script whose processes train together calls this before it makes its first array. Raises CommError where that has
-    happened already, or when the processes cannot meet.
+    happened already, or when the rendezvous fails.
     """
     comm.init_distributed(**arguments)
     join_processes(default_communicator())
 
 
 def join_processes(communicator: Communicator) -> None:
-    """Make the processes of `communicator` one for JAX, if they are not. See [Note: Where JAX's processes meet].
+    """Make the processes of `communicator` one for JAX, if they are not. See [Note: Rendezvous of JAX's processes].
 
-    Collective. Raises CommError where JAX has other ranks, has looked for its devices already, or does not meet.
+    Collective. Raises CommError where JAX has other ranks, has looked for its devices already, or does not connect.
     """
     rank, world_size = communicator.rank, communicator.world_size
     if jax.distributed.is_initialized():
@@ -61,7 +61,7 @@ def join_processes(communicator: Communicator) -> None:
     is_late = communicator.all_gather_object(_has_looked())
     if any(is_late):
         raise CommError(
-            f"JAX was used on ranks {[at for at, late in enumerate(is_late) if late]} before its processes met",
+            f"JAX was used on ranks {[at for at, late in enumerate(is_late) if late]} before its processes connected",
             hint="call polyaccel.jax.init_distributed() before the first array is made",
             value=is_late,
         )
@@ -79,8 +79,8 @@ def join_processes(communicator: Communicator) -> None:
         )
     except Exception as error:
         raise CommError(
-            f"rank {rank} of {world_size} did not meet JAX's service at {place}: {error}",
-            hint="see that rank 0's host can be reached there; MASTER_ADDR says where it is",
+            f"rank {rank} of {world_size} did not reach JAX's service at {place}: {error}",
+            hint="see that rank 0's host can be reached there; MASTER_ADDR names it",
             value=place,
         ) from error
 

@@ -48,7 +48,7 @@ class SliceUpdate(Protocol):
     def apply(
         self, variant: Any, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
     ) -> Updated:
-        """The update of a device's part of a bucket. Each of `terms` is a number or has one an element; `rows` tells
+        """The update of a device's part of a bucket. Each of `terms` is a number or has one an element; `rows` has
         which parameter an element belongs to."""
 
 
@@ -86,7 +86,7 @@ class RowUpdate:
 
 
 class OptaxUpdate:
-    """The states of one number are terms, which every slice takes up and gives back alike."""
+    """The states of one number are terms, which every slice takes up and gives back in the same way."""
 
     def __init__(self, optimizer: OptaxOptimizer) -> None:
         self._optimizer = optimizer

@@ -2,7 +2,7 @@
 
 Parameters are flat buckets, whole on every device. Gradients are laid into buckets and reduced by one reduce-scatter a
 bucket (one all-reduce where states are whole), the device's slices are updated, and one all-gather a bucket publishes
-them; what rests between steps is what `ZeroPolicy` says. XLA places the collectives and reuses the memory.
+them; `ZeroPolicy` decides what rests between steps. XLA places the collectives and reuses the memory.
 
 [Note: Reduce-scatter between processes on hosts]
 There XLA takes gloo's reduce-scatter, and with jaxlib 0.10 its result is now and then wrong on one rank: of 29 M
@@ -66,7 +66,7 @@ class Recipe(NamedTuple):
 
 class Inputs(NamedTuple):
     """The values that the host passes to an update: the terms that `Recipe` chooses from, how parameters of 16 bits are
-    rounded, by bucket (to nearest where it says nothing), and what the loss was multiplied with."""
+    rounded, by bucket (to nearest by default), and what the loss was multiplied with."""
 
     terms: list[Any]
     keys: dict[int, RoundingKeys]

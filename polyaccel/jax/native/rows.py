@@ -5,7 +5,7 @@ entry a row is enough, and a sum over a parameter's elements is one over rows fi
 
 Parameters of 16 bits are rounded stochastically to the same bits as on any other device: a key for each parameter and
 update decides them (`polyaccel.zero.buckets.rounding`). The host passes the keys to the program, so that nothing is
-compiled anew.
+compiled again.
 """
 
 from __future__ import annotations

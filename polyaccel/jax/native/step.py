@@ -20,7 +20,7 @@ from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
 
 class UnknownMemory:
-    """Memory of which nobody knows the purpose."""
+    """Memory whose purpose is unknown."""
 
     def estimated(self) -> tuple[()]:
         return ()
@@ -195,6 +195,6 @@ class NativeStep:
         return self.params.shards_to_load()
 
     def close(self) -> None:
-        """Let go of all arrays."""
+        """Release all arrays."""
         self.discard_gradients()
         self.params.close()

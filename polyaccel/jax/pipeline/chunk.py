@@ -46,8 +46,8 @@ class ForwardPass(NamedTuple):
 
 class ChunkProgram:
     """The layers of `part` in training and in evaluation. `params` has a tree for each layer of the model, None for
-    those of other chunks; `is_trained` says of each leaf there whether it has a gradient. Floating inputs have one too,
-    but for those of the micro-batch."""
+    those of other chunks; `is_trained` has for each leaf there whether it has a gradient. Floating inputs have one too,
+    except for those of the micro-batch."""
 
     def __init__(self, layers: LayerList, part: range, params: Any, is_trained: Sequence[bool], check: Check) -> None:
         self._layers, self._part = layers, part

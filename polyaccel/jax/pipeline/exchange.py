@@ -1,4 +1,4 @@
-"""What stages of JAX send each other. Types and shapes are never told: every stage knows them from the functions."""
+"""What stages of JAX send each other. Types and shapes are never sent: every stage derives them from the functions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from polyaccel.pipeline.messages import StageMessage
 
 
 class ArrayExchange:
-    """Sends and receives arrays between this stage and others; `ranks` are the stages in order. A `label` says in
-    records and errors what a message is."""
+    """Sends and receives arrays between this stage and others; `ranks` are the stages in order. A `label` describes a
+    message in records and errors."""
 
     def __init__(self, ranks: Communicator, accelerator: Accelerator) -> None:
         self._ranks = ranks
@@ -30,7 +30,7 @@ class ArrayExchange:
         self._sending: deque[tuple[Work, object]] = deque()
 
     def send(self, message: StageMessage, arrays: Sequence[jax.Array], label: str) -> None:
-        """Send arrays that are computed. They may be let go of."""
+        """Send arrays that are computed. They may be released."""
         for array in arrays:
             if array.size:
                 own = as_array(array)

@@ -23,7 +23,7 @@ Layer = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class LayerList:
-    """Layers, each with parameters of its own. The first gets the inputs of a micro-batch, the last a pair of what the
+    """Layers, each with its own parameters. The first gets the inputs of a micro-batch, the last a pair of what the
     layer before it gives and the micro-batch's labels, and gives a scalar loss, or (loss, auxiliary output).
 
     The key that layer i gets is `fold_in(rng, i)`, wherever it runs; in evaluation None.
@@ -33,7 +33,7 @@ class LayerList:
 
     @classmethod
     def of(cls, model: Sequence[Layer], params: Any) -> LayerList:
-        """Raises PolyaccelError for what is no list of functions with as many trees of parameters."""
+        """Raises PolyaccelError for what is not a list of functions with as many trees of parameters."""
         if not model or not all(map(callable, model)):
             kinds = [type(one).__name__ for one in model]
             raise PolyaccelError(f"a model that is a list of {kinds}", hint="give a list of functions", value=kinds)
@@ -85,7 +85,7 @@ class LayerList:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """The inputs and the labels of a micro-batch. Raises PolyaccelError where it is no pair."""
+    """The inputs and the labels of a micro-batch. Raises PolyaccelError where it is not a pair."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise PolyaccelError(

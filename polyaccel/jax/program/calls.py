@@ -1,8 +1,8 @@
 """Calls out of a running program: operations of XLA that run a function of this process on the program's buffers.
 
-The trampoline is csrc/jax/ffi.cpp, compiled with the package. XLA calls it on a thread of its own, and it calls back
-into Python. The function and its operands were fixed when the program was traced, under a number (`tag`) that the
-program carries. A function that runs in a call may not use JAX, whose threads wait for it.
+The trampoline is csrc/jax/ffi.cpp, compiled with the package. XLA calls it on its own thread, and it calls back into
+Python. The function and its operands were fixed when the program was traced, under a number (`tag`) that the program
+carries. A function that runs in a call may not use JAX, whose threads wait for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CallTable:
     """The calls of an engine's programs. They live as long as the table. Raises ConfigError without the trampoline.
 
     A program is started with `token` and hands it from call to call: a chain of tokens is a total order. Its value
-    tells the tables of engines apart, so that equal programs of two engines are compiled once.
+    distinguishes the tables of engines, so that equal programs of two engines are compiled once.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -134,7 +134,7 @@ _callback = _Callback(_answer)
 
 @cache
 def register_target() -> None:
-    """Make the trampoline known to XLA, once. Raises ConfigError without it."""
+    """Register the trampoline with XLA, once. Raises ConfigError without it."""
     found = native()
     if found.library is None or not hasattr(found.library, "pa_jax_handler"):
         expected = f"JAX needs polyaccel's compiled library to gather parameters: {found.reason}"

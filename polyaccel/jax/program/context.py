@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def engine_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a call of users: what it moves between host and devices is asked for, whatever `jax.transfer_guard` says.
+    """Wrap a call of users: what it moves between host and devices is asked for, whatever `jax.transfer_guard` is.
 
     The call raises PolyaccelError inside a mesh of several devices.
     """

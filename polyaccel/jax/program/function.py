@@ -76,7 +76,7 @@ class LossFunction:
         return loss, aux
 
     def compiled(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> jax.stages.Compiled:
-        """The compiled program of `gradients`, which knows the memory and operations that it needs."""
+        """The compiled program of `gradients`, with the memory and operations that it needs."""
         return self._with_gradients.lower(*self._arguments(leaves, batch, rng, factor)).compile()
 
     def _arguments(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, ...]:
@@ -144,14 +144,14 @@ def loss_and_aux(found: Any) -> tuple[Any, Any]:
         kind = f"{type(loss).__name__} of {len(loss)}" if isinstance(loss, _CONTAINERS) else type(loss).__name__
         raise PolyaccelError(
             f"the function returned a {kind} where a scalar loss was expected",
-            hint="return the one loss to train with, such as sum(losses.values()), or (loss, auxiliary output), of "
+            hint="return the one loss to train with, for example sum(losses.values()), or (loss, auxiliary output), of "
             "which the second is any pytree",
             value=kind,
         )
     if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise PolyaccelError(
             f"the function returned {jax.tree.map(jnp.shape, found)} where a scalar loss was expected",
-            hint="return a scalar such as losses.mean(), or (loss, auxiliary output)",
+            hint="return a scalar, for example losses.mean(), or (loss, auxiliary output)",
             value=jnp.shape(loss),
         )
     wide = jnp.promote_types(jnp.result_type(loss), jnp.float32)
@@ -210,7 +210,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def require_no_parameter(program: ClosedJaxpr, owner_of: Callable[[Any], str | None]) -> None:
-    """Raise ShardingError for a constant of `program` that `owner_of` knows by name. See [Note: Constants of a
+    """Raise ShardingError for a constant of `program` that `owner_of` has by name. See [Note: Constants of a
     program]."""
     for constant in _constants(program):
         fqn = owner_of(constant)

@@ -5,12 +5,12 @@ XLA runs operations that do not depend on each other in any order, or at once; c
 every rank. So each call takes a token and gives one back, and the token goes through all units of the function and, as
 the cotangent of itself, back through them. The token alone would allow all parameters to be fetched at the beginning.
 So a fetch also waits for the inputs of its unit: activations in the forward pass, cotangents in the backward pass,
-before which the unit after it has handed its gradients over. Hence parameters of one unit are there at a time, beside
-those of the root.
+before which the unit after it has handed its gradients over. Hence parameters of one unit are there at a time, in
+addition to those of the root.
 
 [Note: What backward keeps]
 Differentiated as it stands, a block would keep its parameters, and values that follow from them alone (casts,
-transposes), until its backward pass. So those residuals are left out, and computed anew from parameters that are
+transposes), until its backward pass. So those residuals are left out, and computed again from parameters that are
 fetched again. All others are kept: no activation is computed twice.
 """
 

@@ -41,7 +41,7 @@ def require_homogeneous(program: ClosedJaxpr) -> None:
 
 
 def _custom(jaxpr: Jaxpr) -> Iterator[tuple[Jaxpr, Any]]:
-    """The calls with a backward pass of their own, each with the program around it. Those inside of them have none."""
+    """The calls with their own backward pass, each with the program around it. Those inside of them have none."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "custom_vjp_call":
             yield jaxpr, equation
@@ -74,7 +74,7 @@ def _is_homogeneous(jaxpr: Jaxpr, equation: Any) -> bool:
     cotangents = [_struct(var.aval) for is_one, var in zip(wanted, results, strict=True) if is_one]
     try:
         traced = jax.make_jaxpr(backward)(structs, cotangents)
-    except Exception:  # it needs what only its place in the program has, such as the name of an axis
+    except Exception:  # it needs what only its place in the program has, for example the name of an axis
         return True
     degrees: list[Degree] = [*[0.0] * len(structs), *[1.0] * len(cotangents)]
     return all(degree in (1.0, _ANY, _UNKNOWN) for degree in _degrees(traced, degrees))

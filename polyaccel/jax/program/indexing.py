@@ -1,7 +1,7 @@
 """Which entries of a batch a function looks up rows in: of an array of samples that is rare, of a table it is the use.
 
 An array that is as long as the batch by chance is cut as samples are. Rows of a part are others than rows of the whole,
-and JAX takes the last row for an index beyond the end, so such a cut must not go unseen.
+and JAX takes the last row for an index beyond the end, so this cut must not go unnoticed.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class ModuleCall:
     def arguments(self, batch: Any, *, trains: bool, **extra: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for `batch`: a mapping is named arguments, a tuple or list positional ones, all else the one.
 
-        Flags of training such as `train` and `deterministic` are added where the batch has none, and so is `extra`.
-        Raises PolyaccelError for a batch that does not fit.
+        Flags of training like `train` and `deterministic` are added where the batch has none, and so is `extra`. Raises
+        PolyaccelError for a batch that does not fit.
         """
         args: tuple[Any, ...] = () if isinstance(batch, Mapping) else _as_args(batch)
         named = {str(name): value for name, value in batch.items()} if isinstance(batch, Mapping) else {}
@@ -71,8 +71,8 @@ def _may_be_bool(param: inspect.Parameter) -> bool:
 class LinenStreams:
     """The random streams that a linen module draws from: "dropout", and those that its classes name.
 
-    A module may ask whether a stream is there before it draws, so the streams must be known before a call. They are
-    found by a call for shapes alone: from the code of the classes that it meets, and from flax's errors.
+    A module may ask whether a stream is there before it draws, so the streams must be found before a call, by a call
+    for shapes alone: from the code of the classes that it uses, and from flax's errors.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Repeated blocks of modules as units, without a mark in the model.
 
-The blocks are those of `repeated_blocks`, such as `blocks.3` or `Block_3`, which the engine's buckets follow too. A
+The blocks are those of `repeated_blocks`, for example `blocks.3` or `Block_3`, which the engine's buckets follow too. A
 block is a unit where the module's function calls it itself; inside vmap, scan, jit and the like it is a plain call, and
 its parameters are gathered for the whole program.
 
 No class of the user's is changed. flax.linen offers its method calls to interceptors. Modules of flax.nnx and equinox
-are objects that are put together for each trace; there the blocks get a class of their own, derived from theirs.
+are objects that are put together for each trace; there the blocks get their own class, derived from theirs.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _derived(kind: Any, call_unit: Callable[[Any, Any, Any, Any], Any]) -> Any:
 
 
 def _part(model: Any, name: str) -> Any:
-    """The part of a module at a path with dots; None where there is no such part."""
+    """The part of a module at a path with dots; None where it is missing."""
     for key in name.split("."):
         if isinstance(model, Mapping):
             model = model.get(key)

@@ -37,7 +37,7 @@ class ShardedParams:
 
     [Note: Release]
     A bucket's gradients are complete, and reduced, when every unit that uses one of its parameters has run backward.
-    How many do is counted when a program is traced, so that each rank counts alike.
+    How many do is counted when a program is traced, so that each rank has the same counts.
     """
 
     def __init__(self, zero: ZeroEngine, accelerator: Accelerator) -> None:
@@ -81,7 +81,7 @@ class ShardedParams:
                 self._zero.uses.end(index, learn=self._is_training)
 
     def reduce(self, names: Sequence[str], gradients: Sequence[Buffer], uses: Counter[int]) -> None:
-        """Take gradients over, and reduce the buckets that they complete: `uses` says how often a program uses each.
+        """Take gradients over, and reduce the buckets that they complete: `uses` has how often a program uses each.
 
         See [Note: Release]."""
         for name, gradient in zip(names, gradients, strict=True):

@@ -1,6 +1,6 @@
 """A function in training whose parameters are sharded: one jitted program that gathers and reduces unit by unit.
 
-A program is traced twice. The first time says which parameters the function uses inside units
+A program is traced twice. The first time finds which parameters the function uses inside units
 (`polyaccel.jax.program.units`) and which it uses itself; the latter are the root's and stay gathered for the whole
 program. The second time puts the calls in. Where a parameter stands for good in memory that JAX sees (shared memory,
 small parameters), nothing is gathered and the program reads it there; its gradients are reduced unit by unit too.
@@ -51,7 +51,7 @@ class ShardedFunction:
         return loss, aux
 
     def compiled(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> jax.stages.Compiled:
-        """The compiled program of `gradients`, which knows the memory and operations that it needs."""
+        """The compiled program of `gradients`, with the memory and operations that it needs."""
         arguments = (list(leaves), self._params.calls.token, batch, rng, np.float32(factor))
         return self._with_gradients.lower(*arguments).compile()
 
@@ -146,7 +146,7 @@ class _Tracer(UnitTracer):
         if not leaf.is_stacked:
             raise PolyaccelError(
                 f"scan_units got parameter {leaf.fqn!r}, which was sharded as one array",
-                hint=f"say so in initialize(..., stacked=[{leaf.fqn.rpartition('.')[0] or leaf.fqn!r}])",
+                hint=f"pass initialize(..., stacked=[{leaf.fqn.rpartition('.')[0] or leaf.fqn!r}])",
                 value=leaf.fqn,
             )
 
@@ -291,7 +291,7 @@ class _Program(_Tracer):
         return jax.tree.unflatten(carried, found)
 
     def _run(self, members: Members, flat: Any, token: Any, index: Any, after: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The unit, with the values that its block closes over as inputs: it is differentiated by rules of its own."""
+        """The unit, with the values that its block closes over as inputs: it is differentiated by its own rules."""
         after = [jnp.asarray(value) for value in after]
         traced = jax.make_jaxpr(flat)(members.structs(), after)
         count = len(members.leaves) + len(after)

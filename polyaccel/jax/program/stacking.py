@@ -1,7 +1,7 @@
 """Parameters of equal layers, stacked along a leading axis for a scan over layers.
 
-Where parameters are sharded, the engine takes a layer's part of a stacked parameter for a parameter of its own, for
-layers are gathered one by one: layer 3 of `layers.weight` is `layers.weight[3]`. Users and checkpoints know
+Where parameters are sharded, the engine takes a layer's part of a stacked parameter for its own parameter, for layers
+are gathered one by one: layer 3 of `layers.weight` is `layers.weight[3]`. Users and checkpoints have
 `layers.weight` alone.
 """
 
@@ -71,7 +71,7 @@ class Stacking:
         return fqn in self._names
 
     def specs(self) -> Iterator[ParamSpec]:
-        """The parameters as the engine knows them, layer by layer."""
+        """The parameters as the engine has them, layer by layer."""
         done = set[str]()
         for fqn, spec in self._specs.items():
             for name in self._runs.get(fqn, (fqn,)):
@@ -94,17 +94,17 @@ def repeated_blocks(names: Iterable[str]) -> dict[str, str]:
     (`Block_3.kernel`); of blocks inside blocks it is the outermost.
     """
     paths = {name: name.split(".") for name in names}
-    alike: dict[tuple[str, ...], set[str]] = {}
+    siblings: dict[tuple[str, ...], set[str]] = {}
     for path in paths.values():
         for at, part in enumerate(path):
             if (stem := _NUMBERED.fullmatch(part)) is not None:
-                alike.setdefault((*path[:at], stem[1]), set()).add(part)
+                siblings.setdefault((*path[:at], stem[1]), set()).add(part)
     units: dict[str, str] = {}
     for name, path in paths.items():
         ends = (
             at
             for at, part in enumerate(path[:-1], 1)
-            if (stem := _NUMBERED.fullmatch(part)) is not None and len(alike[(*path[: at - 1], stem[1])]) > 1
+            if (stem := _NUMBERED.fullmatch(part)) is not None and len(siblings[(*path[: at - 1], stem[1])]) > 1
         )
         units[name] = ".".join(path[: next(ends, 0)])
     return units

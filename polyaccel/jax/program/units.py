@@ -51,7 +51,7 @@ class UnitRecomputation:
         self._policy = jax.checkpoint_policies.dots_saveable if keeps_products else None
 
     def of(self, block: Callable[..., Any]) -> Callable[..., Any]:
-        """`block`, recomputed; what is no array among its arguments reaches it as it is."""
+        """`block`, recomputed; what is not an array among its arguments reaches it as it is."""
 
         def call(*args: Any) -> Any:
             self.count += 1
@@ -103,11 +103,11 @@ def unit(block: Callable[..., Any]) -> Callable[..., Any]:
     """`block(params, *args)` as a unit: `params` is a pytree of parameters as the function got them.
 
     Where parameters are sharded, those in `params` are gathered for the call and freed after it, gathered again for its
-    backward pass, and their gradients reduced and freed at once; other intermediate values are kept for backward
-    as always, or recomputed where `activation_checkpointing.enabled` says so (`jax.checkpoint` inside the block works
-    too). It may close over other values; numbers of Python and
-    everything that is no array reach it as they are. Called inside scan, cond, checkpoint, vmap, jit or grad of the
-    function's own, it raises PolyaccelError: `scan_units` is the loop over layers.
+    backward pass, and their gradients reduced and freed at once; other intermediate values are kept for backward as
+    always, or recomputed where `activation_checkpointing.enabled` is set (`jax.checkpoint` inside the block works too).
+    It may close over other values; numbers of Python and everything that is not an array reach it as they are. Called
+    inside scan, cond, checkpoint, vmap, jit or grad of the function's own, it raises PolyaccelError: `scan_units` is
+    the loop over layers.
 
     Repeated blocks of modules (`polyaccel.jax.program.module_units`) are units without being marked.
     """
@@ -123,9 +123,9 @@ def unit(block: Callable[..., Any]) -> Callable[..., Any]:
 def scan_units(block: Callable[..., Any], carry: Any, stacked: Any, xs: Any = None) -> Any:
     """`carry` after `carry = block(layer, carry)` for every layer of `stacked`, each a unit: compiled once.
 
-    `stacked` is a pytree of parameters with a leading axis over layers; where parameters are sharded, the engine has to
-    know that from the beginning: `initialize(..., stacked=["layers"])`, their place in `params`. With `xs`, arrays with
-    the same leading axis, such as random keys, the block gets a layer's part as its third argument. The carry keeps its
+    `stacked` is a pytree of parameters with a leading axis over layers; where parameters are sharded, the engine needs
+    that from the beginning: `initialize(..., stacked=["layers"])`, their place in `params`. With `xs`, arrays with the
+    same leading axis, for example random keys, the block gets a layer's part as its third argument. The carry keeps its
     structure, shapes and types. Raises PolyaccelError as `unit` does, and for parameters that are not stacked.
     """
     tracer, block = _tracer.get(), _recomputed(block)

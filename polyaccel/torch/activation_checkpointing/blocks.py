@@ -5,13 +5,13 @@ A block's `forward` is what runs again, not its call. So hooks on the block, tho
 them, stay outside and run once. Parameters that autograd keeps for the recomputed operations are replaced by notes both
 times (`saved_tensor_hooks`), so that none is looked for in memory that has gone to another block. Layers of Hugging
 Face's recompute themselves by a function that they are given, and first drop caches that a second run would fill once
-more; they are given ours. Some of their models drop the caches themselves, so the models around such layers are told
+more; they are given ours. Some of their models drop the caches themselves, so the models around these layers get it
 too.
 
 [Note: Trials]
 With a limit, the first pass is recomputed whole, and what would have been kept is counted meanwhile: it needs the least
 memory that there is. The choice holds for passes whose inputs are nowhere larger; a larger one is another trial. It
-follows from shapes alone, so that ranks with equal shapes choose alike.
+follows from shapes alone, so that ranks with equal shapes make the same choice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Shapes = tuple[torch.Size, ...]
 
 
 class Recomputation:
-    """An engine's part: regions that `module` marks itself, and its blocks if `policy` says so, under one policy; None
+    """An engine's part: regions that `module` marks itself, and its blocks if `policy` is on, under one policy; None
     leaves all that to the model.
 
     `along` gives the ranks along axes of the mesh; those along "tensor" compute with the same inputs. Raises
@@ -98,7 +98,7 @@ class Recomputation:
 
 
 class RecomputedBlocks:
-    """The blocks of `module`, recomputed as `policy` says by `regions`. `saved_tensor_hooks` as for `RunOptions`.
+    """The blocks of `module`, recomputed by `regions` under `policy`. `saved_tensor_hooks` as for `RunOptions`.
 
     Raises ConfigError for a module in which no blocks are found, and for names that mean nothing.
     """
@@ -123,7 +123,7 @@ class RecomputedBlocks:
         }
         self._saved_tensor_hooks = saved_tensor_hooks
         self.trace: RunTrace | None = None
-        """What is told of each block that is computed again."""
+        """The record of each block that is computed again."""
         self._recorder: PassRecorder | None = None
         """That of the trial under way."""
         self._choices: list[tuple[Shapes, dict[tuple[str, int], Level]]] = []
@@ -137,7 +137,7 @@ class RecomputedBlocks:
         if not self._blocks:
             raise ConfigError([_no_blocks(policy)])
         self._installed: list[_Changed] = [_Installed(self, name, block) for name, block in self._blocks.items()]
-        self._installed += [_Told(around) for around in _models_around(module, self._blocks)]
+        self._installed += [_ModelOfBlocks(around) for around in _models_around(module, self._blocks)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ class _Installed(_Changed):
             self._set("forward", BlockForward(blocks, name, block, block.forward))
 
 
-class _Told(_Changed):
+class _ModelOfBlocks(_Changed):
     """A model whose layers are recomputed."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -338,9 +338,7 @@ def _is_within(shapes: Shapes, measured: Shapes) -> bool:
 def _no_blocks(policy: RecomputePolicy) -> Problem:
     key = "activation_checkpointing.blocks"
     if policy.names:
-        return Problem(
-            key, list(policy.names), "no module of the model has such a class or name", "look at print(model)"
-        )
+        return Problem(key, list(policy.names), "no module of the model has this class or name", "look at print(model)")
     expected = "the model has no list of modules of one class to recompute"
     return Problem(
         key, [], expected, "name modules by class or full name, or leave activation_checkpointing.enabled out"

@@ -74,7 +74,7 @@ _Functions = tuple[ref[FunctionType], ...]
 _of_classes: WeakKeyDictionary[Any, _Functions] = WeakKeyDictionary()
 """The methods of a class of modules, and the functions that they reach, that use variables with state."""
 _of_functions: WeakKeyDictionary[CodeType, _Functions] = WeakKeyDictionary()
-"""Such functions that a function reaches."""
+"""The functions that a function reaches."""
 
 
 def of_function(function: FunctionType) -> list[FunctionType]:

@@ -3,9 +3,9 @@ of memory for all, or cut over ranks.
 
 [Note: Inputs elsewhere]
 A region's inputs pass through hooks on saved tensors. Packed, they are copied, and what was copied is free when the
-model has gone on; unpacked, they are put together again. In host memory the copies go over a stream of their own while
-the region runs, and what is queued after the region waits for that; when a region's inputs are taken back, those of the
-region before, which backward needs next, follow while this one is computed again. Should nobody wait for those,
+model has continued; unpacked, they are put together again. In host memory the copies go over their own stream while the
+region runs, and what is queued after the region waits for that; when a region's inputs are taken back, those of the
+region before, which backward needs next, follow while this one is computed again. Should nothing wait for those,
 `record_stream` keeps their memory until the copy has run. Only inputs that the model computed are moved. Parameters,
 masks and the like often serve many regions, so copies would multiply them; they go to the hooks that were in force
 before, those of sharded parameters for example. A region inside another is dropped and recomputed with it, hence moves
@@ -57,7 +57,7 @@ class KeptInput:
 
 
 class HostCopies:
-    """Copies between a device and host memory, over a stream of their own. See [Note: Inputs elsewhere]."""
+    """Copies between a device and host memory, over their own stream. See [Note: Inputs elsewhere]."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -116,19 +116,19 @@ class InputMemory:
             self._has_warned = True
             log.warning(
                 "activation_checkpointing.number_checkpoints = %d is less than the inputs of equal size that wait at "
-                "a time: the others get memory of their own",
+                "a time: the others get their own memory",
                 self._number,
             )
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned), False
 
     def give_back(self, memory: Tensor) -> None:
-        """Nobody needs `memory` any more."""
+        """Take back `memory`, which is not needed any more."""
         self._free[memory.numel(), memory.dtype, memory.device].append(memory)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """What moves inputs: copies to the host, a shelf, and the ranks that share them; None where there is no such."""
+    """What moves inputs: copies to the host, a shelf, and the ranks that share them; None without them."""
 
     host: HostCopies | None
     shelf: InputMemory | None
@@ -137,7 +137,7 @@ class _Places:
 
 
 class InputStore:
-    """Keeps the inputs of regions on `accelerator` as `policy` says; `ranks` share the model, None if none do."""
+    """Keeps the inputs of regions on `accelerator` by `policy`; `ranks` share the model, None if none do."""
 
     def __init__(self, policy: RecomputePolicy, accelerator: Accelerator, ranks: Communicator | None) -> None:
         offloads = policy.offload and not is_in_host_memory(accelerator)
@@ -228,7 +228,7 @@ class KeptInputs:
         if ranks is not None:
             tensor = _gathered(tensor, ranks, self._places.accelerator, kept.size.numel())
         elif host is None:
-            tensor = tensor.clone()  # the shelf's memory goes to another region before autograd lets go of a view of it
+            tensor = tensor.clone()  # the shelf's memory goes to another region before autograd releases a view of it
         return tensor.as_strided(kept.size, kept.stride)
 
 

@@ -53,7 +53,7 @@ def kind_of(of: Any) -> Any:
 
 
 STATELESS: set[type] = set()
-"""Types of kind None, as they were met."""
+"""Types of kind None, as they were found."""
 ORDER = tuple(nn.Module().__dict__)
 LENGTH = len(ORDER)
 """Of the attributes that each module has, in their order."""

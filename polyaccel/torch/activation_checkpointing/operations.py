@@ -36,8 +36,8 @@ def kept_operations(names: Iterable[str]) -> frozenset[Any]:
         members = _GROUPS.get(name, name).split()
         packets = [packet for member in members if (packet := _packet(member)) is not None]
         if name not in _GROUPS and not packets:
-            hint = f"use {', '.join(_GROUPS)}, or a name such as aten.mm"
-            raise ConfigError([Problem(KEY, name, "is no operation of torch", hint)])
+            hint = f"use {', '.join(_GROUPS)}, or a name like aten.mm"
+            raise ConfigError([Problem(KEY, name, "is not an operation of torch", hint)])
         found.update(packets)
     return frozenset(found)
 
@@ -53,10 +53,10 @@ def contexts_for(kept: frozenset[Any]) -> Callable[[], tuple[TorchDispatchMode, 
 
 
 class _Result:
-    """A kept result. It shares memory and version with what the region went on with, and has no graph."""
+    """A kept result. It shares memory and version with what the region continued with, and has no graph."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without this key, which is excluded inside of dispatch modes, the two would have versions of their own.
+        # Without this key, which is excluded inside of dispatch modes, the two would have separate versions.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor = tensor.detach()
         self._version = self._tensor._version

@@ -14,7 +14,7 @@ from torch import nn
 
 LegacyGenerator = np.random.RandomState
 STRUCTURE = frozenset(nn.Module().__dict__) - {"training"}
-"""Attributes that make up a module, and are no state of a forward pass."""
+"""Attributes that make up a module, and are not state of a forward pass."""
 
 
 class Place:
@@ -29,7 +29,7 @@ class Place:
         raise NotImplementedError
 
     def put(self, contents: Any, instead: Mapping[int, Any]) -> None:
-        """Make it hold `contents`, but for each value whose id is a key of `instead` the one there."""
+        """Make it hold `contents`, with `instead` of the value of each id that is a key there."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What is known of the modules that an engine's regions begin with, from one first run to the next."""
+"""The plans of the modules that an engine's regions begin with, from one first run to the next."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Regions: calls of functions whose activations are computed again in backward instead of kept.
 
-What is left of a region until its backward are its inputs, where its `InputStore` keeps them. Random numbers come out
-alike both times: those of torch's generators, and those that are drawn by name. What else a region changes is restored
+What is left of a region until its backward are its inputs, where its `InputStore` keeps them. Random numbers are the
+same both times: those of torch's generators, and those that are drawn by name. What else a region changes is restored
 around the second run (`RegionState`).
 """
 
@@ -59,8 +59,8 @@ PLAIN = RunOptions()
 
 
 class RecomputedRegions:
-    """Runs regions on `accelerator` as `policy` says. `ranks` share the model; None if none do. `count` is the number
-    of regions so far. `plans`, for those of an engine, keep the modules that they are plans of."""
+    """Runs regions on `accelerator` by `policy`. `ranks` share the model; None if none do. `count` is the number of
+    regions so far. `plans`, for those of an engine, keep the modules that they are plans of."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ def _suits_reentrant(values: Sequence[Any]) -> bool:
 
 class ActiveRegions:
     """The regions of the engine whose forward is running: `with active(): ...`. `expects`: the policy is about regions
-    that the model marks itself, so it is said once if it marks none."""
+    that the model marks itself, so a model without them is logged once."""
 
     def __init__(self, regions: RecomputedRegions, *, expects: bool) -> None:
         self.regions = regions

@@ -1,5 +1,5 @@
-"""What a region changes besides its outputs, so that a second run sees what the first saw and leaves no trace: buffers
-and other tensors, attributes, containers of plain values, arrays, variables, and random generators.
+"""What a region changes in addition to its outputs, so that a second run sees what the first saw and leaves no trace:
+buffers and other tensors, attributes, containers of plain values, arrays, variables, and random generators.
 
 [Note: Fresh tensors]
 A second run gets copies of the tensors in the places of the originals, and of tuples that hold some. Old values in the
@@ -171,7 +171,7 @@ class _HeldArray:
 
 
 class _Large:
-    """What is known of a large tensor or array of an owner. See [Note: Large tensors]."""
+    """The record of a large tensor or array of an owner. See [Note: Large tensors]."""
 
     def __init__(self) -> None:
         self._surveys = 0
@@ -205,7 +205,7 @@ def _sample(array: Any) -> bytes:
 
 
 def _made_of(kind: Any, parts: list[Any]) -> tuple[Any, ...]:
-    """A tuple of the class `kind`, of whose constructor nothing is known."""
+    """A tuple of the class `kind`, whose constructor is unknown."""
     made: tuple[Any, ...] = kind(parts) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, parts)
     return made
 

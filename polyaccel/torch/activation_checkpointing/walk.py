@@ -217,7 +217,7 @@ _AROUND: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, bool]] = Weak
 
 
 def _is_around(module: nn.Module, root: nn.Module) -> bool:
-    """Whether `root` is a part of `module`: parts often know the model that they are in."""
+    """Whether `root` is a part of `module`: parts often refer to the model that they are in."""
     known = _AROUND.setdefault(root, WeakKeyDictionary())
     if module not in known:
         known[module] = any(part is root for part in module.modules())

@@ -1,2 +1,2 @@
-"""The functions and objects that torch users have beside the engine: gathered parameters, fragments, loaders,
+"""The functions and objects that torch users have in addition to the engine: gathered parameters, fragments, loaders,
 optimizers."""

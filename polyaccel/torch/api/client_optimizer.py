@@ -33,7 +33,7 @@ FAMILIES = {
     torch.optim.Adagrad: "Adagrad", torch.optim.Adadelta: "Adadelta", torch.optim.Adamax: "Adamax",
     torch.optim.ASGD: "ASGD", torch.optim.RMSprop: "RMSprop", torch.optim.Rprop: "Rprop", torch.optim.SGD: "Sgd",
 }  # fmt: skip
-"""Whose states each of torch's optimizers goes on from, as `PeerState.family` calls it."""
+"""Whose states each of torch's optimizers continues from, as `PeerState.family` calls it."""
 
 _COMPUTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of torch's optimizers that choose how the same numbers are computed."""
@@ -77,7 +77,7 @@ class ClientOptimizer(SliceOptimizer):
         return f"{name} on {'slices' if self._flat else 'whole parameters'}"
 
     def adopt_groups(self, peer: PeerState) -> list[dict[str, Any]]:
-        """Return the saved groups. An optimizer that is not torch's own goes on from one with the same settings."""
+        """Return the saved groups. An optimizer that is not torch's own continues from one with the same settings."""
         peer.require(self.kind, fits=self._flat)
         known = self.optimizer.defaults.keys()
         family = FAMILIES.get(type(self.optimizer))
@@ -97,7 +97,7 @@ class ClientOptimizer(SliceOptimizer):
     @property
     def evaluates(self) -> bool:
         """Whether the optimizer calls a closure for the loss as often as it likes, as LBFGS does. It works on the
-        module's own parameters and their `.grad`; `initialize` says where that is possible."""
+        module's own parameters and their `.grad`; `initialize` checks where that is possible."""
         return needs_closure(self.optimizer)
 
     def minimise(self, closure: Callable[[], Any], communicator: Communicator) -> Any:
@@ -141,7 +141,8 @@ class ClientOptimizer(SliceOptimizer):
             self._member_names.append([name for name in names if name in views])
 
     def rebind(self, shards: Sequence[Shard]) -> None:
-        """Go on with other shards, of more parameters. States of whole parameters go along; those of slices are left to
+        """Continue with other shards, of more parameters. States of whole parameters go along; those of slices are left
+        to
         `restore`."""
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
         state = self.optimizer.state
@@ -238,7 +239,7 @@ class ClientOptimizer(SliceOptimizer):
         groups = self.optimizer.param_groups
         with self._on_slices():
             self.optimizer.load_state_dict(state)
-        self.optimizer.param_groups = groups  # torch made new ones, which schedules would not know
+        self.optimizer.param_groups = groups  # torch made new ones, which schedules would not refer to
 
     def _renumbered(self, data: bytes) -> dict[str, Any]:
         """What `whole_state` gave, with this run's numbers of the parameters. Raises CheckpointError for what is none,
@@ -249,7 +250,7 @@ class ClientOptimizer(SliceOptimizer):
             states = dict(state["state"])
             names = state.get("names")
             if not all(isinstance(each, dict) for each in states.values()):
-                raise ValueError("a state is no dict")
+                raise ValueError("a state is not a dict")
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"the saved state of the optimizer is none: {error!r}", hint="load another tag"
@@ -277,7 +278,7 @@ class ClientOptimizer(SliceOptimizer):
         return name in self.optimizer.state.get(tensor, {})
 
     def _numbers(self) -> dict[str, dict[str, float]]:
-        """States of one number each, such as step counts, by parameter name."""
+        """States of one number each, for example step counts, by parameter name."""
         found: dict[str, dict[str, float]] = {}
         for fqn, tensor in self._tensors():
             numbers = {name: _number(value) for name, value in self.optimizer.state.get(tensor, {}).items()}
@@ -307,7 +308,7 @@ class ClientOptimizer(SliceOptimizer):
     ) -> None:
         """Point the optimizer's states at the shards' flat buffers, which hold loaded values, and set its numbers.
 
-        `is_saved(fqn, name)` says which states the parameters had; one that had none has none again. `names`: only
+        `is_saved(fqn, name)` is whether the parameter had the state; one that had none has none again. `names`: only
         those of these parameters. An optimizer on whole parameters has its states elsewhere (`load_whole_state`).
         """
         if not self._flat:

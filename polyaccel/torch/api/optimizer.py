@@ -1,7 +1,7 @@
 """The `optimizer` that torch users hold: groups whose learning rates they and their schedules change, and a `step`.
 
 The numbers live in the ZeRO step's slices. `ZeroOptimizer` is a `torch.optim.Optimizer` so that every scheduler accepts
-it; its `param_groups` are read anew at each update.
+it; its `param_groups` are read again at each update.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ _MOST = 400
 _FEW = 8
 """So many stand-ins, at most two of each kind, are tried over more steps, and so many are large."""
 NUMBER_STATES = frozenset({"step", "eta", "mu", "mu_product"})
-"""States that torch's optimizers keep once for a parameter. For one without dimensions, the shape does not tell these
-from states of its elements."""
+"""States that torch's optimizers keep once for a parameter. For one without dimensions, the shape does not separate
+these from states of its elements."""
 _HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
@@ -56,14 +56,14 @@ _HOOKS = (
 def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
     """Whether `optimizer` runs on flat slices; False means it needs whole parameters.
 
-    Raises ShardingError for one that is not known to be elementwise where parameters are cut over ranks, and for one
-    that a trial finds not to be, whatever `allow_untested` says.
+    Raises ShardingError for one that may not be elementwise where parameters are cut over ranks, and for one that a
+    trial finds not to be, whatever `allow_untested` is.
     """
     known = type(optimizer) in ELEMENTWISE
     if sharded and not known and not allow_untested:
         name = type(optimizer).__name__
         raise ShardingError(
-            f"{name} is not known to update elements independently, and ZeRO cuts parameters over ranks",
+            f"{name} may not update elements independently, and ZeRO cuts parameters over ranks",
             hint='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
             value=name,
         )
@@ -222,7 +222,7 @@ def _are_close(wanted: list[Tensor], found: list[Tensor], before: list[Tensor], 
 
 
 class _Draws:
-    """Weights and gradients of stand-ins: on the CPU, from generators of their own."""
+    """Weights and gradients of stand-ins: on the CPU, from separate generators."""
 
     def __init__(self, members: Sequence[_StandIn]) -> None:
         self.members = members

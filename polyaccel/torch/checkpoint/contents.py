@@ -105,7 +105,7 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
     shards = {slot.param.fqn: shard for shard in run.zero.shards for slot in shard.bucket.slots}
     for slot, kind, start, buffer in run.zero.local_shards():
         fqn = slot.param.fqn
-        # A shard's buffer of a state has room for parameters that have no such state.
+        # A shard's buffer of a state has room for parameters without that state.
         exists = kind == PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)
         if exists and not (exclude_frozen and _is_left_out(slot.param)):
             param = slot.param

@@ -75,8 +75,8 @@ class CustomLoading:
         return twin, begin
 
     def _twin(self, adapter: TorchAdapter) -> tuple[nn.Module, dict[str, tuple[int, int, int]]]:
-        """A copy of the module with whole parameters of its own, and by which each is known as long as nobody writes
-        to it."""
+        """A copy of the module with its own whole parameters, and by which each is recognised until it is written
+        to."""
         memo: dict[int, Any] = {}
         begin = {}
         for name, parameter in adapter.module.named_parameters(remove_duplicate=False):

@@ -37,10 +37,10 @@ def extra_state_blobs(module: nn.Module) -> dict[str, bytes]:
     return {_BLOB: packed(states, "the extra states of modules")} if states else {}
 
 
-def merged_blobs(told: Sequence[Mapping[str, bytes]]) -> dict[str, bytes]:
+def merged_blobs(gathered: Sequence[Mapping[str, bytes]]) -> dict[str, bytes]:
     """What `extra_state_blobs` gives of a module, from that of each of its parts."""
     states: dict[str, Any] = {}
-    for blobs in told:
+    for blobs in gathered:
         for blob in blobs.values():
             states |= unpacked(blob, "the extra states of modules")
     return {_BLOB: packed(states, "the extra states of modules")} if states else {}

@@ -103,7 +103,7 @@ def client_state_of(saved: CheckpointReader) -> dict[str, Any]:
 
 def frozen_with_states(run: TorchRun, saved: CheckpointReader, name_map: NameMap | None) -> frozenset[str]:
     """The members of the optimizer's groups that are laid out as frozen here, and were trained when `saved` was
-    written: their states are there. Those of others, which this run cannot train, are said to be left out.
+    written: their states are there. Those of others, which this run cannot train, are logged as left out.
 
     None for a checkpoint that is refused later, or has another optimizer's states.
     """
@@ -233,11 +233,11 @@ def _same_base(reader: RenamedReader, values: SavedValues, base: Mapping[str, st
     left_out = {fqn: saved for fqn in base if (saved := values.frozen_base.get(reader.saved_name(fqn)))}
     others = {fqn: (saved, base[fqn]) for fqn, saved in left_out.items() if saved != base[fqn]}
     if others:
-        told = ", ".join(f"{fqn} ({saved}, here {ours})" for fqn, (saved, ours) in list(others.items())[:8])
+        named = ", ".join(f"{fqn} ({saved}, here {ours})" for fqn, (saved, ours) in list(others.items())[:8])
         raise CheckpointError(
             f"checkpoint {reader.tag!r} left out {len(others)} frozen parameters that this model has with other values "
-            f"(type and checksum): {told}",
-            hint="begin with the weights that the saved run began with; load_module_strict=False goes on with these",
+            f"(type and checksum): {named}",
+            hint="begin with the weights that the saved run began with; load_module_strict=False continues with these",
             value=sorted(others),
         )
     return frozenset(left_out)
@@ -285,7 +285,7 @@ def _saved_schedule(schedule: Any, values: SavedValues, blobs: Mapping[str, byte
 
 
 def _saved_random_states(run: TorchRun, reader: Reader) -> RandomStates | None:
-    """The states that this rank's generators go on from; None where they keep their own."""
+    """The states that this rank's generators continue from; None where they keep their own."""
     if reader.world_size != run.communicator.world_size:
         log.warning(
             "random generators keep their present states: they were saved on %d ranks, this is a run of %d",

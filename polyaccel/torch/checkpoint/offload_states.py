@@ -1,4 +1,4 @@
-"""An engine's states put into host memory between phases (to generate with another program, say) and back again.
+"""An engine's states put into host memory between phases (for example to generate with another program) and back again.
 
 [Note: The same memory comes back]
 Buffers are views of one another in many places: parameters of buckets, master weights of parameters, slices of both. So
@@ -47,8 +47,8 @@ class _Moved(NamedTuple):
 
 
 class OffloadedStates:
-    """The states of `zero` that were taken off its device, and the way back; `adapter` is told what is away. See [Note:
-    The same memory comes back]."""
+    """The states of `zero` that were taken off its device, and the way back; `adapter` receives what is away. See
+    [Note: The same memory comes back]."""
 
     def __init__(self, zero: ZeroEngine, adapter: TorchAdapter) -> None:
         self._zero = zero
@@ -96,7 +96,7 @@ class OffloadedStates:
             return list(StateKind) if include is None else list(dict.fromkeys(map(StateKind, include)))
         except ValueError as error:
             known = ", ".join(kind.value for kind in StateKind)
-            raise PolyaccelError(f"no state can be offloaded under that name: {error}", hint=f"use {known}") from None
+            raise PolyaccelError(f"that name has no state to offload: {error}", hint=f"use {known}") from None
 
     @property
     def _is_foreign_device(self) -> bool:
@@ -176,6 +176,6 @@ class OffloadsStates:
         self._offloaded.reload(non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Free gathered parameters that nobody uses, and give memory kept for later back to the device."""
+        """Free gathered parameters that are not in use, and give memory kept for later back to the device."""
         self.zero.trim()
         empty_cache(torch_device_of(self.accelerator))

@@ -22,7 +22,7 @@ class RandomStates:
     """The states of a rank's generators, each as its own library takes it back.
 
     `device` is the name of the accelerator whose generators' states `accelerator` has, "" where the checkpoint does not
-    say. Another one keeps its own: then `accelerator` is None.
+    have it. Another one keeps its own: then `accelerator` is None.
     """
 
     device: str
@@ -35,7 +35,7 @@ class RandomStates:
     def now(cls, accelerator: Accelerator) -> RandomStates:
         """The present states."""
         numpy_state = np.random.get_state(legacy=True)
-        assert isinstance(numpy_state, tuple)  # as legacy=True says
+        assert isinstance(numpy_state, tuple)  # because of legacy=True
         state = accelerator.rng_state()
         return cls(accelerator.name, state, torch.get_rng_state(), random.getstate(), numpy_state)
 
@@ -78,7 +78,7 @@ class RandomStates:
         }
 
     def restore(self, accelerator: Accelerator) -> None:
-        """Let every generator go on from here."""
+        """Let every generator continue from here."""
         if self.accelerator is not None:
             accelerator.set_rng_state(self.accelerator)
         torch.set_rng_state(self.torch)
@@ -87,8 +87,8 @@ class RandomStates:
 
 
 def _state_for(accelerator: Accelerator, state: bytes, device: str) -> bytes | None:
-    """The saved `state` of the accelerator called `device` ("": not said) if `accelerator` can go on from it, which is
-    tried out; None if it is another's. Raises ShardingError where its own name stands on what it does not take."""
+    """The saved `state` of the accelerator called `device` ("": unknown) if `accelerator` can continue from it, which
+    is tried out; None if it is another's. Raises ShardingError where its own name stands on what it does not take."""
     if device not in ("", accelerator.name):
         return None
     present = accelerator.rng_state()

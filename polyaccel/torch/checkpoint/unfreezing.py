@@ -2,9 +2,9 @@
 
 [Note: A new plan]
 Frozen parameters have no master weights, no optimizer states and no gradients, so their buckets are of another kind
-than those of trained ones. When one of them requires a gradient, everything is laid out anew between two optimizer
-steps: the module takes its values back, a second `ZeroEngine` is built as for a new engine, and what the first one
-knows of its parameters moves over. For that moment both exist, and under sharded parameters the whole module too.
+than those of trained ones. When one of them requires a gradient, everything is laid out again between two optimizer
+steps: the module takes its values back, a second `ZeroEngine` is built as for a new engine, and what the first one has
+of its parameters moves over. For that moment both exist, and under sharded parameters the whole module too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = (
 
 
 def migrate_optimizer_state(adapter: TorchAdapter, before: ZeroEngine, lay_out: Callable[[], ZeroEngine]) -> None:
-    """Let the step that `lay_out` builds go on where `before` is, which `adapter` shows to the module until now.
+    """Let the step that `lay_out` builds continue where `before` is, which `adapter` shows to the module until now.
     Collective.
 
-    Raises ShardingError for a client's optimizer whose states cannot be laid out anew; nothing has changed then.
+    Raises ShardingError for a client's optimizer whose states cannot be laid out again; nothing has changed then.
     """
     adapter.require_nothing_away()
     adapter.adopt_changes()
@@ -73,13 +73,13 @@ class _States:
             return _States({fqn: dict.fromkeys(names, DType.FLOAT32) for fqn in step.steps}, {})
         flat, numbers = dict[str, dict[str, DType]](), dict[str, dict[str, float]]()
         ours = optimizer.states_by_kind()
-        told = step.communicator.all_gather_object((ours.flat, ours.numbers, ours.others))
-        for theirs in (StatesByKind(*each) for each in told):
+        gathered = step.communicator.all_gather_object((ours.flat, ours.numbers, ours.others))
+        for theirs in (StatesByKind(*each) for each in gathered):
             if theirs.others:
                 fqn, name = theirs.others[0]
                 raise ShardingError(
                     f"layers were unfrozen, and the optimizer keeps a state {name!r} of parameter {fqn!r} that is "
-                    "neither a number nor has a value for each element, so it cannot be laid out anew",
+                    "neither a number nor has a value for each element, so it cannot be laid out again",
                     hint="let all layers that will be trained require a gradient at polyaccel.initialize, and freeze "
                     "them with requires_grad_(False) after it",
                     value=name,

@@ -1,4 +1,4 @@
-"""A module's weights as its users know them, at every stage: whole, under the module's own names, as a state dict or as
+"""A module's weights as its users have them, at every stage: whole, under the module's own names, as a state dict or as
 one file that tools outside of any training engine read."""
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def require_fitting(
     """Raise RuntimeError on every rank of `communicator` where `module` on any cannot take `state_dict` over.
     Collective."""
     found = communicator.all_gather_object(_differences(module, state_dict, strict=strict))
-    told = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
-    if told:
-        raise RuntimeError(f"no state_dict of this {type(module).__name__}: " + "\n  ".join(told))
+    lines = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
+    if lines:
+        raise RuntimeError(f"no state_dict of this {type(module).__name__}: " + "\n  ".join(lines))
 
 
 def own_blocks(adapter: TorchAdapter, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -198,7 +198,7 @@ def entries_of_writer(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen
 
 
 def _write(entries: dict[str, Any], path: Path) -> None:
-    """Beside the target first, so that a crash leaves no half file under its name."""
+    """A temporary file in the target's folder first, so that a crash leaves no half file under its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -214,7 +214,7 @@ def _write(entries: dict[str, Any], path: Path) -> None:
 
 
 def _apart(entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each name with memory of its own, for the format knows no sharing: tied weights are written under every name."""
+    """Each name with its own memory, for the format has no sharing: tied weights are written under every name."""
     seen: set[int] = set()
     apart = {}
     for name, entry in entries.items():

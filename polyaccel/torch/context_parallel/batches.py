@@ -31,13 +31,13 @@ KERNELS_OWN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """The arguments of a forward pass, by name, and what they say of the tokens."""
+    """The arguments of a forward pass, by name, and what follows for the tokens."""
 
     named: Mapping[str, Any]
 
     @property
     def tokens(self) -> Tensor | None:
-        """The argument that says how many rows and tokens there are; None where there is none."""
+        """The argument with the numbers of rows and tokens; None where there is none."""
         for name in ("input_ids", "inputs_embeds"):
             found = self.named.get(name)
             if isinstance(found, Tensor) and found.dim() >= 2:
@@ -52,7 +52,7 @@ class WholeBatch:
 
     def marks(self) -> DocumentMask:
         """Documents and padding, as transformers finds them: padding by `attention_mask`, documents by position ids
-        that do not go on by one, but only where there is no `attention_mask`, or by `cu_seq_lens_q`."""
+        that do not continue by one, but only where there is no `attention_mask`, or by `cu_seq_lens_q`."""
         rows, length = self.shape
         mask, positions = self.named.get("attention_mask"), self.named.get("position_ids")
         if mask is not None:
@@ -72,7 +72,7 @@ class WholeBatch:
         return DocumentMask(length) if bounds is None or rows != 1 else DocumentMask.of_boundaries(bounds)
 
     def targets(self, *, shifted: bool) -> Tensor | None:
-        """The label that each token is to foretell, whole: `shift_labels`, or `labels`, shifted where the model is
+        """The label that each token is to predict, whole: `shift_labels`, or `labels`, shifted where the model is
         causal, so that the last token of a rank has the first one of the next. None without labels."""
         if self.named.get("shift_labels") is not None:
             return _label_a_token(self.named["shift_labels"], "shift_labels", self.shape)
@@ -83,8 +83,7 @@ class WholeBatch:
         return targets_of_next_tokens(labels) if shifted else labels
 
     def cut(self, shares: TokenShares, rank: int) -> dict[str, Any]:
-        """The arguments with `rank`'s tokens. Raises PolyaccelError for a tensor of which it is not known whether it
-        has to be cut."""
+        """The arguments with `rank`'s tokens. Raises PolyaccelError for a tensor that may or may not have to be cut."""
         found: dict[str, Any] = {}
         for name, value in self.named.items():
             if name in KERNELS_OWN:
@@ -93,7 +92,7 @@ class WholeBatch:
                 value = own_part(value, shares, rank, TOKEN_DIMS[name])
             elif isinstance(value, Tensor) and tuple(value.shape[:2]) == self.shape:
                 raise PolyaccelError(
-                    f"{name}: a tensor of shape {tuple(value.shape)} of which nothing says whether it is cut over the "
+                    f"{name}: a tensor of shape {tuple(value.shape)} may or may not be cut over the "
                     "ranks of a sequence",
                     hint=f"known are {', '.join(TOKEN_DIMS)}",
                     value=name,

@@ -1,6 +1,6 @@
 """Which keys a query may attend to, and the rectangles of tokens in which attention is computed.
 
-A token sees another one of its own segment (a packed document, or the whole sequence) that is a key (no padding), is
+A token sees another one of its own segment (a packed document, or the whole sequence) that is a key (not padding), is
 not later where the attention is causal, and is not farther back than the window where there is one.
 
 [Note: Pieces]
@@ -38,7 +38,7 @@ class MaskKind(Enum):
     CAUSAL = "causal"
     """Queries and keys are the same tokens, and see themselves and what is before them."""
     MASKED = "masked"
-    """A mask says it."""
+    """A mask decides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class AttentionPiece:
 
 @dataclass(frozen=True)
 class RowMarks:
-    """The marks of one row of a batch, or of all rows alike: a segment for each token, and whether it is a key."""
+    """The marks of one row of a batch, or of all rows if equal: a segment for each token, and whether it is a key."""
 
     segments: Tensor
     is_key: Tensor
@@ -86,10 +86,10 @@ class RowMarks:
 
 
 class DocumentMask:
-    """The marks of a batch's tokens, on the host: what every rank knows of the whole sequence.
+    """The marks of a batch's tokens, on the host: what every rank has of the whole sequence.
 
     `segments` (rows, length) numbers the documents of packed rows; None where each row is one. `is_key` (rows, length)
-    is False at padding; None where there is none. `rows` is 1 where all rows are alike.
+    is False at padding; None where there is none. `rows` is 1 where all rows are the same.
     """
 
     @host_values()
@@ -108,12 +108,12 @@ class DocumentMask:
         rows = max(len(of_tokens), len(keys))
         of_tokens, keys = of_tokens.expand(rows, -1), keys.expand(rows, -1)
         self.is_plain = segments is None and bool(keys.all())
-        alike = rows > 1 and bool((of_tokens == of_tokens[0]).all()) and bool((keys == keys[0]).all())
-        self.rows = [RowMarks(of_tokens[row], keys[row]) for row in range(1 if alike else rows)]
+        are_equal = rows > 1 and bool((of_tokens == of_tokens[0]).all()) and bool((keys == keys[0]).all())
+        self.rows = [RowMarks(of_tokens[row], keys[row]) for row in range(1 if are_equal else rows)]
 
     @classmethod
     def of_positions(cls, positions: Tensor, is_key: Tensor | None = None) -> DocumentMask:
-        """Marks of `positions` (rows, length): a document begins wherever they do not go on by one."""
+        """Marks of `positions` (rows, length): a document begins wherever they do not continue by one."""
         return cls(positions.shape[-1], segments_of_positions(positions), is_key)
 
     @classmethod
@@ -122,7 +122,7 @@ class DocumentMask:
         bounds = [int(bound) for bound in boundaries]
         if len(bounds) < 2 or bounds[0] != 0 or any(end <= start for start, end in pairwise(bounds)):
             raise ShardingError(
-                f"{bounds} are no cumulated lengths", hint="begin with 0 and let each be larger", value=bounds
+                f"{bounds} are not cumulated lengths", hint="begin with 0 and let each be larger", value=bounds
             )
         lengths = torch.tensor(bounds).diff()
         return cls(bounds[-1], torch.arange(len(lengths)).repeat_interleave(lengths)[None])

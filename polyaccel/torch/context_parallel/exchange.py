@@ -3,7 +3,7 @@
 [Note: On the wire]
 What rank i sends rank j are its tokens' vectors, token by token, (tokens of i, rows, heads of j x width), those of
 queries, keys and values side by side: one call for all three. So what arrives, rank after rank, is the whole sequence
-as (length, rows, ...) without another copy, and the way back sends parts of such a tensor as they lie.
+as (length, rows, ...) without another copy, and the way back sends parts of that tensor as they lie.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention over ranks under transformers' names: in its tables of attention functions and of masks.
 
 A model asks the first table for its attention by `config._attn_implementation`, and the second for the mask that goes
-with it. Under our names the mask is a value that knows how attention is computed over ranks, so a layer that is
-computed anew in a backward pass has all it needs. A forward pass that is not cut gets the masks and the attention that
+with it. Under our names the mask is a value that defines how attention is computed over ranks, so a layer that is
+computed again in a backward pass has all it needs. A forward pass that is not cut gets the masks and the attention that
 the model had before.
 """
 
@@ -74,7 +74,7 @@ class SequenceMask:
     cut: CutForward
     function: MaskFunction
     rule: AttentionRule | None
-    """What the function says; None for what is neither causal, a window nor all."""
+    """The rule of the function; None for what is neither causal, a window nor all."""
     arguments: dict[str, Any]
     """Those of transformers for the mask of the core attention."""
     _plans: tuple[Plan, ...] | None = None
@@ -210,7 +210,7 @@ def _make_mask(core: str, **arguments: Any) -> Any:
 
 
 def _rule_of(function: MaskFunction, length: int, rows: int) -> AttentionRule | None:
-    """What `function` says of `rows` of `length` tokens, found by asking it; None where that is no rule of ours."""
+    """The rule of `function` on `rows` of `length` tokens, found by calling it; None where that is not one of ours."""
     if function is causal_mask_function:
         return AttentionRule()
     if function is bidirectional_mask_function:

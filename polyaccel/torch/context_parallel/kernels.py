@@ -87,7 +87,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece, scale
         q, k, v, 0.0, piece.kind is MaskKind.CAUSAL, attn_mask=_additive(piece, q), scale=scale
     )
     if piece.mask is not None:
-        sums = sums.masked_fill(~piece.mask.any(1), -torch.inf)  # torch says 0 of a query that sees no key
+        sums = sums.masked_fill(~piece.mask.any(1), -torch.inf)  # torch gives 0 for a query that sees no key
     return out.reshape(shape), sums.reshape(shape[:-1])
 
 

@@ -5,7 +5,7 @@ and what the ring computes in each of its turns.
 Over keys in parts i, with outputs o_i and sums l_i = log(sum(exp(score))), attention is
     l = log(sum_i exp(l_i)),   o = sum_i exp(l_i - l) o_i
 exactly. And the gradients of part i follow from o and l of the whole: the share of a key is exp(score - l), and
-grad(score) = share * (grad(o) . v - grad(o) . o). So a backward pass computes each part's shares anew from o and l.
+grad(score) = share * (grad(o) . v - grad(o) . o). So a backward pass computes each part's shares again from o and l.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Plan = list[tuple[slice, list[AttentionPiece]]]
 def plan_of(
     marks: DocumentMask, rule: AttentionRule, queries: Sequence[Span], keys: Sequence[Span], kernel: AttentionKernel
 ) -> Plan:
-    """The pieces of each row; rows that are alike together."""
+    """The pieces of each row; equal rows together."""
     found = [pieces(row, rule, queries, keys, kernel.longest) for row in marks.rows]
     return [(slice(None), found[0])] if len(found) == 1 else [(slice(at, at + 1), one) for at, one in enumerate(found)]
 
@@ -44,7 +44,7 @@ def require_rows(marks: DocumentMask, rows: int) -> None:
 
 
 class OnlineSoftmax:
-    """Outputs of parts, added up as [Note: Merging] says. `out` and `sums` are the whole once all parts are in."""
+    """Outputs of parts, added up as in [Note: Merging]. `out` and `sums` are the whole once all parts are in."""
 
     def __init__(self, queries: Tensor) -> None:
         self._dtype = queries.dtype
@@ -146,7 +146,7 @@ def _only_piece(plan: Plan, q: Tensor) -> AttentionPiece | None:
     return piece if (piece.q0, piece.q1) == (0, q.shape[2]) else None
 
 
-def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in one type: that of autocast where it is on, as torch's own attention has it."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind) and tensors[0].dtype != torch.float64:
@@ -186,7 +186,7 @@ def local_attention(
     queries with the width of the values. Memory grows with the length, not with its square."""
     require_rows(marks, len(q))
     scale, width = default_scale(q, scale), v.shape[-1]
-    q, k, v = widened(*alike(q, k, v))
+    q, k, v = widened(*promoted(q, k, v))
     found = kernel or kernel_for(q)
     span = [(0, marks.length)]
     out: Tensor = _LocalAttention.apply(q, k, v, plan_of(marks, rule, span, span, found), found, scale)  # type: ignore[no-untyped-call]

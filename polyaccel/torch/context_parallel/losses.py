@@ -3,7 +3,7 @@
 [Note: Token means]
 The engine takes the mean of the ranks' gradients. For the mean over all tokens, each of N ranks needs as its loss
     N * (sum over its tokens) / (number of tokens of all ranks),
-so a rank that has few target tokens, or none, has as little to say. What users see is the mean over all tokens, which
+so a rank that has few target tokens, or none, has as little weight. What users see is the mean over all tokens, which
 is the mean of these losses, on every rank.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from polyaccel.comm.base import Communicator
 
 IGNORED = -100
-"""The label of tokens that are no targets."""
+"""The label of tokens that are not targets."""
 
 
 class _Valued(torch.autograd.Function):
@@ -33,7 +33,7 @@ class _Valued(torch.autograd.Function):
 
 
 def targets_of_next_tokens(labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    """For each token of `labels` (rows, length) the next one, which it is to foretell; `ignored` for the last."""
+    """For each token of `labels` (rows, length) the next one, which it is to predict; `ignored` for the last."""
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignored)
 
 
@@ -41,8 +41,8 @@ def mean_over_tokens(total: Tensor, tokens: Tensor | int, communicator: Communic
     """The mean of `total`, a sum over this rank's `tokens`, over the tokens of all ranks of `communicator`; 0 where
     there are none.
 
-    Its value is the same on all ranks; its gradients are such that their mean over these ranks is that of the mean over
-    tokens, however they are spread ([Note: Token means]). Collective.
+    Its value is the same on all ranks; the mean of its gradients over these ranks is that of the mean over tokens,
+    however they are spread ([Note: Token means]). Collective.
     """
     wide = torch.promote_types(total.dtype, torch.float32)
     both = torch.stack([total.detach().to(wide), torch.as_tensor(tokens, device=total.device).to(wide)])

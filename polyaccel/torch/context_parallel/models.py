@@ -85,7 +85,7 @@ class SequenceParallel:
         tokens = batch.tokens
         assert tokens is not None
         given["position_ids"] = _positions(self._transformer, batch, tokens.device)
-        # With a mask of its own transformers does not look for documents in this rank's positions.
+        # With its own mask transformers does not look for documents in this rank's positions.
         given["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
         targets = batch.targets(shifted=self._loss.is_shifted)
         if targets is not None:
@@ -127,7 +127,7 @@ class _Pass:
     cut: CutForward
     token: Token[CutForward | None]
     targets: Tensor | None
-    """The labels that this rank's tokens are to foretell."""
+    """The labels that this rank's tokens are to predict."""
     count: Tensor | None
     """How many targets the whole sequence has."""
 
@@ -136,12 +136,12 @@ class _Pass:
 class _Loss:
     """Where the loss of a model comes from.
 
-    Most models compute it by transformers' table of losses, to which they pass on what they do not know: targets that
+    Most models compute it by transformers' table of losses, to which they pass on what they do not have: targets that
     are shifted already, and the number by which a sum is divided. Of others the logits are taken.
     """
 
     is_shifted: bool
-    """The model foretells the next token."""
+    """The model predicts the next token."""
     by_table: bool
 
     def announce(self, named: dict[str, Any], targets: Tensor, ranks: int) -> None:
@@ -217,7 +217,7 @@ def _positions(model: PreTrainedModel, batch: WholeBatch, device: torch.device) 
         found: Tensor = given
         return found
     ids = batch.named.get("input_ids")
-    for module in model.modules():  # those that count from the first id that is no padding
+    for module in model.modules():  # those that count from the first id that is not padding
         make = getattr(module, "create_position_ids_from_input_ids", None)
         if make is not None and isinstance(ids, Tensor):
             made: Tensor = make(ids, module.padding_idx)
@@ -238,11 +238,12 @@ def _transformer_in(model: nn.Module) -> PreTrainedModel:
 
 
 def _require_attention_only(model: PreTrainedModel) -> None:
-    """Raise PolyaccelError for models whose tokens meet elsewhere than in attention, or cannot be told their places."""
+    """Raise PolyaccelError for models whose tokens interact elsewhere than in attention, or cannot receive their
+    positions."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise _refusal(model, "it has an encoder and a decoder, whose sequences differ")
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise _refusal(model, "its forward takes no position_ids, so a rank cannot say where its tokens stand")
+        raise _refusal(model, "its forward takes no position_ids, so a rank cannot pass where its tokens stand")
     others = sorted(set(getattr(model.config, "layer_types", None) or ()) - _FULL_ATTENTION)
     if others:
         raise _refusal(model, f"it has layers of the type {', '.join(others)}, which mix tokens without attention")

@@ -25,11 +25,11 @@ from polyaccel.torch.context_parallel.local import (
     OnlineSoftmax,
     Plan,
     Saved,
-    alike,
     backward_pieces,
     default_scale,
     forward_pieces,
     plan_of,
+    promoted,
     require_rows,
     widened,
     zeros_for_gradients,
@@ -150,7 +150,7 @@ def ring_attention(
     scale: float | None = None,
     plans: Sequence[Plan] | None = None,
 ) -> Tensor:
-    """Attention of a sequence that is cut over the ranks of `communicator` as `shares` say, in any order.
+    """Attention of a sequence that is cut over the ranks of `communicator` by `shares`, in any order.
 
     Queries, keys and values are (rows, heads, tokens of the rank, width); there may be fewer key heads than query
     heads. The result is as the queries, with the width of the values. `plans` are what `ring_plans` made of the same
@@ -162,11 +162,11 @@ def ring_attention(
         raise ShardingError(
             f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys of {marks.length} tokens; its share is "
             f"{shares.lengths[rank]} of {shares.total}",
-            hint="cut all tensors as the shares say",
+            hint="cut all tensors by the shares",
             value=shares.lengths,
         )
     scale, width = default_scale(q, scale), v.shape[-1]
-    q, k, v = widened(*alike(q, k, v))
+    q, k, v = widened(*promoted(q, k, v))
     kernel = kernel_for(q)
     found = plans if plans is not None else ring_plans(marks, rule, shares, rank, kernel)
     out: Tensor = _RingAttention.apply(q, k, v, communicator, shares.lengths, found, kernel, scale)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How sequences are cut over ranks, as the config says."""
+"""How the config cuts sequences over ranks."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class HeadShares:
     @classmethod
     def of(cls, query_heads: int, key_heads: int, ranks: int) -> HeadShares:
         """Query heads as evenly as they divide, and the key heads that they attend to. Ranks beyond the number of heads
-        have none. Raises ShardingError where query heads are no multiple of the key heads."""
+        have none. Raises ShardingError where query heads are not a multiple of the key heads."""
         if key_heads < 1 or query_heads % key_heads:
             raise ShardingError(
                 f"{query_heads} query heads cannot share {key_heads} key heads equally",

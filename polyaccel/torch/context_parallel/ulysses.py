@@ -17,7 +17,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.torch.context_parallel.block_mask import AttentionRule, DocumentMask
 from polyaccel.torch.context_parallel.exchange import heads_to_sequence, sequence_to_heads
-from polyaccel.torch.context_parallel.local import alike, local_attention
+from polyaccel.torch.context_parallel.local import local_attention, promoted
 from polyaccel.torch.context_parallel.shares import HeadShares, TokenShares
 
 LocalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,11 +40,11 @@ def exchanged_attention(
         raise ShardingError(f"{k.shape[1]} key heads and {v.shape[1]} value heads", hint="give as many of both")
     if q.shape[2] != lengths[rank] or k.shape[2] != lengths[rank]:
         raise ShardingError(
-            f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys, and says that it has {lengths[rank]} tokens",
+            f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys, and {lengths[rank]} tokens by its shares",
             hint="give every rank's number of tokens in rank order",
             value=tuple(lengths),
         )
-    q, k, v = sequence_to_heads(communicator, (heads.query, heads.key, heads.key), lengths, *alike(q, k, v))
+    q, k, v = sequence_to_heads(communicator, (heads.query, heads.key, heads.key), lengths, *promoted(q, k, v))
     places = heads.key_of_query(rank)
     if places is not None:
         k, v = k[:, places], v[:, places]
@@ -63,7 +63,7 @@ def ulysses_attention(
     shares: TokenShares,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of a sequence that is cut over the ranks of `communicator` as `shares` say, which must be contiguous.
+    """Attention of a sequence that is cut over the ranks of `communicator` by `shares`, which must be contiguous.
 
     Queries, keys and values are (rows, heads, tokens of the rank, width); there may be fewer key heads than query
     heads, and more ranks than heads. The result is as the queries, with the width of the values.

@@ -1,1 +1,1 @@
-"""Parameters whose values are known but not computed: `zero.Init`."""
+"""Parameters whose values are recorded but not computed: `zero.Init`."""

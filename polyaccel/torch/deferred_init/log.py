@@ -5,8 +5,8 @@ Every operation on deferred memory is logged with the place of each argument and
 that it drew from. A value is computed by running again, in their order, exactly the operations on which it depends; so
 it has the bits that the program would have had, however many other tensors were made in between. Because each operation
 names memory and geometry, not tensor objects, views need no log: whatever aliased in the program aliases in the replay.
-The geometry of an output is what the meta device said of it. A device may lay the same output out otherwise (an SVD, an
-FFT, a convolution of channels-last images); the replay then moves its values to where the log expects them.
+The geometry of an output is that of the meta device. A device may lay the same output out otherwise (an SVD, an FFT, a
+convolution of channels-last images); the replay then moves its values to where the log expects them.
 """
 
 from __future__ import annotations
@@ -161,17 +161,17 @@ def _needed(target: FakeStorage) -> list[LoggedCall]:
 
 
 def _storage_as_logged(operation: LoggedCall, place: StridedView, output: Tensor) -> torch.UntypedStorage:
-    """The storage of `output`, if the output lies in it as `place` says, else one that it was copied into."""
+    """The storage of `output`, if the output lies in it as in `place`, else one that it was copied into."""
     if (tuple(output.shape), output.dtype) != (place.shape, place.dtype):
         raise PolyaccelError(
-            f"{operation.function} gave {output.dtype} of shape {tuple(output.shape)} where the meta device said "
+            f"{operation.function} gave {output.dtype} of shape {tuple(output.shape)} where the meta device gave "
             f"{place.dtype} of shape {place.shape}, so it cannot be deferred",
             hint="build the module that calls it outside zero.Init, or under zero.Init(enabled=False)",
             value=str(operation.function),
         )
     storage = output.untyped_storage()
-    is_alike = (output.stride(), output.storage_offset()) == (place.strides, place.offset)
-    if is_alike and storage.nbytes() >= place.memory.nbytes:
+    is_same = (output.stride(), output.storage_offset()) == (place.strides, place.offset)
+    if is_same and storage.nbytes() >= place.memory.nbytes:
         return storage
     storages: dict[FakeStorage, torch.UntypedStorage] = {}
     _view(place, storages).copy_(output)

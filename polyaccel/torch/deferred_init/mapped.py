@@ -1,7 +1,7 @@
-"""Tensors that lie in mapped files: values that nobody has read yet.
+"""Tensors that lie in mapped files: values that are not read yet.
 
-Loaders such as safetensors' map a file instead of reading it, and the system reads a page of it when somebody uses it.
-So a parameter that was loaded and not touched since costs no memory, and who copies a block of it reads that block.
+Loaders like safetensors' map a file instead of reading it, and the system reads a page of it when it is used. So a
+parameter that was loaded and not touched since costs no memory, and who copies a block of it reads that block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class _Mapping(NamedTuple):
 
 
 class MappedFiles:
-    """The files that are mapped into this process, each mapping its own, as Linux tells it now. No files elsewhere."""
+    """The files that are mapped into this process, each mapping its own, as Linux lists them now. No files
+    elsewhere."""
 
     def __init__(self) -> None:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines() if _MAPS.exists() else []
@@ -44,8 +45,8 @@ class MappedFiles:
         return self._mapping_of(tensor) is not None
 
     def description(self, tensor: Tensor) -> list[Any] | None:
-        """What ranks compare to know that they have loaded the same values: the file's name, the place in it, how often
-        the tensor was written to since, and a digest of some of its values. None for a tensor in no file."""
+        """What ranks compare to make sure that they have loaded the same values: the file's name, the place in it, how
+        often the tensor was written to since, and a digest of some of its values. None for a tensor in no file."""
         mapping = self._mapping_of(tensor)
         if mapping is None or not tensor.is_contiguous():
             return None
@@ -56,7 +57,7 @@ class MappedFiles:
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
         storage = tensor.untyped_storage()
-        if storage.device.type != "cpu":  # also that of a tensor without values, which says it is on the CPU
+        if storage.device.type != "cpu":  # also that of a tensor without values, which reports the CPU
             return None
         first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         at = bisect_right(self._starts, first) - 1
@@ -64,7 +65,7 @@ class MappedFiles:
 
 
 def _parsed(line: str) -> _Mapping | None:
-    """The mapping of a line of `/proc/self/maps`; None for one that is no file's, or that others see written to."""
+    """The mapping of a line of `/proc/self/maps`; None for one that is not a file's, or that others see written to."""
     span, access, offset, _, inode, *path = line.split(maxsplit=5)
     if inode == "0" or access[3:4] != "p" or not path or not path[0].startswith("/"):
         return None

@@ -1,4 +1,4 @@
-"""A tensor whose value is known but not computed: it looks like any other, and logs the operations on it.
+"""A tensor whose value is recorded but not computed: it looks like any other, and logs the operations on it.
 
 It answers shape, strides, dtype and device as the real tensor would; inside, a meta tensor follows its geometry. What
 asks for values (`item`, `nonzero`, an operation together with real data) is answered from a replay.
@@ -113,7 +113,7 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
 def put(target: DeferredTensor, real: Tensor) -> None:
     """Make the object `target` a tensor (a parameter if it was one) with the memory of `real`.
 
-    Whoever holds the object sees the new tensor: tied modules, an optimizer. Attributes stay.
+    Every holder of the object has the new tensor: tied modules, an optimizer. Attributes stay.
     """
     _require_no_hooks(target)
     attributes, is_param = own_attributes(target), hasattr(target, "_is_param")
@@ -173,8 +173,8 @@ def run(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], *, c
     """Log the call, or make it on real tensors where only values can answer.
 
     `constructing` is whether new tensors are to be deferred, and real ones constants: so it is inside zero.Init.
-    Outside, what is computed is real, for torch lets nobody see `real.data = deferred` there; only a whole tensor that
-    is cast or copied stays deferred.
+    Outside, what is computed is real, for torch hides `real.data = deferred` there; only a whole tensor that is cast or
+    copied stays deferred.
     """
     tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
     if not any(isinstance(tensor, DeferredTensor) for tensor in tensors):
@@ -319,7 +319,7 @@ def _makes_large(function: OpOverload, args: tuple[Any, ...], named: dict[str, A
     try:
         output = _on_meta(function, args, named)
     except (NotImplementedError, RuntimeError):
-        return False  # the real call says what is wrong
+        return False  # the real call raises what is wrong
     return isinstance(output, Tensor) and output.layout is torch.strided and output.numel() > SMALL_NUMEL
 
 

@@ -1,4 +1,4 @@
-"""Parameters without memory, as the engine meets them: their values, their place, and modules built on meta."""
+"""Parameters without memory, as the engine finds them: their values, their place, and modules built on meta."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_deferred(tensor: Tensor) -> bool:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """The tensor, detached, with its values in memory; of a deferred one, computed in memory of its own."""
+    """The tensor, detached, with its values in memory; of a deferred one, computed in its own memory."""
     return replay(tensor.place) if isinstance(tensor, DeferredTensor) else tensor.detach()
 
 
@@ -61,7 +61,7 @@ def _deferred_in(value: Any) -> Iterator[DeferredTensor]:
 def adopt_meta(model: nn.Module) -> None:
     """Defer what a model built on the meta device has there: the values will be those of `reset_parameters`.
 
-    The modules that own such tensors are reset in the order of `model.modules()`, as if all had memory by then. Raises
+    The modules that own these tensors are reset in the order of `model.modules()`, as if all had memory by then. Raises
     PolyaccelError naming the module and the tensor that this leaves without values.
     """
     names = {module: name for name, module in model.named_modules()}

@@ -12,7 +12,7 @@ log = getLogger(__name__)
 
 
 class ForwardAutocast:
-    """The autocast of an engine's forward passes on a device: of type `dtype` where the config says one, else what is
+    """The autocast of an engine's forward passes on a device: of type `dtype` where the config sets one, else what is
     in force around the call. Where the two differ, it warns once."""
 
     keeps_outer = True
@@ -45,6 +45,6 @@ class ForwardAutocast:
         name = str(outer).removeprefix("torch.")
         hint = f'"torch_autocast": {{"enabled": true, "dtype": "{name}"}} in the config has it from the engine'
         if self._dtype is not None:
-            hint = f"the config says {self._dtype}"
+            hint = f"the config sets {self._dtype}"
         keeps = self._dtype is None and self.keeps_outer
         log.warning("torch.autocast(%s) around forward %s: %s", name, "stays in force" if keeps else "is off", hint)

@@ -18,7 +18,7 @@ from polyaccel.ops.base import LINEAR_WEIGHT_GRAD
 from polyaccel.pipeline.csv_schedule import write_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
 from polyaccel.pipeline.program import TaskTime, spans_of, with_stages
-from polyaccel.pipeline.render import foretold_picture
+from polyaccel.pipeline.render import estimated_picture
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTask
 from polyaccel.torch.data import call_with
 from polyaccel.torch.engine.pipeline_states import StagedStates
@@ -62,7 +62,7 @@ class PipelineEngine(StagedStates):
         self._passes.keeps_own_scale = self._stages > 1
         self._programs = StagePrograms(module, schedule, chunks)
         table = self._programs.table(self.gradient_accumulation_steps())
-        self.monitor.add_picture("pipeline.svg", lambda: foretold_picture(table))
+        self.monitor.add_picture("pipeline.svg", lambda: estimated_picture(table))
         parts = [
             f"chunk {chunk} on stage {stage} with layers {list(part)}"
             for chunk, (stage, part) in enumerate(zip(module.placement, module.parts, strict=True))

@@ -2,8 +2,8 @@
 followed from the operation that makes it to its end.
 
 The pass is torch's own, so what autograd keeps, what blocks compute again and what lives for a moment in backward is
-all there, but for the inside of a kernel. Kernels are chosen as for the CPU. Gradients of parameters are dropped when
-they are whole, as the engine takes them into its buckets; parameters and buffers do not count.
+all there, except for the inside of a kernel. Kernels are chosen as for the CPU. Gradients of parameters are dropped
+when they are whole, as the engine takes them into its buckets; parameters and buffers do not count.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def foretell_activations(
     prepare: Prepare = lambda _: None,
 ) -> tuple[ActivationNeeds, ...]:
     """The needs of a pass of the model that `build` makes on `shape`, (rows, tokens): with all activations kept, with
-    its blocks recomputed, and as `own` says where that is something else. `autocast` names a type, if it is on.
+    its blocks recomputed, and as in `own` where that is something else. `autocast` names a type, if it is on.
 
     Raises PolyaccelError for a model that takes no tokens and labels; ConfigError as `RecomputedBlocks` does, and for a
     limit that recomputing everything does not keep.
@@ -123,7 +123,7 @@ def token_inputs(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
     if not {"input_ids", "labels"} <= set(taken):
         kind = type(model).__name__
         raise PolyaccelError(
-            f"the activations of a {kind} cannot be foretold: it does not take input_ids and labels",
+            f"the activations of a {kind} cannot be estimated: it does not take input_ids and labels",
             hint="leave --sequence-length out, or give the directory of a language model of transformers, whose "
             "config.json names an architecture with a loss",
             value=kind,

@@ -42,10 +42,10 @@ def shape_of_function(path: str, rules: ModuleRules, change: Change = _as_it_is)
 
 
 def model_of_function(path: str, where: str) -> nn.Module:
-    """The model that `module:function` returns when it is called without arguments. `where` says in errors on what
+    """The model that `module:function` returns when it is called without arguments. `where` names in errors the kind of
     tensors.
 
-    The module is looked for in the working directory too. Raises PolyaccelError when it has no such function, when that
+    The module is looked for in the working directory too. Raises PolyaccelError when the function is missing, when that
     fails or returns no module.
     """
     build = _function(path)

@@ -2,7 +2,7 @@
 micro-batch's way through them.
 
 Each chunk is measured alone: what its forward pass keeps and needs for a moment, and its backward pass, whole and in
-two parts. The schedule's table says how many micro-batches of which chunk are there at a time, and so what a stage
+two parts. The schedule's table gives how many micro-batches of which chunk are there at a time, and so what a stage
 needs at most.
 """
 

@@ -16,8 +16,8 @@ from polyaccel.torch.experts.layer import Mixture
 
 def loss_free_balancer(model: nn.Module, ranks: Callable[[], Communicator]) -> Callable[[bool], None] | None:
     """What an engine calls after each update of `model`, with whether parameters changed: biases follow the tokens that
-    experts got since the last call, or, where nothing changed, forget them. Collective over `ranks()`, those with
-    batches, or parts of sequences, of their own. None for a model that has no such biases."""
+    experts got since the last call, or, where nothing changed, forget them. Collective over `ranks()`, those with their
+    own batches or parts of sequences. None for a model without these biases."""
     layers = _with_biases(model)
     if not layers:
         return None
@@ -33,9 +33,9 @@ def loss_free_balancer(model: nn.Module, ranks: Callable[[], Communicator]) -> C
 
 
 def balance_experts(model: nn.Module, group: Communicator | None = None) -> None:
-    """Let the biases of every `Mixture` in `model` follow the tokens that experts got since the last call, on all
-    ranks of `group` (None: all with batches, or parts of sequences, of their own) together. For training without an
-    engine, after each step; every rank calls it. An engine does so itself, and leaves nothing to follow."""
+    """Let the biases of every `Mixture` in `model` follow the tokens that experts got since the last call, on all ranks
+    of `group` (None: all with their own batches or parts of sequences) together. For training without an engine, after
+    each step; every rank calls it. An engine does so itself, and leaves nothing to follow."""
     if layers := _with_biases(model):
         _follow(layers, get_sequence_data_parallel_group() if group is None else group)
 

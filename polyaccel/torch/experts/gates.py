@@ -47,8 +47,8 @@ def softmax_choice(
 
     `normalize` divides a token's weights by their sum: Shazeer et al. 2017 ("Outrageously Large Neural Networks", eq.
     3: a softmax over the kept logits) and Mixtral. Switch Transformers (Fedus et al. 2022, eq. 2) has k = 1 and does
-    not, so None normalizes where k > 1. `by` (tokens, experts) are scores to choose by instead, such as noisy logits.
-    Raises PolyaccelError as `is_normalized` does.
+    not, so None normalizes where k > 1. `by` (tokens, experts) are scores to choose by instead, for example noisy
+    logits. Raises PolyaccelError as `is_normalized` does.
     """
     is_shared = is_normalized(normalize, k)
     scores = torch.softmax(_precise(logits), dim=-1)

@@ -1,4 +1,4 @@
-"""A layer of experts for models of one's own: a router, experts of any kind, and what its gate loses and tells."""
+"""A layer of experts for a user's own models: a router, experts of any kind, and its gate's losses and figures."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Mixture(nn.Module):
             raise PolyaccelError(f"k = {k} of {num_experts} experts", hint=f"use 1 to {num_experts}", value=k)
         if gate == "expert choice" and capacity_factor is None:
             raise PolyaccelError(
-                "experts that choose tokens without a capacity", hint="give capacity_factor, such as 1.0"
+                "experts that choose tokens without a capacity", hint="give capacity_factor, for example 1.0"
             )
         if bias_rate and gate != "sigmoid":
             raise PolyaccelError(f"a bias of the gate {gate!r}", hint='use gate="sigmoid", or bias_rate=0', value=gate)

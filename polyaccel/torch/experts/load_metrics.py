@@ -23,8 +23,8 @@ from polyaccel.torch.experts.models import ExpertParallelExperts, are_experts
 
 class ExpertLoadMetrics:
     """Counts what goes to the experts of every layer of `model`, in training mode, until `release`. What is computed
-    again in backward passes counts once, but for the time and bytes of its exchanges. `ranks` are those with batches,
-    or parts of sequences, of their own."""
+    again in backward passes counts once, except for the time and bytes of its exchanges. `ranks` are those with their
+    own batches or parts of sequences."""
 
     def __init__(self, model: nn.Module, ranks: Communicator) -> None:
         self._ranks = ranks

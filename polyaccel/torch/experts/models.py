@@ -1,9 +1,9 @@
 """Models of transformers whose experts are spread over ranks, each of which has some of every layer's.
 
 The experts of a layer are one module there, with stacks of weights (experts, ...), which is called with tokens, the
-numbers of each token's experts, and their weights. Each rank keeps some of every stack. A token travels to its experts,
-where the module's own forward computes as if the rank's experts were all there are, and each row had chosen one of
-them: whatever a model does within an expert, it goes on doing. The weights are applied where the token is from.
+numbers of each token's experts, and their weights. Each rank keeps some of every stack. A token is dispatched to its
+experts, where the module's own forward computes as if the rank's experts were all there are, and each row had chosen
+one of them: a model's own computation within an expert stays as it is. The weights are applied where the token is from.
 
 [Note: Experts without tokens]
 A backward pass travels too, and all ranks have to, also one whose experts got no token: its outputs hang on its inputs
@@ -97,7 +97,7 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
     rank's values, of which each rank keeps its experts'. On one rank, nothing changes but how they are computed.
     Collective.
 
-    Raises ShardingError for a model without such layers, one with fewer experts than ranks, and where ranks differ.
+    Raises ShardingError for a model without these layers, one with fewer experts than ranks, and where ranks differ.
     """
     found = {name: module for name, module in model.named_modules() if are_experts(module)}
     facts = [(name, type(module).__name__, module.num_experts) for name, module in found.items()]
@@ -128,7 +128,7 @@ def has_experts(model: nn.Module) -> bool:
 
 def cut_expert_shapes(model: nn.Module, ranks: int) -> None:
     """Give the experts of `model` the shapes that they have on the first of `ranks` ranks, which has the most. Only for
-    a model that nobody runs. Raises ShardingError as `spread_experts`."""
+    a model that is not run. Raises ShardingError as `spread_experts`."""
     found = {name: module for name, module in model.named_modules() if are_experts(module)}
     for name, counts in _counts(model, found, ranks).items():
         module = found[name]
@@ -197,7 +197,7 @@ def _spread_class(own: type) -> type:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a layer: stacks of weights and nothing else, and called as such."""
+    """Whether a module is the experts of a layer: stacks of weights and nothing else, and called like them."""
     count = getattr(module, "num_experts", None)
     stacks = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not isinstance(count, int) or not stacks or any(each.shape[:1] != (count,) for each in stacks):

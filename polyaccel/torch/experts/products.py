@@ -1,13 +1,13 @@
 """What experts of transformers make of their rows, by the device's grouped products.
 
 transformers marks modules of experts that it computes in several ways (`use_experts_implementation`): what the stacks
-are called, whether they are transposed, have biases and gates, is said by attributes. Here is one way more. Whatever is
-not plain float32 on the device goes the module's own.
+are called, whether they are transposed, have biases and gates, is in attributes. Here is one way more. Whatever is not
+plain float32 on the device goes the module's own.
 
 [Note: Sums over ranks]
 The gradient of an expert's weights is a sum over all tokens. Were it one product over them all, its bits would depend
-on which rank has the expert. So each rank's tokens give a product of their own, and these are added in the order in
-which the ranks' communicator would have added them, had each rank its own copy of the expert: there and here the same
+on which rank has the expert. So each rank's tokens give their own product, and these are added in the order in which
+the ranks' communicator would have added them, had each rank its own copy of the expert: there and here the same
 additions happen. Divisions by numbers of ranks that are powers of two change no bit either.
 """
 
@@ -62,7 +62,7 @@ def computed(
     module: Any, rows: Tensor, parts: Parts, products: GroupedProducts | None, room: DispatchBuffers | None
 ) -> Tensor | None:
     """What the experts of `module` make of `rows` (rows, features), those of the first expert before those of the
-    second, of each as `parts` says; in `room` where there is one. `module` has one expert's steps as `rowwise` and its
+    second, of each by `parts`; in `room` where there is one. `module` has one expert's steps as `rowwise` and its
     parameters' stacks by `names`, or is one of transformers. None where it has to be left to the module."""
     if products is None:
         return None

@@ -93,7 +93,7 @@ def _read(expert: nn.Module, graph: fx.Graph) -> Rowwise | None:
 
 
 def _meaning(expert: nn.Module, node: fx.Node) -> Callable[..., Any] | str | None:
-    """A step's function, or its linear layer; None for what is no function of single numbers."""
+    """A step's function, or its linear layer; None for what is not a function of single numbers."""
     target: Any = node.target
     if node.op == "call_module":
         module = expert.get_submodule(target)

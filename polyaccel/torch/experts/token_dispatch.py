@@ -115,20 +115,20 @@ def plan_dispatch(
     room = (room or DispatchBuffers(communicator)) if sees_others else None
     if room is None:
         mine = _with_bounds(routing.counts, experts) if bounds else routing.counts.contiguous()
-        told = mine.new_empty(ranks * (own + bounds))
+        their_counts = mine.new_empty(ranks * (own + bounds))
     else:
-        mine, told = room.counts(len(routing.counts), ranks * own)
+        mine, their_counts = room.counts(len(routing.counts), ranks * own)
         mine.copy_(routing.counts)
     wrap = communicator.accelerator.wrap
     communicator.all_to_all(
-        wrap(told),
+        wrap(their_counts),
         wrap(mine),
         counts=[own + bounds] * ranks,
         source_counts=[one + bounds for one in experts],
         max_send_numel=max(experts) + bounds,
         label="tokens of experts",
     )
-    table = told.view(ranks, own + bounds)[:, :own]
+    table = their_counts.view(ranks, own + bounds)[:, :own]
     lines: list[list[int]] = table.tolist() if own else [[] for _ in range(ranks)]
     everywhere: list[int] = routing.counts.tolist()
     return TokenDispatch(
@@ -136,7 +136,7 @@ def plan_dispatch(
         room,
         tuple(sum(everywhere[ends[other] : ends[other + 1]]) for other in range(ranks)),
         tuple(map(sum, lines)),
-        max(told[own :: own + 1].tolist()) if bounds else None,
+        max(their_counts[own :: own + 1].tolist()) if bounds else None,
         _order(table) if room is None else _starts(table),
         tuple(zip(*lines, strict=True)),
         {},

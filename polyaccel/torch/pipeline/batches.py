@@ -16,7 +16,7 @@ Pair = tuple[Any, Any]
 class StageBatches:
     """The micro-batches of a stage: pairs of inputs and labels, of which the stage takes what it `needs`.
 
-    `is_whole`: a micro-batch is no pair, and is the inputs of a model with a loss of its own.
+    `is_whole`: a micro-batch is not a pair, and is the inputs of a model with its own loss.
     """
 
     def __init__(self, needs: tuple[bool, bool], device: torch.device, *, is_whole: bool) -> None:
@@ -53,7 +53,7 @@ class StageBatches:
 
 
 def pair_of(batch: Any) -> Pair:
-    """The inputs and the labels of a micro-batch. Raises PolyaccelError where it is no pair."""
+    """The inputs and the labels of a micro-batch. Raises PolyaccelError where it is not a pair."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise PolyaccelError(

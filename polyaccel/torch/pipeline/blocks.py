@@ -1,7 +1,8 @@
-"""The list of blocks along which a model that nobody wrote for a pipeline is cut, and a small micro-batch to try it on.
+"""The list of blocks along which a model that was not written for a pipeline is cut, and a small micro-batch to try it
+on.
 
-A model says itself which list it is (Hugging Face's plan of a pipeline, `config.base_model_pp_plan`), or it has one
-list of modules that outweighs all others. Lists of one class come before others: they are what is repeated.
+A model names the list itself (Hugging Face's plan of a pipeline, `config.base_model_pp_plan`), or it has one list of
+modules that outweighs all others. Lists of one class come before others: they are what is repeated.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class BlockList:
 
 
 def find_block_list(model: nn.Module) -> BlockList:
-    """The blocks of `model`. Raises PipelineError where there is no such list, or where several could be it."""
+    """The blocks of `model`. Raises PipelineError where there is no list, or where several could be it."""
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        told = " and ".join(_described(*each) for each in _candidates(model, same_class=True)) or "two stacks"
+        described = " and ".join(_described(*each) for each in _candidates(model, same_class=True)) or "two stacks"
         raise PipelineError(
-            f"{kind} cannot be cut into stages: it is an encoder and a decoder ({told}), and every block of the "
+            f"{kind} cannot be cut into stages: it is an encoder and a decoder ({described}), and every block of the "
             "decoder takes what the encoder gives",
             hint="write it as a polyaccel.torch.pipeline.PipelineModule, or shard it by ZeRO",
             value=kind,
@@ -58,10 +59,10 @@ def find_block_list(model: nn.Module) -> BlockList:
             value=kind,
         )
     if len(found) > 1 and _numel(found[1][1]) > _SMALL_SHARE * _numel(found[0][1]):
-        told = " and ".join(_described(*each) for each in found)
+        described = " and ".join(_described(*each) for each in found)
         raise PipelineError(
-            f"{kind} cannot be cut into stages: it has {len(found)} lists of blocks, {told}, and does not say which "
-            "comes after which",
+            f"{kind} cannot be cut into stages: it has {len(found)} lists of blocks, {described}, and does not define "
+            "which comes after which",
             hint="write it as a polyaccel.torch.pipeline.PipelineModule",
             value=kind,
         )
@@ -77,22 +78,22 @@ def find_block_list(model: nn.Module) -> BlockList:
 
 def small_inputs(model: nn.Module) -> Any:
     """A micro-batch with which `model` may be tried: of a few tokens, or of one picture. Raises PipelineError where the
-    model does not say what it takes."""
-    told, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    if told is not None and main == "input_ids":
-        text = told.get_text_config() if hasattr(told, "get_text_config") else told
+    model does not define what it takes."""
+    described, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if described is not None and main == "input_ids":
+        text = described.get_text_config() if hasattr(described, "get_text_config") else described
         length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
         found: Any = {"input_ids": torch.ones(1, length, dtype=torch.long)}
-    elif told is not None and main == "pixel_values" and hasattr(told, "image_size"):
-        size = told.image_size
+    elif described is not None and main == "pixel_values" and hasattr(described, "image_size"):
+        size = described.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        found = {"pixel_values": torch.zeros(1, getattr(told, "num_channels", 3), height, width)}
+        found = {"pixel_values": torch.zeros(1, getattr(described, "num_channels", 3), height, width)}
     else:
         found = getattr(model, "dummy_inputs", None)
     if not isinstance(found, (Mapping, Tensor, tuple, list)):
         kind = type(model).__name__
         raise PipelineError(
-            f"{kind} cannot be cut into stages before it is known what it takes: it has no dummy_inputs",
+            f"{kind} cannot be cut into stages without its inputs: it has no dummy_inputs",
             hint='set them: model.dummy_inputs = {"tokens": torch.zeros(1, 8, dtype=torch.long)}, or the like, is a '
             "small micro-batch",
             value=kind,
@@ -117,8 +118,8 @@ def _candidates(model: nn.Module, *, same_class: bool) -> Iterator[tuple[str, nn
         if not isinstance(module, _LISTS) or any(not outer or name.startswith(f"{outer}.") for outer in inside):
             continue
         count = sum(_numel(child) > 0 for child in module)
-        is_alike = len({type(child) for child in module}) == 1 and count == len(module)
-        if count >= _LEAST_BLOCKS and (is_alike or not same_class):
+        is_uniform = len({type(child) for child in module}) == 1 and count == len(module)
+        if count >= _LEAST_BLOCKS and (is_uniform or not same_class):
             inside.append(name)
             yield name, module
 

@@ -61,7 +61,7 @@ class Chunk:
         self.places = places
         self._spreads = spreads
         self._are_kept: set[int] = set()
-        """The groups of layers that are known to leave their input as it is, by their first layer."""
+        """The groups of layers that were found to leave their input as it is, by their first layer."""
 
     def __call__(self, inputs: Any) -> Any:
         interval, function, classes = self.recomputing

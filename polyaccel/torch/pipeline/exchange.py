@@ -1,6 +1,6 @@
 """What stages send each other: outputs forward, gradients back, by the communicator's own messages.
 
-[Note: What is known of a message]
+[Note: Shapes and types of messages]
 A chunk's output is described when its structure, its types and its shapes are not those of its output before: its
 tensors follow a number, how many numbers of description come first, 0 nearly always. Gradients need none: they are like
 the outputs.
@@ -38,8 +38,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass
 class _Known:
-    """What both sides know of the outputs of a chunk, in training and in evaluation each: how the last were, and
-    whether the next are expected to be alike."""
+    """What both sides have of the outputs of a chunk, in training and in evaluation each: how the last were, and
+    whether the next are expected to be the same."""
 
     structure: bytes | None = None
     shapes: Shapes = ()
@@ -90,21 +90,23 @@ class _Begun:
 
 
 class StageExchange:
-    """Sends and receives tensors between this stage and others; `ranks` are the stages in order. A `label` says in
-    records and errors what a message is. All stages are told alike whether a message is of training (`trains`)."""
+    """Sends and receives tensors between this stage and others; `ranks` are the stages in order. A `label` describes a
+    message in records and errors. `trains` is whether a message is of training, the same on all stages."""
 
     def __init__(self, ranks: Communicator, accelerator: Accelerator, device: torch.device) -> None:
         self._ranks = ranks
         self._accelerator = accelerator
         self._device = device
-        self._told: defaultdict[tuple[int, bool], _Known] = defaultdict(_Known)  # by chunk, which is on one stage
-        self._heard: defaultdict[tuple[int, bool], _Known] = defaultdict(_Known)
+        self._sent_shapes: defaultdict[tuple[int, bool], _Known] = defaultdict(
+            _Known
+        )  # by chunk, which is on one stage
+        self._received_shapes: defaultdict[tuple[int, bool], _Known] = defaultdict(_Known)
         self._begun: dict[StageMessage, _Begun] = {}
         self._sending: deque[tuple[Work, object]] = deque()
 
     def send_outputs(self, message: StageMessage, value: StageValue, label: str, *, trains: bool) -> None:
-        """Send what a chunk gave. Its tensors may be let go of."""
-        known, shapes = self._told[message.chunk, trains], tuple(map(_described, value.tensors))
+        """Send what a chunk gave. Its tensors may be released."""
+        known, shapes = self._sent_shapes[message.chunk, trains], tuple(map(_described, value.tensors))
         if (known.structure, known.shapes) == (value.structure, shapes):
             self._send_numbers(message.target, [0], label)
         else:
@@ -126,7 +128,7 @@ class StageExchange:
         begun.number = self._accelerator.allocate(1, DType.INT64)
         label_of_number = f"shapes of the {label}"
         begun.works.append(self._ranks.recv(begun.number, message.source, async_op=early, label=label_of_number))
-        for one in self._heard[message.chunk, trains].expected:
+        for one in self._received_shapes[message.chunk, trains].expected:
             begun.add(self._ranks, message.source, self._empty(one), label)
 
     def receive_outputs(self, message: StageMessage, label: str, *, trains: bool) -> StageValue:
@@ -134,7 +136,7 @@ class StageExchange:
         training."""
         if message not in self._begun:
             self.begin_outputs(message, label, trains=trains, early=False)
-        begun, known = self._begun.pop(message), self._heard[message.chunk, trains]
+        begun, known = self._begun.pop(message), self._received_shapes[message.chunk, trains]
         assert begun.number is not None  # of outputs there is one
         begun.wait()
         (count,) = _numbers_in(begun.number)
@@ -149,7 +151,7 @@ class StageExchange:
         return StageValue(known.structure, [tensor.requires_grad_(bool(one[1]) and trains) for tensor, one in pairs])
 
     def send_gradients(self, message: StageMessage, gradients: Sequence[Tensor], label: str) -> None:
-        """Send the gradients of those tensors of `receive_outputs` that require one. They may be let go of."""
+        """Send the gradients of those tensors of `receive_outputs` that require one. They may be released."""
         for gradient in gradients:
             self._send(message.target, gradient, label)
 
@@ -177,9 +179,9 @@ class StageExchange:
             self._sending.popleft()[0].wait()
 
     def forget(self) -> None:
-        """Tell and hear types and shapes anew. Every stage calls it."""
-        self._told.clear()
-        self._heard.clear()
+        """Exchange types and shapes again. Every stage calls it."""
+        self._sent_shapes.clear()
+        self._received_shapes.clear()
 
     def _keep(self, work: Work, sent: object) -> None:
         """Keep what is under way until it is sent. What is sent by now may go."""

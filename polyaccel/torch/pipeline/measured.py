@@ -33,10 +33,10 @@ def measured_weights(
 
     Raises PipelineError on every rank where a layer fails, with its name.
     """
-    told: tuple[list[float], str] = ([], "")
+    measured: tuple[list[float], str] = ([], "")
     if ranks.rank == 0:
-        told = _measured(makers, inputs, ranks.accelerator, names, spreads=spreads)
-    seconds, problem = ranks.all_gather_object(told)[0]
+        measured = _measured(makers, inputs, ranks.accelerator, names, spreads=spreads)
+    seconds, problem = ranks.all_gather_object(measured)[0]
     if problem:
         raise PipelineError(problem, hint="let trial_inputs be what the first layer gets from a micro-batch")
     return list(seconds)

@@ -1,4 +1,4 @@
-"""How long each block of a model takes that nobody wrote for a pipeline: a trial step of the whole model on every rank.
+"""Block times of a model that was not written for a pipeline: a trial step of the whole model on every rank.
 
 Every rank runs it, because ranks that share layers exchange in them; the figures of rank 0 are everybody's. What comes
 before the blocks counts to the first of them, what comes after them to the last, as in every other partition.
@@ -31,7 +31,7 @@ def measured_blocks(model: nn.Module, blocks: BlockList, ranks: Communicator) ->
     mode. Collective. The model is as before; while it is tried all of it is on the device, with the activations of one
     micro-batch.
 
-    Raises PipelineError where the model has no such inputs, and on every rank where the trial fails on any.
+    Raises PipelineError where the model lacks the inputs, and on every rank where the trial fails on any.
     """
     kind = type(model).__name__
     inputs = getattr(model, "trial_inputs", None)
@@ -47,15 +47,15 @@ def measured_blocks(model: nn.Module, blocks: BlockList, ranks: Communicator) ->
         found = (_Trial(model, blocks, ranks.accelerator).seconds(inputs), "")
     except Exception as error:
         found = ([], f"{type(error).__name__}: {error}")
-    told = ranks.all_gather_object(found)
-    for rank, (_, problem) in enumerate(told):
+    gathered = ranks.all_gather_object(found)
+    for rank, (_, problem) in enumerate(gathered):
         if problem:
             raise PipelineError(
                 f"the trial step of {kind} fails on rank {rank}: {problem}",
                 hint="let model.trial_inputs be a micro-batch that the model takes",
                 value=rank,
             )
-    return list(told[0][0])
+    return list(gathered[0][0])
 
 
 class _Trial:

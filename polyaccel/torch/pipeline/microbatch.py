@@ -33,17 +33,17 @@ class MicroBatchState:
 
 @dataclass
 class Results:
-    """What the last layers gave: losses, and outputs where somebody wants them, by micro-batch."""
+    """What the last layers gave: losses, and outputs where they are wanted, by micro-batch."""
 
     wants_losses: bool = True
     wants_outputs: bool = False
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     more: list[Mapping[str, Tensor]] = field(default_factory=list)
-    """Of each micro-batch the losses that the model reports beside the one that it trains on."""
+    """Of each micro-batch the losses that the model reports in addition to the one that it trains on."""
 
     def add_loss(self, loss: Any) -> Tensor:
-        """Keep the loss of a micro-batch, which is returned. Raises PolyaccelError where it is no single number."""
+        """Keep the loss of a micro-batch, which is returned. Raises PolyaccelError where it is not a single number."""
         found = loss_of(loss)
         if found.numel() != 1:
             raise PolyaccelError(
@@ -68,7 +68,7 @@ class Results:
 
 
 def mean_of(outputs: Sequence[Any]) -> Any:
-    """The mean of equal outputs of micro-batches, tensor by tensor. Raises PolyaccelError where they are no tensors,
+    """The mean of equal outputs of micro-batches, tensor by tensor. Raises PolyaccelError where they are not tensors,
     or of other shapes."""
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -79,7 +79,7 @@ def mean_of(outputs: Sequence[Any]) -> Any:
         return type(first)(mean_of(each) for each in zip(*outputs, strict=True))
     if first is None:
         return None
-    raise PolyaccelError(f"there is no mean of a {type(first).__name__}", hint=_NO_MEAN, value=first)
+    raise PolyaccelError(f"cannot take the mean of a {type(first).__name__}", hint=_NO_MEAN, value=first)
 
 
 _NO_MEAN = "use reduce_output=None, which gives them one by one"

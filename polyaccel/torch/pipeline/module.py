@@ -103,7 +103,7 @@ class PipelineModule(nn.Module):
     `loss_fn(output, labels)` is computed behind the last layer; without one, that layer's output is the loss.
     `partition_method` and `activation_checkpoint_interval` as in the config's section `pipeline`. `seed_layers` calls
     `seed_fn(base_seed + index)` before layer `index` is built (None: `torch.manual_seed`). `schedule` and `chunks`, as
-    in that section too, say how many chunks of the model each stage has, and which; None and 0 for one a stage.
+    in that section too, set how many chunks of the model each stage has, and which; None and 0 for one a stage.
     `trial_inputs` are the inputs of a micro-batch, for `partition_method="profiled"`.
 
     Raises PipelineError for layers that cannot be dealt to so many stages.
@@ -191,8 +191,8 @@ class PipelineModule(nn.Module):
         return LayerPlace(layer, self._layer_names[layer], self.stage_of(layer))
 
     def get_additional_losses(self) -> Mapping[str, Tensor] | None:
-        """What the last stage reports of a micro-batch beside the loss that it trains on, for subclasses that have
-        some: `PipelineEngine.get_additional_losses` gives the means."""
+        """What the last stage reports of a micro-batch in addition to the loss that it trains on, for subclasses that
+        have some: `PipelineEngine.get_additional_losses` gives the means."""
         return None
 
     def chunk(self, number: int) -> Chunk:
@@ -229,8 +229,10 @@ class PipelineModule(nn.Module):
                 self._add_layer(str(index), layer)
             return layer
         if spec.key not in tied:
-            alike = [at for at, other in enumerate(specs) if isinstance(other, TiedLayerSpec) and other.key == spec.key]
-            holders = tuple(sorted({self.stage_of(at) for at in alike}))
+            same_key = [
+                at for at, other in enumerate(specs) if isinstance(other, TiedLayerSpec) and other.key == spec.key
+            ]
+            holders = tuple(sorted({self.stage_of(at) for at in same_key}))
             module = tied[spec.key] = spec.build()
             self._add_layer(self._name_of(index, specs), module)
             if len(holders) > 1:
@@ -247,7 +249,7 @@ class PipelineModule(nn.Module):
         if self.num_stages > 1 and len(self._chunks) > 1:
             raise PipelineError(
                 f"stage {self.stage} has the chunks {list(self._chunks)} of the model, and none between them",
-                hint="say which: forward(inputs, chunk=N)",
+                hint="choose one: forward(inputs, chunk=N)",
                 value=list(self._chunks),
             )
         for each in self._chunks.values():
@@ -266,7 +268,7 @@ def _place(num_stages: int | None, topology: StageTopology | None) -> tuple[int,
         raise PipelineError(f"{stages} stages", hint="at least 1", value=stages)
     if not is_initialized():
         raise PipelineError(
-            f"a model of {stages} stages before ranks know each other", hint="call polyaccel.init_distributed() first"
+            f"a model of {stages} stages before ranks are connected", hint="call polyaccel.init_distributed() first"
         )
     ranks = default_communicator()
     if topology is not None:
@@ -306,7 +308,7 @@ def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int
     if inputs is None:
         raise PipelineError(
             "partition_method 'measured' needs a trial step",
-            hint="give PipelineModule(..., trial_inputs=inputs of a micro-batch), or a Sequential such an attribute",
+            hint="give PipelineModule(..., trial_inputs=inputs of a micro-batch), or a Sequential that attribute",
             value="profiled",
         )
     makers = [partial(_trial_layer, layer) for layer in layers]
@@ -314,7 +316,7 @@ def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int
 
 
 def _trial_layer(layer: Any) -> tuple[nn.Module | None, Layer]:
-    """The module of a layer, one that nobody else has, and what is called."""
+    """The module of a layer, used by no other layer, and what is called."""
     if isinstance(layer, LayerSpec):
         module = layer.build()
         return module, layer.called(module) if isinstance(layer, TiedLayerSpec) else module

@@ -41,7 +41,7 @@ class StagedModule(Protocol):
 
 def names_by_chunk(model: nn.Module, names: Iterable[str], module: StagedModule) -> dict[int, set[str]] | None:
     """The parameters of `names` that each chunk of this stage may give gradients to; None where there is but one chunk.
-    A parameter of which `model` says nothing is every chunk's."""
+    A parameter that `model` does not assign is every chunk's."""
     chunks = [chunk for chunk, stage in enumerate(module.placement) if stage == module.stage]
     if len(chunks) == 1:
         return None

@@ -1,12 +1,13 @@
-"""A model that nobody wrote for a pipeline, of which a stage has some blocks: its own forward pass runs on every stage.
+"""A model that was not written for a pipeline, of which a stage has some blocks: its own forward pass runs on every
+stage.
 
 [Note: One forward pass on every stage]
-Every stage calls the whole model with the micro-batch's own inputs. So what blocks are given beside the values of the
-block before (masks, positions, rotary embeddings, flags) is computed where it is needed, by the model itself, and never
-sent; and nothing must be known of how the model calls its blocks. In the places of blocks that are elsewhere stand
-modules without parameters: those before the stage's first block give what the stage before has sent, in the very
-structure in which its last block gave it, and the first one behind the stage's last block ends the pass. What the model
-computes before its blocks is computed on every stage: beside the blocks that is little.
+Every stage calls the whole model with the micro-batch's own inputs. So what blocks are given in addition to the values
+of the block before (masks, positions, rotary embeddings, flags) is computed where it is needed, by the model itself,
+and never sent; whatever way the model calls its blocks. In the places of blocks that are elsewhere stand modules
+without parameters: those before the stage's first block give what the stage before has sent, in the very structure in
+which its last block gave it, and the first one behind the stage's last block ends the pass. What the model computes
+before its blocks is computed on every stage: that is little compared with the blocks.
 
 [Note: What stands in]
 Where a parameter belongs to another stage, a tensor of its shape stands in for it, all of whose elements are one: NaN.
@@ -43,7 +44,7 @@ class StageModule:
 
     `placement` is the stage of each chunk, in the order in which a micro-batch passes them. `partition_method` as in
     the config's section `pipeline`: the first block weighs as much as it and what comes before, the last as it and what
-    comes after. `weigh` says for "profiled" what the blocks of a model weigh; `numels` how many elements a rank will
+    comes after. `weigh` gives for "profiled" what the blocks of a model weigh; `numels` how many elements a rank will
     have of each parameter, where those are not its own. Raises PipelineError for a model that cannot be cut, naming the
     place.
     """
@@ -118,7 +119,7 @@ class StageModule:
             self._pass = None
 
     def forward(self, original: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """The model's forward pass, as `run` says. Raises PolyaccelError outside of it, and PipelineError where the
+        """The model's forward pass, inside of `run`. Raises PolyaccelError outside of it, and PipelineError where the
         blocks of this stage are not called once each and in order."""
         current = self._pass
         if current is None:
@@ -187,12 +188,12 @@ class StageModule:
         finally:
             self._list._modules.update(absent)
 
-    def _weights(self, trial: ModelTrace, method: str, told: Mapping[str, int]) -> list[float]:
+    def _weights(self, trial: ModelTrace, method: str, sizes: Mapping[str, int]) -> list[float]:
         last = len(self.names) - 1
         numels = [0] * len(self.names)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for parameter, parts in trial.users.items():
-            numel = told.get(names[parameter], parameter.numel()) if parameter.requires_grad else 0
+            numel = sizes.get(names[parameter], parameter.numel()) if parameter.requires_grad else 0
             for block in {min(part, last) for part in parts}:
                 numels[block] += numel
         kinds = [type(block).__name__ for block in self._list.children()]
@@ -248,7 +249,7 @@ class StageModule:
                 module._non_persistent_buffers_set.update(module._buffers)
 
     def _let_go_of_blocks(self) -> None:
-        """Take other stages' blocks out, and hear what this stage's give."""
+        """Take other stages' blocks out, and record what this stage's give."""
         keys = list(self._list._modules)
         for index, other in enumerate(self._others):
             if index in self._own:

@@ -91,10 +91,10 @@ class TiedWeights:
         self._sending.clear()
 
     def agree_on_types(self) -> None:
-        """Let holders know the type in which parameters are held. Every stage calls it."""
+        """Send holders the type in which parameters are held. Every stage calls it."""
         own = {str(one.dtype) for one in self._module.parameters() if one.is_floating_point()}
-        told = sorted({name for names in self._ranks.all_gather_object(sorted(own)) for name in names})
-        self._dtype = getattr(torch, told[0].removeprefix("torch.")) if len(told) == 1 else None
+        gathered = sorted({name for names in self._ranks.all_gather_object(sorted(own)) for name in names})
+        self._dtype = getattr(torch, gathered[0].removeprefix("torch.")) if len(gathered) == 1 else None
 
     def _owned(self) -> Iterator[tuple[TiedModule, tuple[int, ...]]]:
         for tie in self._module.ties.values():

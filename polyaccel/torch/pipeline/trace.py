@@ -3,7 +3,7 @@
 [Note: Parts of a forward pass]
 With n blocks a forward pass has n + 1 parts: part i goes from what block i - 1 gave to what block i gives, so part 0
 has all that comes before the first block, and part n all that comes after the last. In the trial what a block gives is
-cut off: a leaf of autograd's graph goes on in its place. Behind the outputs of a part, that graph then has as leaves
+cut off: a leaf of autograd's graph continues in its place. Behind the outputs of a part, that graph then has as leaves
 the parameters that the part uses, wherever in the model they stand, and what the block before gave. Hence parameters
 are found that several parts use (tied words, positions that every block is given), and so is a value that reaches a
 part past the block before it, which a stage could not have.
@@ -85,7 +85,7 @@ def trace_model(model: nn.Module, blocks: BlockList) -> ModelTrace:
             raise
         except Exception as error:
             raise PipelineError(
-                f"{kind} cannot be cut into stages: it was tried on {_shown(tree_leaves(inputs))} and said "
+                f"{kind} cannot be cut into stages: it was tried on {_shown(tree_leaves(inputs))} and raised "
                 f"{type(error).__name__}: {error}",
                 hint="give the model dummy_inputs, a small micro-batch that it takes",
                 value=kind,
@@ -226,7 +226,7 @@ def other_parameters(model: nn.Module, device: torch.device | None = None) -> It
 
 
 def _twin(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    # Zeros that nobody writes are memory that the system need not find.
+    # Zeros that are not written are memory that the system need not find.
     values = torch.zeros(parameter.shape, dtype=parameter.dtype) if is_deferred(parameter) else parameter.detach()
     values = values if device is None else values.to(device)
     return nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
@@ -293,5 +293,5 @@ def _side_path(kind: str, blocks: BlockList, before: int, part: int) -> Pipeline
 
 
 def _shown(leaves: Sequence[Any]) -> str:
-    told = [f"a tensor of {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-    return "(" + ", ".join(told) + ")"
+    described = [f"a tensor of {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return "(" + ", ".join(described) + ")"

@@ -2,9 +2,9 @@
 
 [Note: Structures]
 A structure is the JSON of a tree in which tensors are numbers of their places, so reading one runs no code of its
-sender. A tree may name a class: a named tuple, a dataclass (transformers' outputs are such), an enum, one of torch's
-own tuples. It is looked up among the modules that are imported, and its fields are set: no constructor runs. A tensor
-that stands in several places is one tensor on the next stage too, so its gradients add up as in one stage.
+sender. A tree may name a class: a named tuple, a dataclass (like transformers' outputs), an enum, one of torch's own
+tuples. It is looked up among the modules that are imported, and its fields are set: no constructor runs. A tensor that
+stands in several places is one tensor on the next stage too, so its gradients add up as in one stage.
 
 [Note: Layers that change their input]
 What a stage receives is a leaf of autograd's graph, which no layer may change in place. A layer gets an alias of it
@@ -115,7 +115,7 @@ def copy_of(value: Any, *, clones: bool) -> Any:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory with a graph behind it. `data` is no view, so that a change in place is allowed."""
+    """The same memory with a graph behind it. `data` is not a view, so that a change in place is allowed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether a communicator sends such tensors."""
+    """Whether a communicator sends tensors of this kind."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
         return False
     if tensor.is_complex() or not (type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter)):

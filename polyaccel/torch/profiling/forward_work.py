@@ -48,7 +48,7 @@ class ForwardWork:
         specs: Sequence[ParamSpec],
         units: Collection[str],
     ) -> None:
-        """`specs` are the parameters of `module` as they are whole, `units` the names of modules that traces tell."""
+        """`specs` are the parameters of `module` as they are whole, `units` the names of modules in traces."""
         self._module, self._units = module, units
         self._trace = recorder.trace
         if self._trace is not None:
@@ -125,7 +125,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def product_speed(accelerator: Accelerator) -> float:
-    """Operations a second of large float32 products, or of bfloat16 where `accelerator` is a device of its own."""
+    """Operations a second of large float32 products, or of bfloat16 where `accelerator` is a separate device."""
     device = torch_device_of(accelerator)
     return measured_peak(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
 

@@ -141,7 +141,7 @@ _LIGHT = re.compile("upsample|check_errors|to_sparse|_prepack|fftshift|fftfreq|c
 
 
 def is_uncounted(operation: Any) -> bool:
-    """Whether an op without a formula may do much: ops of libraries, of which nothing is known, and some of torch's."""
+    """Whether an op without a formula may do much: unknown ops of libraries, and some of torch's."""
     packet: str = getattr(operation, "_qualified_op_name", "") or str(getattr(operation, "__name__", operation))
     space, _, name = packet.rpartition("::")
     if space in ("aten", "prims"):
@@ -176,13 +176,13 @@ _counting: list[CountingMode] = []
 
 
 def count_operations(operations: int) -> None:
-    """Tell those who count of operations that torch's dispatcher does not see, because they are no op of torch's."""
+    """Report operations to the counters that torch's dispatcher does not see, because they are not ops of torch's."""
     for each in _counting:
         each.total += operations
 
 
 class CountingMode(TorchDispatchMode):
-    """Counts the operations of what runs inside, in `total`, and what `count_operations` is told meanwhile.
+    """Counts the operations of what runs inside, in `total`, and what `count_operations` receives meanwhile.
 
     `uncounted` are the ops that ran and have no formula, although they may do much.
     """

@@ -27,15 +27,15 @@ class _Sums:
 class ModuleProfiler:
     """Counts and times the forward passes of a module and of all modules inside it, between `start` and `stop`.
 
-    Times are the device's where it has a queue of its own: events at both ends, which nobody waits for before the
-    profile is asked for. A module that is inside twice is told under its first name, with all its calls.
+    Times are the device's where it has its own queue: events at both ends, which are not waited for before the profile
+    is asked for. A module that is inside twice is listed under its first name, with all its calls.
     """
 
     def __init__(
         self, module: nn.Module, numels: Mapping[str, int] | None = None, ignored: tuple[type[nn.Module], ...] = ()
     ) -> None:
         """`numels` are the sizes of parameters by name; None: as they are in the module. Modules of the classes
-        `ignored` are not told apart: what they do is their parents'."""
+        `ignored` are not listed: what they do is their parents'."""
         self._module = module
         named = dict(module.named_parameters())
         self._numels = {name: one.numel() for name, one in named.items()} if numels is None else dict(numels)
@@ -134,7 +134,7 @@ def profile_module(
 
 
 def _marker(device: torch.device) -> Callable[[], Any]:
-    """What marks a moment on `device`: an event where it has such, else the host's clock."""
+    """What marks a moment on `device`: an event where it has them, else the host's clock."""
     if device.type in ("cpu", "meta"):
         return perf_counter
 

@@ -15,9 +15,9 @@ from polyaccel.observability.traces.recorder import RunTrace
 
 @contextmanager
 def unit_spans(module: nn.Module, units: Collection[str], trace: RunTrace) -> Iterator[None]:
-    """Tell `trace` of the forward passes of the modules named `units` that run inside, and of the backward passes that
-    follow: from the first gradient of an output to that of an input, which a unit may lack; then its backward ends with
-    the whole one."""
+    """Record in `trace` the forward passes of the modules named `units` that run inside, and of the backward passes
+    that follow: from the first gradient of an output to that of an input, which a unit may lack; then its backward ends
+    with the whole one."""
     names = {one: name for name, one in module.named_modules() if name in units}
     begun: dict[nn.Module, float] = {}
     handles: list[Any] = []

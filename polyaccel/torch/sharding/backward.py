@@ -1,11 +1,11 @@
-"""The backward passes of an engine: one object begins and ends each, and says what its gradients are multiplied with.
+"""The backward passes of an engine: one object begins and ends each, and sets what its gradients are multiplied with.
 
 [Note: Passes]
 `TorchEngine.backward` begins a pass before it runs autograd and ends it after. When a user calls `loss.backward()`
 instead, the first sign of it (the gradient of an output of the engine, of a sharded module, or of a parameter) begins
 the pass, and a callback that autograd runs when the whole backward is done ends it. Begun at an output, that callback
 belongs to the outermost backward, so reentrant checkpointing, which runs backwards inside the backward, ends nothing
-early. Should a pass end early all the same, what comes after is late or a pass of its own: slower, never wrong.
+early. Should a pass end early all the same, what comes after is late or its own pass: slower, never wrong.
 
 [Note: Factors]
 A gradient is multiplied with 1 / accumulation steps and with the loss scale, and divided by the number of ranks. In a
@@ -51,7 +51,7 @@ class LaterProduct(Protocol):
         ...
 
     def write(self, place: Buffer, adds: bool) -> None:
-        """Write the weight's gradient to its place, as `GradientWriter` says."""
+        """Write the weight's gradient to its place, as a `GradientWriter`."""
         ...
 
     def write_bias(self, place: Buffer, adds: bool) -> None:
@@ -62,7 +62,7 @@ class LaterProduct(Protocol):
 class BackwardRunner:
     """Begins and ends the backward passes of an engine, and hands their gradients to its step.
 
-    `attach` says which step and which parameters; before that, and after `release`, no backward is noticed. See
+    `attach` sets which step and which parameters; before that, and after `release`, no backward is noticed. See
     [Note: Passes] and [Note: Factors].
     """
 
@@ -72,7 +72,7 @@ class BackwardRunner:
         self.reduce = True
         """Whether passes reduce their gradients; False inside `no_sync`."""
         self.is_last: bool | None = None
-        """Whether passes of the engine's own end the accumulation; None where that is for the micro-batches to say."""
+        """Whether passes of the engine's own end the accumulation; None where the micro-batches decide it."""
         self.keeps_own_scale = False
         """Whether passes of the engine's own have its loss scale, whatever other engines they reach."""
         self.hides_scaled_gradients = False
@@ -100,7 +100,7 @@ class BackwardRunner:
 
     def attach(self, step: ZeroEngine, trained: Mapping[str, nn.Parameter], on_end: Callable[[bool], None]) -> None:
         """From now on hand the gradients of `trained`, by name, to `step`; `on_end` is called when a pass is over,
-        before its last reductions are launched, and told whether it came to its end."""
+        before its last reductions are launched, with whether it came to its end."""
         self._step, self._on_end = step, on_end
         self._names = {parameter: fqn for fqn, parameter in trained.items()}
         for fqn, parameter in trained.items():

@@ -1,4 +1,4 @@
-"""Buffers of another type than the parameters beside them: what to say where torch refuses to compute with both."""
+"""Buffers of another type than the parameters next to them: the error where torch refuses to compute with both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyaccel.errors import PolyaccelError
 @contextmanager
 def explaining_buffer_types(model: nn.Module) -> Iterator[None]:
     """Raise PolyaccelError in place of torch's refusal of two types in a module of `model` that has 16-bit parameters
-    beside it and buffers of another type. The error names the buffers; its value is the first name."""
+    next to it and buffers of another type. The error names the buffers; its value is the first name."""
     try:
         yield
     except RuntimeError as error:

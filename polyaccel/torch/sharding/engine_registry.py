@@ -285,7 +285,7 @@ class EngineParameters:
     """Gives the engine, while it is there."""
 
     def release(self) -> None:
-        """Let the parameters have their values in memory of their own."""
+        """Let the parameters have their values in separate memory."""
 
     @property
     def engine_name(self) -> str:
@@ -306,7 +306,7 @@ class EngineParameters:
         if self.taken_by:
             raise ShardingError(
                 f"{self.engine_name} has handed its parameters over to {self.taken_by}",
-                hint="go on with that engine, or call polyaccel.initialize again for this one's model",
+                hint="continue with that engine, or call polyaccel.initialize again for this one's model",
                 value=self.taken_by,
             )
 
@@ -314,7 +314,7 @@ class EngineParameters:
 def load(model: nn.Module) -> None:
     """Let engines that hold parameters of `model` hand them over to a new one. Collective where they are sharded.
 
-    Raises ShardingError where such an engine has other parameters too, and `model` as well.
+    Raises ShardingError where that engine has other parameters too, and `model` as well.
     """
     parameters = list(model.parameters())
     owners: dict[ParameterOwner, int] = {}

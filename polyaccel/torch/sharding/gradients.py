@@ -4,9 +4,9 @@
 Gradients leave their parameters as they appear and are reduced in buckets. `parameter.grad` shows what has become of
 them after the backward pass: a view of the reduced bucket where this rank has all of it (stage 0, and one rank at every
 stage), a `ShardedGradient` where it has a slice. Both stand on the memory that the update reads, so what is written
-there counts, in the norm and in the check for overflow too. Nothing is computed for it until somebody asks. A
-gradient that is not reduced yet, of an accumulation that goes on or inside a backward pass, is refused by name where
-there are several ranks: it is this rank's own sum, and neither its norm nor its value is the gradient's.
+there counts, in the norm and in the check for overflow too. Nothing is computed for it until it is read. A gradient
+that is not reduced yet, of an accumulation that continues or inside a backward pass, is refused by name where there are
+several ranks: it is this rank's own sum, and neither its norm nor its value is the gradient's.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class GradientAccess:
                 self._has_warned = True
                 _log.warning(
                     "%s.grad is None while gradients are multiplied with the loss scale: what a script does to it "
-                    "has no effect, such as clipping; set gradient_clipping in the config; said once", fqn,
+                    "has no effect, for example clipping; set gradient_clipping in the config; logged once", fqn,
                 )  # fmt: skip
             return None
         self._require_unscaled(fqn, "read")
@@ -152,7 +152,7 @@ class GradientAccess:
             return None  # no rank had one
         shown = self._shown.get(fqn)
         if shown is None or shown[0].data_ptr() != values.data_ptr():
-            gradient = values.view(parameter.shape).data  # with a version counter of its own
+            gradient = values.view(parameter.shape).data  # with its own version counter
             self._shown[fqn] = shown = (gradient, gradient._version)
         return shown[0]
 

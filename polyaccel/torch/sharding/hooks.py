@@ -8,17 +8,17 @@ A *site* is a module and the buckets that it needs: a unit with all its paramete
 with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
 
 [Note: Backward]
-The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
-around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
-when another begins. What gradients arrive, and when, has no say in it: ranks that run the same modules shall report the
-same uses in the same order, or they gather for each other what nobody needs. A site whose calls have all run backward
+The gradient of a site's output means that its backward begins: the buckets are held, and every site that is neither
+around it nor inside is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
+when another begins. Which gradients arrive, and when, does not matter: ranks that run the same modules shall report the
+same uses in the same order, or they gather for each other what is not needed. A site whose calls have all run backward
 will see no more gradients, so the reductions of its buckets are launched then. Should an order of events be stranger
 than that, a weight is gathered because autograd asks for it (see [Note: What autograd saves]), and a gradient is late:
 slower, never wrong.
 
 [Note: Transforms]
-`torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without buckets of
-its own puts none in force, and its forward may call them. What is gathered inside a transform, or where no hooks are in
+`torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without its own
+buckets puts none in force, and its forward may call them. What is gathered inside a transform, or where no hooks are in
 force, stays whole until the backward pass ends.
 """
 
@@ -94,8 +94,8 @@ class Call:
     has_entered: bool = False
     """Its backward has begun."""
     is_apart: bool = False
-    """All that it can use is gathered already, by `GatheredParameters` say, if it is an outermost call: each rank may
-    run it as often as it likes."""
+    """All that it can use is gathered already, for example by `GatheredParameters`, if it is an outermost call: each
+    rank may run it as often as it likes."""
     learns: bool = False
     """It is part of a training step, if it is an outermost call: the course of the next one has what it uses."""
     outside: BaseException | None = None
@@ -258,7 +258,7 @@ class UnshardHooks:
 
     @property
     def _is_outermost(self) -> bool:
-        """Whether no call is under way, nor a backward pass, which may run calls anew."""
+        """Whether no call is under way, nor a backward pass, which may run calls again."""
         return not self._calls and not self._step.in_backward and not self._in_backward
 
     def _inside(self, site: HookedModule) -> Iterable[int]:
@@ -268,7 +268,8 @@ class UnshardHooks:
         )
 
     def _end_forward(self, call: Call) -> None:
-        """An outermost call is over. If it raised, other ranks may not have come so far, and nobody is waited for."""
+        """An outermost call is over. If it raised, other ranks may not have come so far, and they are not waited
+        for."""
         if sys.exc_info()[1] is not call.outside:
             self._uses.abandon()
         else:

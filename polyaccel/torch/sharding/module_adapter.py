@@ -182,7 +182,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             set_configured_leaves(self.module, ())
 
     def _give_back(self) -> None:
-        """Let each parameter have its values in memory of its own. Collective where they are sharded."""
+        """Let each parameter have its values in separate memory. Collective where they are sharded."""
         if self._step is None:
             return
         self._step.params.gathering.close()
@@ -313,12 +313,12 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self.step.adopt_changes()
 
     def adopt_here(self, fqn: str) -> None:
-        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before
-        somebody looks at its states. Whether all ranks wrote the same, the next update sees."""
+        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before its
+        states are read. The next update sees whether all ranks wrote the same."""
         step = self.step
         place, _ = step.params.locate(fqn)
-        beside = [slot.param.fqn for slot in place.bucket.slots if place.shared is not None] or [fqn]
-        for name in beside:
+        together = [slot.param.fqn for slot in place.bucket.slots if place.shared is not None] or [fqn]
+        for name in together:
             if self._owned.homes[name].is_whole and step.params.differs(name):
                 step.params.adopt(name)
 
@@ -370,7 +370,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             raise ShardingError(f"{self.away} are offloaded", hint="call engine.reload_states() first", value=self.away)
 
     def suspend(self) -> None:
-        """Parameters are about to be offloaded: whoever needs one is told."""
+        """Parameters are about to be offloaded: a use of one raises."""
         self.step.params.gathering.suspend()
         for fqn in self._specs:
             self._hide(fqn)

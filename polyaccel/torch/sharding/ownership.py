@@ -1,6 +1,6 @@
-"""Which engine owns a parameter, and whether the parameter still has the values that its engine knows.
+"""Which engine owns a parameter, and whether the parameter still has the values that its engine has.
 
-`record_of` is the way from a parameter that a user holds to its engine. Homes are kept beside the parameters, not on
+`record_of` is the way from a parameter that a user holds to its engine. Homes are kept next to the parameters, not on
 them, so that parameters pickle and copy like any other.
 """
 
@@ -86,8 +86,8 @@ class ParameterOwner(Protocol):
         """Take over what users wrote into parameters since the last update. Collective."""
 
     def adopt_here(self, fqn: str) -> None:
-        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before
-        somebody looks at its states. Whether all ranks wrote the same, the next update sees."""
+        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before its
+        states are read. The next update sees whether all ranks wrote the same."""
 
     def on_update(self) -> None:
         """The parameters have new values: graphs built on the old ones must not be used any more."""
@@ -97,9 +97,9 @@ class ParameterOwner(Protocol):
 class ParamRecord:
     """Where a parameter's values live, and which adapter owns it.
 
-    `version` is its version counter when its values were last those that the engine knows, and `is_handed_out` says
-    that users may write to it without raising that ([Note: Memory that was handed out]). `is_whole` is False while it
-    is sharded: then its tensor is `placeholder`, without values, and `kind` is the class that it will have again.
+    `version` is its version counter when its values were last those that the engine has, and `is_handed_out` is whether
+    users may write to it without raising that ([Note: Memory that was handed out]). `is_whole` is False while it is
+    sharded: then its tensor is `placeholder`, without values, and `kind` is the class that it will have again.
     `openings` counts the `GatheredParameters` that it is open in. `memory` is the address of the buffer that it stands
     in for good, 0 for a sharded one.
     """
@@ -135,7 +135,7 @@ def bind(parameter: Tensor, values: Tensor) -> None:
 
 
 def has_changed(parameter: nn.Parameter) -> bool:
-    """Whether somebody wrote to `parameter` since its version was noted."""
+    """Return whether `parameter` was written to since its version was noted."""
     home = record_of(parameter)
     return home is not None and parameter._version != home.version
 
@@ -147,7 +147,7 @@ def is_handed_out(parameter: nn.Parameter) -> bool:
 
 
 def note_version(parameter: nn.Parameter) -> None:
-    """The values of `parameter` are known to its engine now."""
+    """Note that the engine has the present values of `parameter`."""
     home = record_of(parameter)
     if home is not None:
         home.version = parameter._version
@@ -163,7 +163,7 @@ def _require_own_memory(parameter: nn.Parameter, home: ParamRecord) -> None:
     if home.memory and parameter.untyped_storage().data_ptr() != home.memory:
         raise ShardingError(
             f"parameter {home.fqn!r} was given other memory than its engine's (parameter.set_, or a library that "
-            "lays weights out anew)",
+            "lays weights out again)",
             hint="write the values into the memory that is there: parameter.copy_(values) under torch.no_grad()",
             value=home.fqn,
         )
@@ -194,7 +194,7 @@ class OwnedParameters:
         self._seen_by_engine: set[int] = set()
         """The memory of which the engine itself sees what users write there, by its address."""
         self._references: dict[int, int] = {}
-        """How many tensors stood on each piece of memory when nobody had been given any."""
+        """How many tensors stood on each piece of memory when none had been handed out."""
         self._module = module
         self._parts = list(module.modules())  # kept, so that no new object has the address of an old one
         self._members = self._addresses()
@@ -210,8 +210,9 @@ class OwnedParameters:
         return [(self.by_name[fqn], home) for fqn, home in self.homes.items() if home.is_whole]
 
     def begin(self, shared: Iterable[str]) -> None:
-        """The parameters stand in the buffers of their engine now, and nobody else has seen those yet. In the memory of
-        `shared`, and of those beside them, the engine itself sees what is written."""
+        """The parameters stand in the buffers of their engine now, and nothing else refers to those yet. In the memory
+        of
+        `shared`, and of those next to them, the engine itself sees what is written."""
         self._seen_by_engine = {self.by_name[fqn].untyped_storage().data_ptr() for fqn in shared}
         self._members_of = {}
         for parameter, home in self.whole():
@@ -221,8 +222,8 @@ class OwnedParameters:
         self._count_references()
 
     def before_freed(self, fqn: str, *, differs: Callable[[], bool]) -> None:
-        """A gathered parameter is about to lose its values: remember if somebody wrote to them. `differs` says whether
-        they are others than this rank's slice has."""
+        """A gathered parameter is about to lose its values: remember if they were written to. `differs` is whether they
+        are others than this rank's slice has."""
         home = self.homes[fqn]
         if home.is_whole and (home.version != self.by_name[fqn]._version or (home.is_handed_out and differs())):
             self._changed_in_passing.append(fqn)
@@ -237,9 +238,8 @@ class OwnedParameters:
         self._count_references()
 
     def changed(self, known: Collection[str]) -> list[str]:
-        """The whole parameters that users may have written to since their values were last known to the engine, except
-        those that are open in a `GatheredParameters`, which looks after them. `known` are those of which the engine saw
-        it by itself.
+        """The whole parameters that users may have written to since the engine last had their values, except those that
+        are open in a `GatheredParameters`, which looks after them. `known` are those that the engine saw by itself.
 
         Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost, and if the module
         has another parameter in the place of one.
@@ -261,7 +261,7 @@ class OwnedParameters:
         return found
 
     def on_adopted(self, names: Iterable[str]) -> None:
-        """The engine knows the values of these parameters. Those whose memory somebody still holds stay marked."""
+        """The engine has the values of these parameters. Those whose memory is still held elsewhere stay marked."""
         for fqn in names:
             parameter, home = self.by_name[fqn], self.homes[fqn]
             home.version = parameter._version
@@ -276,7 +276,7 @@ class OwnedParameters:
                 self._references[memory] = _references(first)
 
     def _require_not_replaced(self) -> None:
-        """Raise ShardingError where the module has a new parameter under the name of one that the engine knows."""
+        """Raise ShardingError where the module has a new parameter under the name of one that the engine has."""
         for fqn, _ in self._added():
             if fqn in self.by_name:
                 raise ShardingError(

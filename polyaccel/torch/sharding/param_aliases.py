@@ -2,8 +2,8 @@
 
 [Note: Memory that was handed out]
 An in-place operation on a parameter, or on a view of it, raises its version counter. What is written through `p.data`
-or a numpy array does not. So a parameter of an engine is marked when it gives such an alias away (`ParamRecord`), and
-before the next update its values are looked at. The mark stays for as long as somebody holds memory of its bucket.
+or a numpy array does not. So a parameter of an engine is marked when it gives an alias away (`ParamRecord`), and
+before the next update its values are looked at. The mark stays for as long as memory of its bucket is held elsewhere.
 
 `p.data = values` would cut the parameter off from the engine's memory. It copies the values there instead.
 

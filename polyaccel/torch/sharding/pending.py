@@ -1,11 +1,11 @@
 """A parameter while the gather of its updated values is under way: the first use of it waits for them.
 
 [Note: Values that are still arriving]
-With `overlap_param_gather` a step returns before the other ranks' slices are here. Until somebody looks, a parameter's
+With `overlap_param_gather` a step returns before the other ranks' slices are here. Until it is used, a parameter's
 class is `PendingParameter`, so that the first operation on it, wherever that stands, waits for its bucket. Hooks on
 modules would not do: `nn.MultiheadAttention` reads its output projection's weight without calling that module, and so
-does everybody who calls `state_dict` on the module or uses a weight in a function. Waiting is local, because the
-collective was launched by all ranks before.
+does `state_dict` on the module, or a function that uses a weight. Waiting is local, because the collective was launched
+by all ranks before.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ run that use sharded parameters, saved tensors that lie in gathered buffers are 
 and found again when the backward asks for them; should the bucket not be whole at that time, that gathers it. Tensors
 of other kinds go to the hooks that were in force before, so activation checkpointing and `save_on_cpu` keep working
 inside. Where no hooks may be (inside `torch.func.grad` and its like), there are no notes, and autograd keeps the
-parameter itself: whoever gathers must leave it whole then.
+parameter itself: a gathered parameter must stay whole then.
 """
 
 from __future__ import annotations

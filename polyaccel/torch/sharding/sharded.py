@@ -3,8 +3,8 @@
 [Note: A parameter without values]
 A sharded parameter keeps its shape, type and device; its storage is empty. Its class is `ShardedParameter` for that
 time, so that an operation on it comes here first. Inside a forward or backward pass the parameter is gathered on
-demand, which every rank does alike. Outside, one rank alone might ask, and a collective would hang; so it is an error
-that names the hint.
+demand, which every rank does in the same way. Outside, one rank alone might ask, and a collective would hang; so it is
+an error that names the hint.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def require_unsharded(module: nn.Module) -> None:
             )
 
 
-_ORPHANED = ("is lost: its engine is gone", "keep the engine, or call engine.destroy() before letting go of it")
+_ORPHANED = ("is lost: its engine is gone", "keep the engine, or call engine.destroy() before dropping it")
 
 
 def _home(parameter: nn.Parameter) -> ParamRecord:

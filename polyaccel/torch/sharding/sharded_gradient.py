@@ -1,11 +1,11 @@
 """A gradient of which every rank has a slice, as user code sees it.
 
 [Note: What a slice can answer]
-Operations that treat every element alike and change the gradient in place (`mul_`, `clamp_`, `add_` of a tensor of the
-parameter's shape, `zero_`) are done on the slice; done on all ranks alike they are done to the whole. Norms are sums
-over all ranks, one small exchange for all parameters at once, so every rank must ask. That is all that
+Operations that treat every element in the same way and change the gradient in place (`mul_`, `clamp_`, `add_` of a
+tensor of the parameter's shape, `zero_`) are done on the slice; done on all ranks they are done to the whole. Norms are
+sums over all ranks, one small exchange for all parameters at once, so every rank must ask. That is all that
 `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` need. Anything else is refused by name: a slice would answer for
-itself, and nobody would notice.
+itself, without notice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LocalPart:
         return whole.expand(self.shape).reshape(-1)[self.start : self.start + self.values.numel()]
 
     def require_of(self, fqn: str) -> None:
-        """Raise ShardingError unless this is of parameter `fqn`: slices of two parameters do not lie alike."""
+        """Raise ShardingError unless this is of parameter `fqn`: slices of two parameters lie at different places."""
         if fqn != self.fqn:
             raise ShardingError(
                 f"sharded gradients of {self.fqn!r} and {fqn!r} were combined, which are cut differently",

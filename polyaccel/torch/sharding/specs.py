@@ -1,4 +1,4 @@
-"""A module's parameters as the layout knows them: names, shapes, types and optimizer groups, without values. And the
+"""A module's parameters as the layout has them: names, shapes, types and optimizer groups, without values. And the
 element types of its buffers."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parameter_specs(
         dtypes: dict[nn.Parameter, DType] = {}
     else:
         dtypes = {parameter: param_dtype for parameter in params.values() if parameter.is_floating_point()}
-        dtypes.update(_beside_statistics(module))
+        dtypes.update(_params_with_statistics(module))
     return {
         fqn: ParamSpec(
             fqn,
@@ -106,8 +106,8 @@ def _extent(parameter: nn.Parameter) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
 
 
-def _beside_statistics(module: nn.Module) -> dict[nn.Parameter, DType]:
-    """The types of parameters that stand beside running statistics."""
+def _params_with_statistics(module: nn.Module) -> dict[nn.Parameter, DType]:
+    """The types of parameters that stand next to running statistics."""
     return {
         parameter: dtype_of(part.running_mean.dtype)
         for part in module.modules()

@@ -1,14 +1,14 @@
 """Which block of a global tensor a parameter is, where a module was cut over ranks.
 
-A module that holds a part of what the whole model has says so itself, in an attribute `parallel_cuts`: a `TensorShard`
-for each of its own parameters that is a block. Its other parameters are whole, and equal on all ranks. The names of
+A module that holds a part of what the whole model has declares it in an attribute `parallel_cuts`: a `TensorShard` for
+each of its own parameters that is a block. Its other parameters are whole, and equal on all ranks. The names of
 parameters are those of the model before it was cut, so that checkpoints of both have the same names.
 
 [Note: Means over ranks]
 Whatever a mesh has for axes, the engine takes the mean of a parameter's gradients over all ranks that hold the same
-elements of it, and nothing else. So whoever cuts a module sees to it that each rank hands over the whole gradient of
-its own loss: a sum over ranks that compute parts of one loss belongs into the module's backward pass. Where ranks that
-hold the same elements have parts of a gradient, the module multiplies each part with their number.
+elements of it, and nothing else. So code that cuts a module has to make sure that each rank hands over the whole
+gradient of its own loss: a sum over ranks that compute parts of one loss belongs into the module's backward pass. Where
+ranks that hold the same elements have parts of a gradient, the module multiplies each part with their number.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Blocks:
 
 
 def local_slice(whole: Tensor, block: Block) -> Tensor:
-    """The block of `whole`, in memory of its own."""
+    """The block of `whole`, in separate memory."""
     for dim, runs in enumerate(block.runs):
         if runs != ((0, block.shape[dim]),):
             parts = [whole.narrow(dim, start, length) for start, length in runs]

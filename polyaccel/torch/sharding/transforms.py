@@ -39,15 +39,15 @@ def explaining_refusal(model: nn.Module) -> Iterator[None]:
         if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):
             raise
         raise ShardingError(
-            "torch.func.grad, vjp, jacrev or hessian was called in the forward of a module that has sharded parameters "
-            "of its own, or inside a unit, and does not work there",
+            "torch.func.grad, vjp, jacrev or hessian was called in the forward of a module that has sharded "
+            "parameters itself, or inside a unit, and does not work there",
             hint="call it in a module whose parameters all belong to its parts (above the units), or use "
             "torch.autograd.grad(..., create_graph=True), or stage 2",
         ) from error
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """The plain tensor inside the wrappers of transforms, which autograd's own graph knows."""
+    """The plain tensor inside the wrappers of transforms, which autograd's own graph has."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor

@@ -32,7 +32,7 @@ def vocabulary_cross_entropy(
     """The replicated loss of `torch.nn.functional.cross_entropy`.
 
     `logits` (..., this rank's part) is of a vocabulary of which rank r has `sizes[r]` words, in order; `targets` (...)
-    are words of the whole vocabulary, alike on all ranks. Raises ShardingError for shapes that do not fit.
+    are words of the whole vocabulary, the same on all ranks. Raises ShardingError for shapes that do not fit.
     """
     if logits.shape[:-1] != targets.shape or logits.dim() < 1 or logits.shape[-1] != sizes[ranks.rank]:
         raise ShardingError(

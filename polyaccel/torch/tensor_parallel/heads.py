@@ -1,9 +1,9 @@
 """Which attention heads each rank has. Integers only.
 
-Where there are at least as many key heads as ranks, the key heads are cut, and each rank has the queries of its own.
-Where there are fewer, the queries are cut, and each rank computes the keys that its queries need from weights that are
-whole: a key head that two ranks need belongs to neither. The queries of a rank that go with different numbers to its
-keys get a key each.
+Where there are at least as many key heads as ranks, the key heads are cut, and each rank has its own queries. Where
+there are fewer, the queries are cut, and each rank computes the keys that its queries need from weights that are whole:
+a key head that two ranks need belongs to neither. The queries of a rank that go with different numbers to its keys get
+a key each.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class ShardSpec:
 
 
 class SharedModule(nn.Module):
-    """A module whose `share` says how the ranks share it."""
+    """A module whose `share` defines how the ranks share it."""
 
     share: ShardSpec
 
@@ -171,8 +171,8 @@ class FeatureEmbedding(nn.Embedding):
 
 
 class SharedWeights(SharedModule):
-    """A module with whole weights `share.names` that each rank uses on features of its own, such as a norm of heads, or
-    on tokens of its own, where it has a share of them."""
+    """A module with whole weights `share.names` that each rank uses on its own features, for example a norm of heads,
+    or on its own tokens, where it has a share of them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own gives, with weights whose gradients are added up over the ranks."""
@@ -198,7 +198,7 @@ class SharedWeights(SharedModule):
 
 
 class HeadBiases(SharedModule):
-    """Attention that gets biases of all heads in some of its arguments `share.names`, and takes those of its own heads.
+    """Attention that gets biases of all heads in some of its arguments `share.names`, and takes those of its heads.
     They are (batch, heads, queries, keys), or with batch and heads as one dimension."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ class SharedExperts(SharedWeights):
 
 
 class SharedTail(SharedModule):
-    """A whole layer the last `share.rows` of whose outputs each rank uses on heads of its own, such as the rotary keys
+    """A whole layer the last `share.rows` of whose outputs each rank uses on its own heads, for example the rotary keys
     that all heads of latent attention have in common."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

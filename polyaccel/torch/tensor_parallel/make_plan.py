@@ -1,9 +1,9 @@
 """Choose a sharding plan: the user's specs first, then the model's `tp_plan`, then a heuristic on its structure.
 
 [Note: Structure before styles]
-A style says that a layer is cut by columns, and not where: between heads, inside the parts of a fused layer, between
+A style defines that a layer is cut by columns, and not where: between heads, inside the parts of a fused layer, between
 the key heads that several queries share. So where the structure shows a region whose layers are all wished to be cut,
-the region says how; only what no region covers is cut evenly, as its style says.
+the region defines how; only what no region covers is cut evenly, by its style.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyaccel.torch.tensor_parallel.plan import (
     CutModule,
     CutPlan,
     RunsOfRanks,
-    beside,
+    concatenated,
     even_runs,
     lengths,
     shifted,
@@ -50,8 +50,8 @@ def make_plan(
 ) -> CutPlan:
     """How to cut `model` over `ranks` ranks; it may be on the meta device.
 
-    `specs` come first; with `use_defaults` follows what the model says of itself, or the structure where it says
-    nothing. Without `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. With
+    `specs` come first; with `use_defaults` follows the model's own plan, or the structure where it has none. Without
+    `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. With
     `share_tokens` ranks share the tokens between the layers too. Raises ShardingError, naming the module, for a model
     that cannot be cut.
     """
@@ -64,7 +64,7 @@ def make_plan(
         output = output_layer(model)
         found = [structure.modules.get(name) for name in own]
         if all(each is output or isinstance(each, nn.Embedding) for each in found):
-            own = {}  # a plan for words alone says nothing of the layers
+            own = {}  # a plan for words alone does not cover the layers
         source = "the model's own tp_plan" if own else "by structure"
         wished = {**own, **named} if own else None
     chosen = _Chosen(model, structure, ranks)
@@ -78,7 +78,7 @@ def make_plan(
         chosen.add_styled(wished)
     if not chosen.modules:
         raise ShardingError(
-            f"nothing of {type(model).__name__} can be cut: neither has it a tp_plan, nor layers that are known as "
+            f"nothing of {type(model).__name__} can be cut: neither has it a tp_plan, nor layers recognised as "
             "attention or feed-forward",
             hint="name its layers in tensor_parallel.partition_config.layer_specs: patterns, and column or row",
             value=type(model).__name__,
@@ -91,7 +91,7 @@ def make_plan(
 
 def _loss_sizes(model: nn.Module, structure: Structure, plan: CutPlan) -> tuple[int, ...]:
     """Each rank's words. Raises ShardingError for a model whose output layer is not cut, or that computes its loss
-    where nobody can exchange it."""
+    where it cannot be exchanged."""
     key = "tensor_parallel.vocab_parallel_lm_head"
     output = next((m for m in plan.modules if structure.modules[m.name] is output_layer(model)), None)
     if output is None or getattr(model, "loss_type", None) != "ForCausalLM":
@@ -126,7 +126,7 @@ def plan_by(model: nn.Module, ranks: int, rules: CutRules) -> CutPlan:
 def _is_wished(
     region: CutRegion, wished: Mapping[str, ParallelStyle] | None, named: Mapping[str, ParallelStyle]
 ) -> bool:
-    """Whether a region is to be cut as it shows: all of it is wished, and nobody says of which sections."""
+    """Whether a region is to be cut as it shows: all of it is wished, and its sections are not set."""
     if any(
         len(named[layer].sections) > 1 or named[layer].style == "whole" for layer in region.layers if layer in named
     ):
@@ -158,7 +158,7 @@ class _Chosen:
         self._heads += heads
 
     def add_styled(self, wished: Mapping[str, ParallelStyle]) -> None:
-        """What no region covers, as its style says."""
+        """What no region covers, by its style."""
         by_parent: dict[str, list[str]] = {}
         for name, wish in wished.items():
             is_done = name in self.modules or name not in self._structure.modules or wish.style == "whole"
@@ -171,7 +171,7 @@ class _Chosen:
         for name, wish in wished.items():
             if wish.style == "experts" and name not in self.modules and name in self._structure.modules:
                 raise ShardingError(
-                    f"the experts {name} are no plain stacks of gate_up_proj and down_proj",
+                    f"the experts {name} are not plain stacks of gate_up_proj and down_proj",
                     hint="leave them whole: tensor_parallel.partition_config with use_default_specs false",
                     value=name,
                 )
@@ -190,7 +190,7 @@ class _Chosen:
             runs = even_runs(layer.embedding_dim, self._ranks)
             return CutModule(name, "features", {"weight": (1, runs)}, sizes=lengths(runs))
         if not is_linear(layer):
-            raise _unknown(name, f"a {type(layer).__name__} is no plain linear layer")
+            raise _unknown(name, f"a {type(layer).__name__} is not a plain linear layer")
         width = inputs_of(layer) if wish.style == "row" else outputs_of(layer)
         runs = self._runs(name, width, wish, heads)
         if wish.style == "row":
@@ -212,10 +212,10 @@ class _Chosen:
                 raise _unknown(name, f"{self._ranks} tensor ranks cannot share {units} heads or features")
             pieces.append(shifted(even_runs(units, self._ranks, unit=length // units), first))
             first += length
-        return beside(*pieces)
+        return concatenated(*pieces)
 
     def _heads_of(self, parent: str, names: Sequence[str], wished: Mapping[str, ParallelStyle]) -> int:
-        """The heads of an attention module whose layers are cut as their styles say; 0 for any other module."""
+        """The heads of an attention module whose layers are cut by their styles; 0 for any other module."""
         module = self._structure.modules.get(parent)
         cut = [wished[name] for name in names if wished[name].style in ("column", "row")]
         is_whole = all(wish.is_gathered or wish.is_split for wish in cut)
@@ -231,7 +231,7 @@ class _Chosen:
         return heads
 
     def add_words(self, wished: Mapping[str, ParallelStyle] | None, gather_logits: bool) -> None:
-        """Embeddings and output layers, by words: all that share a weight alike."""
+        """Embeddings and output layers, by words: all that share a weight in the same way."""
         words = self._input_words()
         for parameter, owners in self._owners().items():
             modules = {name: self._structure.modules[name] for name in owners}
@@ -294,6 +294,6 @@ def _length(parameter: nn.Parameter | None) -> int:
 def _unknown(name: str, why: str) -> ShardingError:
     return ShardingError(
         f"{name} cannot be cut: {why}",
-        hint="leave it out, or say how: tensor_parallel.partition_config.layer_specs",
+        hint="leave it out, or define it: tensor_parallel.partition_config.layer_specs",
         value=name,
     )

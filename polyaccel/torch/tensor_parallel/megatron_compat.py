@@ -23,12 +23,12 @@ def mesh_sizes(mesh_param: Any, mpu: Any) -> dict[str, int]:
     """Ranks along each axis that `mesh_param`, (data, sequence), or `mpu` states. Raises ConfigError for both, and for
     something else."""
     if mesh_param is not None and mpu is not None:
-        raise ConfigError([Problem("mesh_param", mesh_param, "is given beside mpu", "pass one of the two")])
+        raise ConfigError([Problem("mesh_param", mesh_param, "is given together with mpu", "pass one of the two")])
     if mesh_param is not None:
         is_pair = isinstance(mesh_param, Sequence) and len(mesh_param) == 2
         if not is_pair or not all(isinstance(size, int) and size > 0 for size in mesh_param):
             expected = "should be (data-parallel ranks, sequence-parallel ranks)"
-            raise ConfigError([Problem("mesh_param", mesh_param, expected, "pass two numbers, such as (4, 2)")])
+            raise ConfigError([Problem("mesh_param", mesh_param, expected, "pass two numbers, for example (4, 2)")])
         return {"data": mesh_param[0], "sequence": mesh_param[1]}
     sizes = {axis: size for axis in ("tensor", "sequence") if (size := _asked(mpu, axis, "world_size")) is not None}
     pipe = getattr(mpu, "get_pipeline_model_parallel_world_size", None) or getattr(
@@ -71,7 +71,7 @@ def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> None:
             if getattr(parameter, "partition_stride", 1) != 1:
                 raise ShardingError(
                     f"{path}.{name} is cut with partition_stride {parameter.partition_stride}",
-                    hint="say its block in the module's parallel_cuts (polyaccel.torch.sharding.tensor_shard)",
+                    hint="set its block in the module's parallel_cuts (polyaccel.torch.sharding.tensor_shard)",
                     value=path,
                 )
             dim, shape = parameter.partition_dim, list(parameter.shape)
@@ -83,7 +83,7 @@ def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> None:
 
 
 def _asked(mpu: Any, axis: str, what: str) -> Any:
-    """What `mpu` says of an axis; None where it says nothing."""
+    """The size that `mpu` has for an axis; None where it has none."""
     for pattern in _GETTERS[axis]:
         getter = getattr(mpu, pattern.format(what), None)
         if getter is not None:

@@ -20,7 +20,7 @@ DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "wo", "dense_4h_to_h", "w2", "li
 AFTER_ATTENTION = ("LayerNorm",)
 """A norm in a module of attention that comes after its output."""
 ATTENTION_OUTSIDE = ("output", "dense")
-"""Where BERT and its family have the output of attention, beside the module of its queries."""
+"""Where BERT and its family have the output of attention, next to the module of its queries."""
 UP_APART = ("intermediate", "dense")
 DOWN_APART = ("output", "dense")
 

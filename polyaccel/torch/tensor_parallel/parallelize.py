@@ -1,4 +1,4 @@
-"""Cutting a model in place: each rank keeps its blocks, modules get the classes that share, heads are counted anew."""
+"""Cutting a model in place: each rank keeps its blocks, modules get the classes that share, heads are counted again."""
 
 from __future__ import annotations
 
@@ -52,13 +52,12 @@ _KINDS: dict[str, type] = {
 
 
 def parallelize_module(model: nn.Module, communicator: Communicator, plan: CutPlan) -> None:
-    """Cut `model` as `plan` says, in place, for this rank of `communicator`: blocks of the first rank's values.
-    Collective.
+    """Cut `model` by `plan`, in place, for this rank of `communicator`: blocks of the first rank's values. Collective.
 
-    Parameters stay the objects that they are and get memory of their own, of the block's size. Of values that every
-    rank has in the same mapped file, as `from_pretrained` leaves them, each reads its block and no other. Where
-    parameters are on the meta device, so are the blocks; what zero.Init has deferred is computed weight by weight.
-    Raises ShardingError where the ranks' plans differ, or the model is not the plan's.
+    Parameters stay the objects that they are and get separate memory, of the block's size. Of values that every rank
+    has in the same mapped file, as `from_pretrained` leaves them, each reads its block and no other. Where parameters
+    are on the meta device, so are the blocks; what zero.Init has deferred is computed weight by weight. Raises
+    ShardingError where the ranks' plans differ, or the model is not the plan's.
     """
     ranks = TensorRanks(communicator)
     _check(model, ranks, plan)
@@ -112,7 +111,7 @@ def parallelize_module(model: nn.Module, communicator: Communicator, plan: CutPl
 
 
 class WholeValues:
-    """The values of `parameters`, by full name, alike on all `ranks`. Making it is collective.
+    """The values of `parameters`, by full name, the same on all `ranks`. Making it is collective.
 
     What every rank has at the same place of the same mapped file stays there, so that only what is taken of it is read.
     """
@@ -121,8 +120,10 @@ class WholeValues:
         self._ranks = ranks
         self._files = MappedFiles()
         described = {name: self._files.description(each) for name, each in parameters.items() if not is_deferred(each)}
-        told = ranks.communicator.all_gather_object({name: said for name, said in described.items() if said})
-        self._in_files = {name for name, said in told[0].items() if all(each.get(name) == said for each in told)}
+        gathered = ranks.communicator.all_gather_object({name: said for name, said in described.items() if said})
+        self._in_files = {
+            name for name, said in gathered[0].items() if all(each.get(name) == said for each in gathered)
+        }
         self._others = [name for name in parameters if name not in self._in_files]
 
     def of(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -155,7 +156,7 @@ def _share(module: CutModule, ranks: TensorRanks, regions: Regions) -> ShardSpec
 
 
 def _share_tokens(modules: Mapping[str, nn.Module], plan: TokenPlan, share: ShardSpec, stream: TokenStream) -> None:
-    """Let blocks and regions know what passes between them, and the modules in between that they have parts of it."""
+    """Set in blocks and regions what passes between them, and in the modules in between that they have parts of it."""
     for name, weights in plan.weights.items():
         shared_as(modules[name], SharedWeights, replace(share, names=weights))
     for name in plan.regions:
@@ -168,7 +169,7 @@ def _share_tokens(modules: Mapping[str, nn.Module], plan: TokenPlan, share: Shar
 def _cut_parameter(
     module: nn.Module, path: str, name: str, block: Block, cut: dict[nn.Parameter, Block], values: WholeValues
 ) -> None:
-    """Give a parameter its block of the first rank's values, in memory of its own. What was cut by another of its names
+    """Give a parameter its block of the first rank's values, in separate memory. What was cut by another of its names
     stays."""
     parameter = module._parameters[name]
     assert parameter is not None
@@ -225,8 +226,8 @@ def _check(model: nn.Module, ranks: TensorRanks, plan: CutPlan) -> None:
 
 
 class _Seen:
-    """A config as an attention module sees it that has heads of its own. What is not about them goes through, both
-    ways, to the config that it stands for."""
+    """A config as an attention module with its own heads sees it. What is not about them goes through, both ways, to
+    the config that it stands for."""
 
     def __getattribute__(self, name: str) -> Any:
         numbers: Mapping[str, Any] = object.__getattribute__(self, "_numbers")

@@ -1,4 +1,5 @@
-"""What will be cut, and how: values that follow from a model's structure and the number of ranks, alike on all ranks.
+"""What will be cut, and how: values that follow from a model's structure and the number of ranks, the same on all
+ranks.
 
 A plan holds no tensors. It is shown as a table before training, and `polyaccel.torch.tensor_parallel.parallelize`
 carries it out.
@@ -137,7 +138,7 @@ def feature_runs(count: int, ranks: int) -> RunsOfRanks:
     return even_runs(count // unit, ranks, unit=unit)
 
 
-def beside(*fused: RunsOfRanks) -> RunsOfRanks:
+def concatenated(*fused: RunsOfRanks) -> RunsOfRanks:
     """What each rank has of several parts of one dimension, one after another."""
     return tuple(tuple(run for runs in one_rank for run in runs) for one_rank in zip(*fused, strict=True))
 

@@ -3,7 +3,7 @@
 [Note: One exchange for one input]
 Layers cut by columns that read one input (query, key and value; gate and up) each find a part of its gradient. The
 first of them gives the input on to the next ones, so that in the backward pass it comes last, has the sum of their
-parts, adds its own and lets the ranks add theirs: one exchange instead of three. That goes on while the first layer's
+parts, adds its own and lets the ranks add theirs: one exchange instead of three. That continues while the first layer's
 weight gradient is computed.
 """
 

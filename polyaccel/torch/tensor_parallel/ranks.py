@@ -44,8 +44,8 @@ class MatrixProducts(Protocol):
 class TensorRanks:
     """The ranks of `communicator`, which hold blocks of the same weights; `rank` is this one's place among them.
 
-    Tensors that are exchanged are on the ranks' device. All ranks call the same methods in the same order. A model
-    and its copies share one such object.
+    Tensors that are exchanged are on the ranks' device. All ranks call the same methods in the same order. A model and
+    its copies share one object.
     """
 
     def __init__(self, communicator: Communicator) -> None:

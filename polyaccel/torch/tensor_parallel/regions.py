@@ -1,11 +1,11 @@
-"""Random numbers inside of cut regions: other ones on every rank, while everywhere else all ranks draw alike.
+"""Random numbers inside of cut regions: other ones on every rank, while everywhere else all ranks draw the same.
 
 [Note: Derived, not kept]
-From the output of a column layer to the input of the row layer behind it each rank has features of its own, and dropout
+From the output of a column layer to the input of the row layer behind it each rank has its own features, and dropout
 there must differ. For that long the default generator of the device gets a state that follows from the one it had and
-from the rank; then it gets back what it had, moved on if the region drew. There is no second state to keep: whoever
-sets the default generator (a checkpoint, the recomputation of activations) has set the region's numbers too, and where
-a region draws nothing, all others are those of one rank.
+from the rank; then it gets back what it had, moved on if the region drew. There is no second state to keep: setting the
+default generator (a checkpoint, the recomputation of activations) sets the region's numbers too, and where a region
+draws nothing, all others are those of one rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Regions:
 
     @host_values()
     def leave(self) -> None:
-        """What follows is alike on all ranks. Nothing happens outside of regions."""
+        """What follows is the same on all ranks. Nothing happens outside of regions."""
         device, self._device = self._device, None
         if device is None:
             return
@@ -64,7 +64,7 @@ class Regions:
 @host_values()
 def sync_rng(ranks: TensorRanks) -> None:
     """Give the default generators of the host and of the ranks' device the state that the first rank's have, as what is
-    whole on every rank has to be drawn alike. Collective."""
+    whole on every rank has to be drawn equally. Collective."""
     for device in sorted({torch_device_of(ranks.communicator.accelerator), torch.device("cpu")}, key=str):
         random = _random_of(device)
         states = ranks.communicator.all_gather_object(random.get_rng_state().numpy().tobytes())

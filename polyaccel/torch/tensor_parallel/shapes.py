@@ -20,7 +20,7 @@ def shared_by(ranks: int, rules: CutRules) -> Callable[[nn.Module], None]:
 
 def cut_shapes(model: nn.Module, plan: CutPlan) -> None:
     """Give the parameters of `model` the shapes that they have on the first rank, which has the most where blocks are
-    uneven. Only for a model that nobody runs."""
+    uneven. Only for a model that is not run."""
     modules, blocks = dict(model.named_modules()), dict[nn.Parameter, Block]()
     for each in plan.modules:
         for name in each.cuts:

@@ -19,7 +19,7 @@ from polyaccel.torch.tensor_parallel.plan import (
     CutHeads,
     CutModule,
     RunsOfRanks,
-    beside,
+    concatenated,
     feature_runs,
     lengths,
     scaled,
@@ -115,8 +115,8 @@ class Structure:
             return None
         out = self._child(name, names.ATTENTION_OUT)
         if out is None and "." in name:
-            beside_it = _join(name.rpartition(".")[0], *names.ATTENTION_OUTSIDE)
-            out = beside_it if self.linear(beside_it) is not None else None
+            sibling = _join(name.rpartition(".")[0], *names.ATTENTION_OUTSIDE)
+            out = sibling if self.linear(sibling) is not None else None
         if out is None:
             return None
         width = inputs_of(self.modules[out])
@@ -130,7 +130,7 @@ class Structure:
         parts = cut_heads(queries, keys, self.ranks, name)
         found = list(self._projections(parts, size, queries, keys, fused, interleaved, query, key, value))
         found.append(row(out, self.modules[out], parts.query_runs(size)))
-        extra = self._beside_heads(name, module, parts, size, queries, [each.name for each in found])
+        extra = self._head_extras(name, module, parts, size, queries, [each.name for each in found])
         if extra is None:
             return None
         heads = CutHeads(
@@ -176,7 +176,7 @@ class Structure:
                 pieces = [q, *(shifted(each, queries * size) for each in pieces)]
             else:
                 yield column(query, self.modules[query], q)
-            runs = beside(*pieces)
+            runs = concatenated(*pieces)
             make = column if parts.are_keys_cut else column_of_whole
             yield make(fused, self.modules[fused], runs)
             return
@@ -187,10 +187,10 @@ class Structure:
             make = column if parts.are_keys_cut else column_of_whole
             yield make(each, self.modules[each], k)
 
-    def _beside_heads(
+    def _head_extras(
         self, name: str, module: nn.Module, parts: HeadParts, size: int, queries: int, layers: Sequence[str]
     ) -> list[CutModule] | None:
-        """What else of an attention module works on heads; None where something does of which nobody knows how."""
+        """What else of an attention module works on heads; None where something does in an unknown way."""
         runs = parts.query_runs(1)
         found = []
         if biases := self._biases(module):
@@ -244,7 +244,7 @@ class Structure:
         runs = feature_runs(width, self.ranks)
         wide = [outputs_of(self.modules[up]) for up in ups]
         if wide == [2 * width]:
-            of_ups = beside(runs, shifted(runs, width))
+            of_ups = concatenated(runs, shifted(runs, width))
         elif set(wide) == {width}:
             of_ups = runs
         else:
@@ -267,7 +267,7 @@ class Structure:
         if up.shape[of_up] != 2 * width:
             return None
         is_fused = getattr(module, "is_concatenated", True)
-        of_both = beside(runs, shifted(runs, width)) if is_fused else scaled(runs, 2)
+        of_both = concatenated(runs, shifted(runs, width)) if is_fused else scaled(runs, 2)
         cuts = {"gate_up_proj": (of_up, of_both), "down_proj": (of_down, runs)}
         if "gate_up_proj_bias" in biases:
             cuts["gate_up_proj_bias"] = (1, of_both)
@@ -313,7 +313,7 @@ class Structure:
 
 
 def query_heads(source: Any) -> int | None:
-    """How many heads a module or a config says that there are."""
+    """How many heads a module or a config has."""
     for name in names.QUERY_HEADS:
         heads = getattr(source, name, None)
         if isinstance(heads, int) and heads > 0:
@@ -322,7 +322,7 @@ def query_heads(source: Any) -> int | None:
 
 
 def _config_numbers(config: Any, parts: HeadParts) -> dict[str, tuple[int, ...]]:
-    """What an attention module that asks its config for numbers of heads is to be told."""
+    """The numbers of heads for an attention module that asks its config."""
     found: dict[str, tuple[int, ...]] = {}
     for known, counts in ((names.QUERY_HEADS, parts.query_counts), (names.KEY_HEADS, parts.key_counts)):
         found |= {name: counts for name in known if isinstance(getattr(config, name, None), int)}

@@ -1,4 +1,4 @@
-"""What is to be cut of a model, as others say it: Hugging Face's plans, DeepSpeed's layer specs."""
+"""What is to be cut of a model, in others' formats: Hugging Face's plans, DeepSpeed's layer specs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ParallelStyle:
 @dataclass(frozen=True)
 class LayerRule:
     """DeepSpeed's `layer_specs`: modules whose weights' names match one of `patterns`, cut by columns or rows or not at
-    all. `shape` are the lengths of the weight's dimensions as a fused layer has them, such as (3, -1) or
-    ((4096, 1024, 1024), -1), and `partition_dim` the dimension that is cut."""
+    all. `shape` are the lengths of the weight's dimensions as a fused layer has them, for example (3, -1) or ((4096,
+    1024, 1024), -1), and `partition_dim` the dimension that is cut."""
 
     patterns: tuple[str, ...]
     partition_type: Literal["column", "row", "skip"] = "column"
@@ -42,8 +42,8 @@ class LayerRule:
 
 
 def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]) -> dict[str, ParallelStyle]:
-    """What the first spec that matches says of each linear layer and embedding. Raises ShardingError for patterns of a
-    spec that match none."""
+    """The first spec that matches each linear layer and embedding. Raises ShardingError for patterns of a spec that
+    match none."""
     found: dict[str, ParallelStyle] = {}
     used: set[LayerRule] = set()
     for name, module in modules.items():
@@ -58,7 +58,7 @@ def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]
         if spec not in used:
             raise ShardingError(
                 f"no layer of the model matches {list(spec.patterns)}",
-                hint="tensor_parallel.partition_config.layer_specs: patterns match names such as "
+                hint="tensor_parallel.partition_config.layer_specs: patterns match names like "
                 f"{next(iter(_weights(modules)), 'layer.weight')!r} from their beginning",
                 value=spec.patterns,
             )
@@ -66,8 +66,8 @@ def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]
 
 
 def wishes_of_hugging_face(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, ParallelStyle]:
-    """What `model` says of itself: its `_tp_plan`, or that of its config. Empty where it says nothing. Raises
-    ShardingError for a style that is not known."""
+    """The model's own plan: its `_tp_plan`, or that of its config. Empty where it has none. Raises ShardingError for an
+    unknown style."""
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if not plan:
         plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
@@ -80,7 +80,7 @@ def wishes_of_hugging_face(model: nn.Module, modules: Mapping[str, nn.Module]) -
         if style not in _STYLES:
             raise ShardingError(
                 f"the plan of {type(model).__name__} wants {name} cut as {style!r}, which polyaccel does not do",
-                hint="say how by tensor_parallel.partition_config with use_default_specs false",
+                hint="define it by tensor_parallel.partition_config with use_default_specs false",
                 value=style,
             )
         found[name] = _STYLES[style]
@@ -121,7 +121,7 @@ def _wish_of_spec(spec: LayerRule, shape: Sequence[int]) -> ParallelStyle:
         lengths = (shape[dim] // parts,) * parts
     if lengths is None or sum(lengths) != shape[dim]:
         raise ShardingError(
-            f"a weight of shape {tuple(shape)} that {list(spec.patterns)} match is no {spec.shape}",
+            f"a weight of shape {tuple(shape)} that {list(spec.patterns)} match is not {spec.shape}",
             hint="tensor_parallel.partition_config.layer_specs.shape: the parts of the dimension add up to its length",
             value=spec.shape,
         )

@@ -1,8 +1,8 @@
 """Logits and their cross-entropy in tiles of tokens (the idea of Liger's and ALST's fused losses).
 
 [Note: Gradients in the forward pass]
-The loss is the end of a model: the gradient of a tile's logits follows from the tile alone, but for one factor that all
-tiles have in common. So the forward pass computes the gradients of the sum of all losses and adds them up, and no
+The loss is the end of a model: the gradient of a tile's logits follows from the tile alone, except for one factor that
+all tiles have in common. So the forward pass computes the gradients of the sum of all losses and adds them up, and no
 logits outlive their tile; the backward pass multiplies by the factor. Nothing is computed twice, and the weight is not
 needed for the backward pass. Three products a token are computed, as many as without tiles. The gradients are kept as
 those of the *sum*, so that numbers of tokens in the denominator do not make fp16 vanish.
@@ -28,7 +28,7 @@ from polyaccel.torch.tensor_parallel.ranks import MatrixProducts, TensorRanks
 
 IGNORED = -100
 TILE_NUMEL = 1 << 22
-"""Logits of a tile where nobody says how many tokens one has: 16 MB in float32, of which a few are alive at a time."""
+"""Logits of a tile where its number of tokens is not set: 16 MB in float32, of which a few are alive at a time."""
 _LEAST_TOKENS = 16
 
 
@@ -59,7 +59,7 @@ def tiled_cross_entropy(
     do not count. "mean" is over those that count. The loss is in float32, or float64 where `hidden` is; the gradient of
     a 16-bit weight is added up in float32. `transform` works on each logit alone, and has no parameters. `products`
     compute the matrix products in place of torch's. With `words` the classes are shared by ranks, and `weight` and
-    `bias` are of this rank's; `hidden` and `targets` are alike on all, and so is the loss. Raises PolyaccelError for
+    `bias` are of this rank's; `hidden` and `targets` are the same on all, and so is the loss. Raises PolyaccelError for
     shapes that do not fit.
     """
     if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:

@@ -31,8 +31,8 @@ def tiled_map(
 
     `x` is (..., tokens, features), `others` have a number or a vector for each token of `x` and get no gradient; a tile
     is (1, tokens, ...). `function` treats each token by itself and gives (1, tokens, ...). `parameters` are those that
-    it uses: None asks a module for its own, and finds those of another function by computing one tile more. Random
-    numbers are drawn alike both times, but not as without tiles. Raises PolyaccelError for `others` that do not fit.
+    it uses: None asks a module for its own, and finds those of another function by computing one tile more. The same
+    random numbers are drawn both times, but not as without tiles. Raises PolyaccelError for `others` that do not fit.
     """
     tiles = _Tiles(function, x, others, tile_tokens)
     if not torch.is_grad_enabled():
@@ -62,7 +62,7 @@ class _Tiles:
         for other in others:
             if other.shape[: len(shape)] != shape:
                 raise PolyaccelError(
-                    f"a tensor of shape {tuple(other.shape)} beside tokens of shape {tuple(x.shape)}",
+                    f"a tensor of shape {tuple(other.shape)} with tokens of shape {tuple(x.shape)}",
                     hint="pass tensors with a number or a vector for each token",
                     value=tuple(other.shape),
                 )
@@ -222,7 +222,7 @@ class _RngReplay:
             self._state.end_first_run()
 
     def again(self) -> AbstractContextManager[Any]:
-        """Around the second run; afterwards random numbers and state go on where they were."""
+        """Around the second run; afterwards random numbers and state continue where they were."""
         stack, kind = ExitStack(), self._device.type
         stack.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
         if self._state is not None:

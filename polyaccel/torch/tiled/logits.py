@@ -1,7 +1,7 @@
-"""The head of a model of transformers, whose logits are not computed before the loss is known.
+"""The head of a model of transformers, whose logits are not computed before the loss is there.
 
 [Note: Logits to come]
-In a pass with a loss the head gives `LazyLogits`: a tensor with everything but values, which knows the hidden states.
+In a pass with a loss the head gives `LazyLogits`: a tensor with everything but values, which has the hidden states.
 What a model does with each logit by itself before the loss (a scale, a soft cap, another type) is written down and done
 to each tile later; whatever else asks for values is an error that names it. The model's loss function then calls the
 head once more, with a `LossRequest`, so that parameters that are elsewhere are brought as for any call.
@@ -199,7 +199,7 @@ class TiledLoss:
 
 
 def _share_of(head: nn.Module) -> ShardSpec | None:
-    """What a head knows that tensor ranks share, each with some of the words."""
+    """What a head has that tensor ranks share, each with some of the words."""
     return head.share if isinstance(head, ColumnLayer) else None
 
 

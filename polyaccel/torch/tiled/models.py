@@ -25,8 +25,8 @@ _KEY = "tiled_compute"
 
 
 class TiledModel:
-    """`model`, computing in tiles as `settings` say until `release`. Raises ConfigError for a model of which a part
-    that is to be tiled is not found, or cannot be."""
+    """`model`, computing in tiles by `settings` until `release`. Raises ConfigError for a model of which a part that is
+    to be tiled is not found, or cannot be."""
 
     def __init__(self, model: nn.Module, settings: TileSettings) -> None:
         self._loss = _TiledModelLoss(model, settings) if settings.loss else None
@@ -130,7 +130,7 @@ def find_mlps(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, nn.Mod
     """The feed-forward layers in the blocks of `model`, by full name; none lies inside another.
 
     They are modules of one argument, with at least two linear layers and otherwise nothing but activations, dropout and
-    norms, so that tokens do not meet in them. `names` choose modules by class or full name instead.
+    norms, so that tokens do not interact in them. `names` choose modules by class or full name instead.
     """
     if names:
         return find_blocks(model, names)
@@ -199,7 +199,7 @@ def _no_loss(model: nn.Module, reason: str) -> Problem:
 
 def _no_mlps(settings: TileSettings) -> Problem:
     if settings.mlps:
-        expected = "no module of the model has such a class or name"
+        expected = "no module of the model has this class or name"
         return Problem(f"{_KEY}.mlps", list(settings.mlps), expected, "look at print(model)")
     expected = "no feed-forward layer of one argument is found in the model's blocks"
     hint = f"name modules by class or full name in {_KEY}.mlps, or set {_KEY}.mlp to false"

@@ -325,7 +325,7 @@ def test_stochastic_rounding_has_the_bits_of_views_mode(at, tmp_path, world, sta
 
 def late_here(communicator):
     jax.numpy.zeros(1).block_until_ready()
-    with pytest.raises(CommError, match=r"JAX was used on ranks \[0, 1\] before its processes met"):
+    with pytest.raises(CommError, match=r"JAX was used on ranks \[0, 1\] before its processes connected"):
         model.start(model.make_config(2, native=True))
     return True
 

@@ -14,7 +14,7 @@ from polyaccel.observability.run_dir import LOG_FILE, METRICS_FILE, RANKS_FOLDER
 from polyaccel.observability.traces.chrome import write_trace
 from polyaccel.observability.traces.clock import ClockOffset
 from polyaccel.observability.traces.spans import Span
-from polyaccel.pipeline.render import foretold_picture
+from polyaccel.pipeline.render import estimated_picture
 from polyaccel.pipeline.select import select_schedule
 
 STARTED_S = 1_790_000_000.0
@@ -79,7 +79,7 @@ class SampleRun:
     def end(self) -> None:
         """Close the files, after all that comes at the end: pictures, a trace, the last line of the log."""
         (self.folder / "pipeline.svg").write_text(
-            foretold_picture(select_schedule("1f1b", 4, 8, None)), encoding="utf-8"
+            estimated_picture(select_schedule("1f1b", 4, 8, None)), encoding="utf-8"
         )
         ranks = range(len(self._files))
         offsets = [ClockOffset(0.0, 1e-6) for _ in ranks]

@@ -169,7 +169,7 @@ def test_marks_of_megatron_say_what_is_cut():
 @pytest.mark.parametrize(
     ("arguments", "config", "said"),
     [
-        ({"mesh_param": (2, 2), "mpu": _Mpu()}, {}, "mesh_param = .*is given beside mpu"),
+        ({"mesh_param": (2, 2), "mpu": _Mpu()}, {}, "mesh_param = .*is given together with mpu"),
         ({"mesh_param": (2, "x")}, {}, r"should be \(data-parallel ranks, sequence-parallel ranks\)"),
         (
             {"mpu": _Mpu()},

@@ -116,7 +116,10 @@ def test_a_gathered_layer_beside_one_with_split_inputs_is_cut_in_order() -> None
     [
         (lambda model: None, "nothing of Block can be cut"),
         (lambda model: setattr(model, "_tp_plan", {"broad": "by_magic"}), "wants broad cut as 'by_magic'"),
-        (lambda model: setattr(model, "_tp_plan", {"norm": "colwise"}), "norm cannot be cut: a LayerNorm is no plain"),
+        (
+            lambda model: setattr(model, "_tp_plan", {"norm": "colwise"}),
+            "norm cannot be cut: a LayerNorm is not a plain",
+        ),
         (lambda model: setattr(model, "_tp_plan", {"small": "colwise"}), "small cannot be cut: 4 tensor ranks"),
         (lambda model: setattr(model, "_tp_plan", {"broad": "packed_colwise"}), None),
         (lambda model: setattr(model, "_tp_plan", {"odd": "packed_colwise"}), "odd cannot be cut: 13 features"),

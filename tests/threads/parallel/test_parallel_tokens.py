@@ -172,7 +172,7 @@ def test_texts_are_generated_alike() -> None:
     ("kind", "why"),
     [
         ("mixtral", "experts"),
-        ("bert", "stands outside of it|in no module of their own"),
+        ("bert", "stands outside of it|not in a separate module"),
         ("t5", "2 lists of blocks"),
     ],
 )

@@ -78,8 +78,8 @@ def translating() -> Any:
     [
         (lambda: nn.Linear(2, 2), "Linear cannot be cut into stages: it has no list of blocks"),
         (lambda: Gates(1), "Gates cannot be cut into stages: it has no list of blocks"),
-        (TwoStacks, "it has 2 lists of blocks, first of 2 Gate and second of 2 Gate, and does not say"),
-        (nameless, "Gates cannot be cut into stages before it is known what it takes: it has no dummy_inputs"),
+        (TwoStacks, "it has 2 lists of blocks, first of 2 Gate and second of 2 Gate, and does not define"),
+        (nameless, "Gates cannot be cut into stages without its inputs: it has no dummy_inputs"),
         (backwards, "Gates cannot be cut into stages: it called gates.3 where gates.0 comes in order"),
         (lambda: Skips(4), "a value of gates.0 reaches gates.2 by another way than through gates.1"),
         (routed, "a value of model.layers.1 reaches what the model gives by another way than through model.layers.2"),

@@ -194,7 +194,7 @@ def test_a_topology_says_the_stage():
         return PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], topology=Topology()).stage
 
     assert run_threads(2, run) == [1, 0]
-    with pytest.raises(PipelineError, match="before ranks know each other"):
+    with pytest.raises(PipelineError, match="before ranks are connected"):
         PipelineModule([nn.Linear(2, 2)] * 2, 2)
 
 

@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused():
             ulysses_attention(q, q, q, communicator, rule=AttentionRule(), marks=DocumentMask(6), shares=balanced)
         with pytest.raises(ShardingError, match="2 query heads cannot share 3 key heads"):
             DistributedAttention(textbook, communicator, 1, 2)(q, torch.zeros(1, 3, 3, 4), torch.zeros(1, 3, 3, 4))
-        with pytest.raises(ShardingError, match="says that it has 4 tokens"):
+        with pytest.raises(ShardingError, match="and 4 tokens by its shares"):
             DistributedAttention(textbook, communicator, 1, 2)(q, q, q, lengths=[4, 4])
 
     run_threads(2, run)

@@ -178,5 +178,5 @@ def test_a_sum_over_tiles_has_its_gradients_before_the_backward_pass():
 
 
 def test_what_has_no_number_for_each_token_is_refused():
-    with pytest.raises(PolyaccelError, match="beside tokens of shape"):
+    with pytest.raises(PolyaccelError, match="with tokens of shape"):
         tiled_map(lambda x, other: x, leaf(2, 9, FEATURES), torch.ones(2, 8), tile_tokens=3)

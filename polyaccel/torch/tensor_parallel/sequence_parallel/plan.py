@@ -31,7 +31,7 @@ def with_shared_tokens(plan: CutPlan, model: nn.Module, regions: Iterable[CutReg
     for name, region in inside.items():
         _check_region(region, blocks, plan, modules)
         if not any(name.startswith(f"{block}.") for block in blocks):
-            raise _refused(name, "it is no module inside of a block")
+            raise _refused(name, "it is not a module inside of a block")
     weights = {}
     for block in blocks:
         if not any(name.startswith(f"{block}.") for name in inside):
@@ -41,7 +41,7 @@ def with_shared_tokens(plan: CutPlan, model: nn.Module, regions: Iterable[CutReg
             if not own or any(name == region or name.startswith(f"{region}.") for region in inside):
                 continue
             if any(parameter.dim() != 1 for parameter in own.values()):
-                raise _refused(name, "it stands between regions that are cut, and is no norm")
+                raise _refused(name, "it stands between regions that are cut, and is not a norm")
             weights[name] = tuple(own)
     return replace(plan, tokens=TokenPlan(blocks, tuple(inside), weights))
 
@@ -50,7 +50,7 @@ def _check_region(region: CutRegion, blocks: Iterable[str], plan: CutPlan, modul
     """Raise ShardingError for a region that needs more than its tokens gathered before and its outputs added up."""
     by_name = {each.name: each for each in plan.modules}
     if region.name in blocks:
-        raise _refused(region.name, "its layers stand in the block itself, and in no module of their own")
+        raise _refused(region.name, "its layers stand in the block itself, and not in a separate module")
     for layer in region.layers:
         if not layer.startswith(f"{region.name}."):
             raise _refused(region.name, f"{layer} stands outside of it")

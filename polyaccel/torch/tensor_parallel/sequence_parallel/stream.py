@@ -7,8 +7,8 @@ leaves each its tokens. So norms, dropouts and sums between regions are computed
 autograd keeps of them is a part. Gathered tokens are not kept: in backward they are gathered again, by the first column
 layer that needs them for all that read them. (Korthikanti et al., 2022.)
 
-Which tokens a rank has follows from the length of a pass. Blocks are told it by an argument, `token_sizes`, for they
-run again in backward where their activations are recomputed, when there may have been another pass.
+Which tokens a rank has follows from the length of a pass. Blocks receive it by an argument, `token_sizes`, for they run
+again in backward where their activations are recomputed, when there may have been another pass.
 
 What a rank draws in between is its own: its numbers are those of other tokens.
 """
