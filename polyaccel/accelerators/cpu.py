@@ -179,7 +179,7 @@ class CpuAccelerator(Accelerator):
                 np.random.set_state({**saved, "state": {**saved["state"], "key": np.array(saved["state"]["key"])}})
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ShardingError(
-                f"{len(state)} bytes are no random state of the cpu accelerator with {self.memory} memory: {error}",
+                f"{len(state)} bytes are not a random state of the cpu accelerator with {self.memory} memory: {error}",
                 hint="restore a state with the accelerator that saved it",
                 value=len(state),
             ) from error

@@ -1,4 +1,4 @@
-"""Any device that JAX knows and torch does not, without a plugin of ours: `device_plugin("name")`.
+"""Any device that JAX supports and torch does not, without a plugin of ours: `device_plugin("name")`.
 
 Packages teach JAX a platform by the namespace package or the entry-point group `jax_plugins`.
 """

@@ -1,7 +1,7 @@
-"""Any device that torch knows, without a plugin of ours: `device_plugin("name")`.
+"""Any device that torch supports, without a plugin of ours: `device_plugin("name")`.
 
-Packages teach torch a device by the entry-point group `torch.backends`, or when a script imports them. The abilities of
-such a device are tried once, when its capabilities are asked; those that it lacks are listed in their notes.
+Packages register a device with torch by the entry-point group `torch.backends`, or when a script imports them. The
+abilities of that device are tried once, when its capabilities are asked; those that it lacks are listed in their notes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def device_plugin(device_type: str) -> type[GenericAccelerator] | None:
     """The accelerator for torch's devices of this type; None if torch has no module for them."""
     try:
         torch.get_device_module(device_type)
-    except (RuntimeError, AssertionError):  # no such type, or none that this build is linked with
+    except (RuntimeError, AssertionError):  # unknown type, or none that this build is linked with
         return None
     members = {"name": device_type, "torch_device_type": device_type, "__module__": __name__}
     return type(GenericAccelerator.__name__, (GenericAccelerator,), members)
@@ -119,7 +119,7 @@ class GenericAccelerator(TorchAccelerator):
             "no pinned memory: copies from and to the host are synchronous": not self._pins,
             "no numbers on memory: they are 0": not self._has_memory_stats,
             "no generator state: only the host's is saved": not self._has_generator,
-            "no collectives of its own: they go by the host and gloo": backend is None,
+            "no own collectives: they go by the host and gloo": backend is None,
         }
         return Capabilities(
             dtypes=frozenset(dtype for dtype in DType if self._computes(dtype)),

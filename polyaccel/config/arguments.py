@@ -19,7 +19,7 @@ def check_optimizer(
 ) -> tuple[OptimizerConfig | None, list[Problem]]:
     """The optimizer with its canonical name and every argument, and the problems of its arguments.
 
-    A type that we do not know is a class of the framework; its arguments are left to it.
+    A type without a class here is a class of the framework; its arguments are left to it.
     """
     if optimizer is None:
         return None, []

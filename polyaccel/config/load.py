@@ -39,9 +39,8 @@ class Draft:
 def load_config(source: Source, *, source_name: str | None = None) -> Config:
     """Read and check a config.
 
-    `source` is the path of a JSON file (comments and trailing commas allowed), a mapping (never changed), the
-    url-safe base64 of such JSON, or a Config. `source_name` is how errors call it.
-    Raises ConfigError with all problems.
+    `source` is the path of a JSON file (comments and trailing commas allowed), a mapping (never changed), the url-safe
+    base64 of that JSON, or a Config. `source_name` is how errors call it. Raises ConfigError with all problems.
     """
     draft = draft_config(source, source_name=source_name)
     if draft.problems:
@@ -81,7 +80,7 @@ def config_problems(config: Config) -> list[Problem]:
 
 
 def read_tree(source: object, source_name: str | None = None) -> tuple[Any, list[Problem], str]:
-    """What is written in `source`, in dicts and lists of its own and not checked yet; problems of its text; its name.
+    """What is written in `source`, in new dicts and lists and not checked yet; problems of its text; its name.
 
     Raises ConfigError where nothing can be read.
     """

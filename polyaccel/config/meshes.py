@@ -25,14 +25,14 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
 
 
 def on_mesh(config: Config, sizes: Mapping[str, int]) -> Config:
-    """`config` for a mesh whose axes have `sizes`, which somebody states beside it (arguments of `initialize`, options
+    """`config` for a mesh whose axes have `sizes`, which the caller states as well (arguments of `initialize`, options
     of a command). Raises ConfigError where it states others."""
     if not sizes:
         return config
     stated: dict[str, dict[str, int | None]] = {"data": {"mesh.data": config.mesh.data}}
     stated |= {axis: dict(keys) for axis, keys in _stated(config).items()}
     problems = [
-        Problem(key, given, f"contradicts the {sizes[axis]} that are asked for beside it", "give one of the two")
+        Problem(key, given, f"contradicts the {sizes[axis]} that are asked for elsewhere", "give one of the two")
         for axis in sizes
         for key, given in stated[axis].items()
         if given not in (None, 0, 1, sizes[axis])
@@ -43,12 +43,12 @@ def on_mesh(config: Config, sizes: Mapping[str, int]) -> Config:
 
 
 def data_ranks(config: Config, world_size: int) -> int:
-    """How many ranks have batches of their own; at least 1, whatever the config says."""
+    """Return how many ranks have their own batches; at least 1, whatever the config sets."""
     return max(1, world_size // prod(size for _, _, size in shared_axes(config)))
 
 
 def expert_ranks(config: Config) -> tuple[str, int]:
-    """The key that says how many ranks share experts, and how many; 1 where none do."""
+    """Return the key that sets how many ranks share experts, and its value; 1 where none do."""
     section = config.expert_parallel
     if section.enabled and section.autoep_size > 1:
         return "expert_parallel.autoep_size", section.autoep_size
@@ -56,13 +56,13 @@ def expert_ranks(config: Config) -> tuple[str, int]:
 
 
 def shared_axes(config: Config) -> Iterator[tuple[str, str, int]]:
-    """The axes beside `data` that have more than one rank: name, the key that says so, size."""
+    """The axes next to `data` that have more than one rank: name, the key that sets it, size."""
     for axis, keys in _stated(config).items():
         found = [(axis, key, size) for key, size in keys.items() if size > 1]
         yield from found[:1]
 
 
-def ranks_alike(config: Config, world_size: int) -> int:
+def ranks_per_block(config: Config, world_size: int) -> int:
     """How many ranks hold the same block of what tensor ranks share: the fewest that anything is sharded over."""
     return max(1, world_size // prod(size for axis, _, size in shared_axes(config) if axis in ("pipe", "tensor")))
 
@@ -85,8 +85,8 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
         *before, (_, key, size) = shared
         rest = ranks // size
         fitting = [str(size) for size in range(2, world_size + 1) if world_size % (rest * size) == 0]
-        beside = "".join(f", with {other} = {theirs}" for _, other, theirs in before)
-        hint = f"use {' or '.join(fitting)}{beside}" if fitting else "leave it out, or start more ranks"
+        together = "".join(f", with {other} = {theirs}" for _, other, theirs in before)
+        hint = f"use {' or '.join(fitting)}{together}" if fitting else "leave it out, or start more ranks"
         problems.append(Problem(key, size, f"makes {product} = {ranks}, no divisor of {world_size} ranks", hint))
     elif stated is not None and stated * ranks != world_size:
         times = f" times {product} = {ranks}" if shared else ""
@@ -104,22 +104,22 @@ def _expert_problems(config: Config, world_size: int) -> list[Problem]:
     if data % experts:
         fitting = [str(size) for size in range(2, data + 1) if data % size == 0]
         hint = f"use {' or '.join(fitting)}" if fitting else "leave it out, or start more ranks"
-        problems.append(Problem(key, experts, f"is no divisor of the {data} ranks with batches of their own", hint))
+        problems.append(Problem(key, experts, f"is not a divisor of the {data} ranks with their own batches", hint))
     return problems
 
 
 def _pipe_problems(config: Config) -> list[Problem]:
-    """What does not exist yet beside the stages of a pipeline."""
+    """Report what does not exist yet together with pipeline stages."""
     if not any(axis == "pipe" for axis, _, _ in shared_axes(config)):
         return []
-    beside, problems = "does not exist yet beside the stages of a pipeline", []
+    missing, problems = "does not exist yet together with pipeline stages", []
     if config.tensor_parallel.sequence_sharded:
-        problems.append(Problem("tensor_parallel.sequence_sharded", True, beside, "leave it out"))
+        problems.append(Problem("tensor_parallel.sequence_sharded", True, missing, "leave it out"))
     return problems
 
 
 def _stated(config: Config) -> dict[str, dict[str, int]]:
-    """What each key says of the axes beside `data`, outermost first."""
+    """Return the size that each key sets for the axes next to `data`, outermost first."""
     tensor = config.tensor_parallel
     return {
         "pipe": {"mesh.pipe": config.mesh.pipe, "pipeline.stages": config.pipeline.stages},

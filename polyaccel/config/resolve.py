@@ -1,7 +1,7 @@
 """From a `Config` and the world size to the `ResolvedConfig` that training runs with.
 
 The batch triad is solved here: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks
-with batches of their own.
+with their own batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from polyaccel.config.auto import RULES, fill_auto
 from polyaccel.config.conflicts import plugin_problems
 from polyaccel.config.elastic import compute_elastic_config
 from polyaccel.config.load import Draft, Source, config_problems, draft_config
-from polyaccel.config.meshes import data_ranks, mesh_problems, ranks_alike
+from polyaccel.config.meshes import data_ranks, mesh_problems, ranks_per_block
 from polyaccel.config.root import Config, ResolvedConfig
 from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.config.validation import validate_tree
@@ -73,11 +73,11 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
         expected = f"should be {of}, {data}"
         problems.append(Problem("data_parallel_size", config.data_parallel_size, expected, "leave it out"))
     near = config.zero_optimization.zero_hpz_partition_size
-    alike = ranks_alike(config, world_size)
-    if alike % near:
-        hint = "use a divisor, such as the ranks of a host"
+    replicas = ranks_per_block(config, world_size)
+    if replicas % near:
+        hint = "use a divisor, for example the ranks of a host"
         problems.append(
-            Problem("zero_optimization.zero_hpz_partition_size", near, f"should divide {alike} ranks", hint)
+            Problem("zero_optimization.zero_hpz_partition_size", near, f"should divide {replicas} ranks", hint)
         )
     if problems:
         raise ConfigError(_unique(problems), source=draft.source)
@@ -99,8 +99,8 @@ def _triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> 
 
 
 def _elastic_triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> tuple[Triad, list[Problem]]:
-    """The triad that the section `elasticity` has for `world_size` ranks. Batch sizes that are written beside it may
-    say the same, or are to be ignored."""
+    """The triad that the section `elasticity` has for `world_size` ranks. Batch sizes that are written next to it may
+    be the same, or are to be ignored."""
     section = config.elasticity
     if any(key.startswith("elasticity") for key in blamed):
         return Triad(1, 1, 1), []
@@ -144,7 +144,7 @@ def _final(config: Config, triad: Triad) -> ResolvedConfig:
         if section is not None:
             tree[name] = section.model_dump(by_alias=True)
     if config.vocabulary_size is not None and config.vocabulary_size % _MATRIX_UNIT_WIDTH:
-        _logger.warning("vocabulary_size = %d is no multiple of %d", config.vocabulary_size, _MATRIX_UNIT_WIDTH)
+        _logger.warning("vocabulary_size = %d is not a multiple of %d", config.vocabulary_size, _MATRIX_UNIT_WIDTH)
     resolved = ResolvedConfig.model_validate(tree)
     resolved._without_effect = {**config._without_effect, **_uneven_buckets(zero)}
     return resolved

@@ -98,11 +98,11 @@ class Config(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     """The states that are sharded over the ranks, and those that leave the device."""
     zero_allow_untested_optimizer: bool = False
-    """Accept an optimizer of the caller's that is not known to be elementwise, under sharded states: each rank runs it
-    on its own slices, which is wrong for one that looks at whole tensors."""
+    """Accept the caller's optimizer that may not be elementwise, under sharded states: each rank runs it on its own
+    slices, which is wrong for one that looks at whole tensors."""
     zero_force_ds_cpu_optimizer: bool = True
     """Under offload, refuse an optimizer that is not DeepSpeed's own for the host. Every optimizer that `initialize`
-    takes runs on the host here, so both values are met."""
+    takes runs on the host here, so both values have the same effect."""
 
     fp16: Fp16Config = Fp16Config()
     """Half precision with a loss scale."""
@@ -111,7 +111,7 @@ class Config(Section):
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     """Float32 parameters, autocast in forward."""
     data_types: DataTypesConfig = DataTypesConfig()
-    """Element types beside those."""
+    """Further element types."""
 
     steps_per_print: PositiveInt | None = None
     """Optimizer steps between two progress lines of rank 0: loss, learning rate, gradient norm, loss scale, samples a
@@ -121,16 +121,16 @@ class Config(Section):
     where it has streams; each adds up to 100 %. `steps_per_print` is then 10 instead of null. It costs a clock reading
     and an event a phase."""
     memory_breakdown: bool = False
-    """Print with each progress line what device and host have in use, and what the plan of the step knows of it by
+    """Print with each progress line what device and host have in use, and what the plan of the step has of it by
     purpose. `steps_per_print` is then 10 instead of null."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """Where a model's operations and time are."""
     trace: TraceConfig | None = None
     """polyaccel's own: what every rank did in a few steps; null is none."""
     timers: TimersConfig = TimersConfig()
-    """What is timed beside phases."""
+    """What is timed in addition to phases."""
     alerts: AlertsConfig = AlertsConfig()
-    """polyaccel's own: what is looked for while a run goes on."""
+    """polyaccel's own: what is looked for while a run continues."""
     autotuning: AutotuningConfig = AutotuningConfig()
     """What `polyaccel tune` tries."""
     dump_state: bool = False
@@ -161,7 +161,7 @@ class Config(Section):
     dataloader_drop_last: bool = False
     """Leave out the samples at the end of an epoch that do not fill a batch; false makes a smaller last batch."""
     vocabulary_size: PositiveInt | None = None
-    """Logs a warning when it is no multiple of 8, the width for which matrix units are built."""
+    """Logs a warning when it is not a multiple of 8, the width for which matrix units are built."""
     disable_python_gc: bool = False
     """Switch Python's garbage collector off, for the whole process and for good: no pauses, and reference cycles are
     never freed."""

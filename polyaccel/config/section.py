@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """Base of all sections. Strict: `"2"` and `true` are no numbers; `2` is a fine float and `5e8` a fine integer."""
+    """Base of all sections. Strict: `"2"` and `true` are not numbers; `2` is a fine float and `5e8` a fine integer."""
 
     model_config = ConfigDict(
         extra="forbid",

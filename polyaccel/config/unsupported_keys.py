@@ -1,8 +1,8 @@
 """DeepSpeed's keys whose feature does not exist yet: one table, from which errors and suggestions are made.
 
-Such a key may stand in a config as long as its value asks for nothing: it is read and forgotten. Any other value is an
-error, never ignored; but for tuning keys, with which training computes the same numbers: those are read, forgotten, and
-told once in the log. A feature that comes takes its rows out of the table and brings a section of its own.
+This key may stand in a config as long as its value asks for nothing: it is read and forgotten. Any other value is an
+error, never ignored; except for tuning keys, with which training computes the same numbers: those are read, forgotten,
+and logged once. A feature that comes takes its rows out of the table and brings its own section.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Absent:
     `switch`, that key alone asks for the feature, and the others are options of it. `hint` names the nearest thing
     there is. `is_removed`: DeepSpeed has removed the feature, and the key is an error with any value. `is_tuning`: the
     keys change no number, only how it is computed, so any value of the right type is accepted; `feature` then is a
-    clause that says why it has no effect.
+    clause on why it has no effect.
     """
 
     feature: str
@@ -119,7 +119,7 @@ ABSENT: tuple[Absent, ...] = (
     _alone("aio.use_gds", False, "file access from the device"),
     # Watching.
     _tuning(
-        "trials are ordered by their foretold time, and the model is asked in the first of them",
+        "trials are ordered by their estimated time, and the model is asked in the first of them",
         autotuning__fast=True,
         autotuning__mp_size=1,
         autotuning__num_tuning_micro_batch_sizes=3,
@@ -222,7 +222,7 @@ ABSENT: tuple[Absent, ...] = (
             comm_backend="comm",
         )
         | {f"expert_parallel.patterns{BELOW}": None},
-        "leave it out: experts are found by what the model says of itself",
+        "leave it out: experts are found by the model's own attributes",
     ),
     Absent(
         "DeepCompile",

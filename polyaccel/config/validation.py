@@ -18,7 +18,7 @@ from polyaccel.errors import Problem
 M = TypeVar("M", bound=Section)
 _MAX_PASSES = 20
 _MOST_SUGGESTIONS = 50
-"""Unknown keys for which a known one is looked for, in one table: that takes a millisecond a key."""
+"""Unknown keys for which a similar key is looked for, in one table: that takes a millisecond a key."""
 
 
 def validate_tree(model: type[M], tree: Any, *, prefix: Path = ()) -> tuple[M | None, list[Problem]]:
@@ -86,7 +86,7 @@ def _take_absent(
         key = ".".join(path)
         if (found := entry_of(key)) is not None:
             del table[name]
-            if found[0].is_tuning and _is_alike(value, found[1]):
+            if found[0].is_tuning and _is_equal(value, found[1]):
                 if value != found[1]:
                     without_effect[key] = f"{key} = {value!r} has no effect: {found[0].feature}"
             else:
@@ -114,7 +114,7 @@ def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Itera
         yield Problem(key, value, f"belongs to {entry.feature}, which does not exist yet", entry.hint)
 
 
-def _is_alike(value: Any, usual: Any) -> bool:
+def _is_equal(value: Any, usual: Any) -> bool:
     """Whether `value` could stand for a tuning key whose usual value is `usual`: true or false, or a number; None too
     where that is usual."""
     if isinstance(usual, bool):
@@ -183,7 +183,7 @@ def _merged(problems: list[Problem]) -> list[Problem]:
         elif problem.expected not in known.expected:
             expected = f"{known.expected}, or {problem.expected}"
             merged[problem.key] = Problem(known.key, known.value, expected, known.hint or problem.hint)
-    # "should be 'auto'" about a list says nothing beside the problem of its item.
+    # "should be 'auto'" about a list adds nothing to the problem of its item.
     lists = {key[:at] for key in merged for at, char in enumerate(key) if char == "["}
     return [problem for key, problem in merged.items() if key not in lists]
 

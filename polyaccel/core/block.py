@@ -36,7 +36,7 @@ class Block:
     def __post_init__(self) -> None:
         if len(self.runs) != len(self.shape):
             raise ShardingError(
-                f"a block with runs along {len(self.runs)} dimensions is no part of a tensor of {len(self.shape)}",
+                f"a block with runs along {len(self.runs)} dimensions is not a part of a tensor of {len(self.shape)}",
                 value=self.runs,
             )
         for dim, (length, runs) in enumerate(zip(self.shape, self.runs, strict=True)):

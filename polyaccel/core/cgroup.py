@@ -1,6 +1,6 @@
 """The memory that a control group leaves this process: the limit of a container, or of a job of a scheduler.
 
-What /proc/meminfo says is the machine's. A process that goes past its group's limit is killed, however much of the
+/proc/meminfo is about the whole machine. A process that goes past its group's limit is killed, however much of the
 machine is free.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MOST_NBYTES = 1 << 60
-"""A limit above this is none: the first version of control groups writes one that is no number of bytes."""
+"""A limit above this means no limit: the first version of control groups writes one that is not a number of bytes."""
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _ROOT = Path("/sys/fs/cgroup")
 
@@ -36,7 +36,7 @@ def memory_limit_nbytes() -> int | None:
 
 
 def memory_free_nbytes() -> int | None:
-    """What its control groups leave this process now, beside what they use; None where nothing limits them."""
+    """What its control groups leave this process now, next to what they use; None where nothing limits them."""
     free = list[int]()
     for folder, names, limit in _groups():
         try:
@@ -72,7 +72,7 @@ def _limited(own_groups: Path, root: Path) -> list[tuple[Path, _Names, int]]:
         for each in (folder, *folder.parents):
             try:
                 limit = int((each / names.limit).read_text())
-            except (OSError, ValueError):  # no such file, or "max"
+            except (OSError, ValueError):  # no file, or "max"
                 limit = _MOST_NBYTES
             if limit < _MOST_NBYTES:
                 found.append((each, names, limit))

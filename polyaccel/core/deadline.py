@@ -1,5 +1,5 @@
-"""Time limits: that of a job's start, which ends all waiting that a rank does until all ranks have met, and that of a
-call into code that heeds no limit of ours."""
+"""Time limits: that of a job's start, which ends all waiting that a rank does until all ranks have joined, and that of
+a call into code that heeds no limit of ours."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Deadline:
 
     def run(self, waits_for: str, action: Callable[[], T]) -> T:
         """`action()`, as `run_within` the time that is left: some libraries heed no limit where a peer accepts a
-        connection and says nothing.
+        connection and sends nothing.
 
-        Raises what `action` raises, and CommTimeout, which says that this rank waited for `waits_for`.
+        Raises what `action` raises, and CommTimeout, with `waits_for` as what this rank waited for.
         """
         try:
             return run_within(self.remaining_s(), action)
@@ -53,7 +53,7 @@ class Deadline:
 
 
 class DeadlineExceeded(Exception):
-    """An action had not ended at its limit, and goes on in a thread that was left behind. `stack` is where it was."""
+    """An action had not ended at its limit, and continues in a thread that was left behind. `stack` is where it was."""
 
     def __init__(self, stack: traceback.StackSummary) -> None:
         super().__init__()

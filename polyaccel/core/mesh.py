@@ -2,7 +2,7 @@
 
 Ranks fill the mesh row-major: the last axis varies fastest, so neighbours along it are neighbours on a host.
 
-Where ranks with batches of their own share experts, the axis `data` is two, `expert_data` and `expert`: its name stands
+Where ranks with their own batches share experts, the axis `data` is two, `expert_data` and `expert`: its name stands
 for both.
 """
 

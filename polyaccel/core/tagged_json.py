@@ -3,8 +3,8 @@
 None, bool, int, float, str, list, tuple, bytes and dict with str keys come back equal and of the same type. A
 value that JSON does not have is written as an object with a single key that starts with `$`: `{"$tuple": [1, 2]}`,
 `{"$float": "nan"}`, `{"$bytes": "AAE="}` (base64), `{"$int": "0x10000000000000000"}` beyond 64 bits, and
-`{"$dict": [[key, value], ...]}` for a dict in which a key starts with `$` itself. Reading such bytes makes these types
-and nothing else, whoever wrote them: no class is looked up and no code is run, as a pickle's reader would.
+`{"$dict": [[key, value], ...]}` for a dict in which a key starts with `$` itself. Reading these bytes makes these types
+and nothing else: no class is looked up and no code is run, as a pickle's reader would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class SerializationError(PolyaccelError, ValueError):
-    """A value that is not plain, or bytes that are no plain value."""
+    """A value that is not plain, or bytes that are not a plain value."""
 
 
 def encode(value: Any, where: str) -> Any:
@@ -77,7 +77,7 @@ def from_bytes(data: bytes) -> Any:
         tree = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise SerializationError(
-            f"{len(data)} bytes that are no plain value: {str(error)[:200]}", value=bytes(data[:32])
+            f"{len(data)} bytes that are not a plain value: {str(error)[:200]}", value=bytes(data[:32])
         ) from error
     return decode(tree)
 
@@ -105,7 +105,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         return _encode_dict(value, where, depth)
     name = f"{kind.__module__}.{kind.__qualname__}"
     raise SerializationError(
-        f"{where} is a {name}, which is no plain value",
+        f"{where} is a {name}, which is not a plain value",
         hint="convert it to None, bool, int, float, str, bytes, list, tuple or dict first "
         "(a one-element tensor or numpy value: .item(), a larger one: .tolist())",
         value=name,
@@ -140,7 +140,7 @@ def _decode(tree: Any, depth: int) -> Any:
     decode = _MARKED.get(mark)
     if decode is None or len(tree) != 1:
         raise SerializationError(
-            f"a value marked {mark!r:.60}, which this version does not know",
+            f"a value marked {mark!r:.60}, which this version does not support",
             hint="read it with the version of polyaccel that wrote it, or a later one",
             value=mark,
         )

@@ -1,10 +1,10 @@
-"""Per-user directories and files that are safe in world-writable locations such as /tmp.
+"""Per-user directories and files that are safe in world-writable locations, for example /tmp.
 
 [Note: Planted links]
-In a folder that others share, such as the one for temporary files, they can make any name first: a link where our file
-would be, which a write follows, or a folder of theirs, in which they exchange our files. So a folder counts only if it
-is no link, is this user's and nobody else may write to it; and a file is made under a name that does not exist yet,
-without following links, before it takes the place of an older one.
+In a folder that others share, for example the one for temporary files, they can make any name first: a link where our
+file would be, which a write follows, or a folder of theirs, in which they exchange our files. So a folder counts only
+if it is not a link, is this user's and writable by no other user; and a file is made under a name that does not exist
+yet, without following links, before it takes the place of an older one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:
     """The folder for what lives as long as jobs do: `polyaccel` in `XDG_RUNTIME_DIR` if that is this user's alone, else
-    `polyaccel-<user>` beside temporary files. The caller makes it with `ensure_private_dir`."""
+    `polyaccel-<user>` next to temporary files. The caller makes it with `ensure_private_dir`."""
     given = environ.get("XDG_RUNTIME_DIR", "")
     if given and _is_own(Path(given), _OF_OTHERS):
         return Path(given, "polyaccel")
@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 
 def ensure_private_dir(path: Path) -> Path:
     """`path`, made where it is missing, for this user alone. Its parent exists. Raises PermissionError for a link, and
-    for a folder that belongs to somebody else or that others may write to."""
+    for a folder that belongs to another user or that others may write to."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not _is_own(path, _WRITTEN_BY_OTHERS):

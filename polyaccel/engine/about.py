@@ -1,4 +1,4 @@
-"""What a checkpoint tells of the run that saved it, for people and for later versions: nothing is loaded by it."""
+"""What a checkpoint records of the run that saved it, for people and for later versions: nothing is loaded by it."""
 
 from __future__ import annotations
 

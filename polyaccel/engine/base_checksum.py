@@ -1,4 +1,4 @@
-"""Checksums of frozen parameters that a checkpoint leaves out: an adapter's checkpoint is small, and goes on from no
+"""Checksums of frozen parameters that a checkpoint leaves out: an adapter's checkpoint is small, and continues from no
 other base than its own.
 
 A parameter's checksum is zlib's crc32 of all its bytes, whatever the ranks that hold them: those of slices are joined
@@ -29,7 +29,7 @@ def base_checksums(zero: TrainedState, communicator: Communicator, names: Collec
             mine.append(
                 (slot.param.fqn, buffer.dtype.value, start * buffer.dtype.itemsize, buffer.nbytes, _crc(buffer))
             )
-    pieces = sorted(tuple(piece) for told in communicator.all_gather_object(mine) for piece in told)
+    pieces = sorted(tuple(piece) for gathered in communicator.all_gather_object(mine) for piece in gathered)
     found: dict[str, tuple[str, int]] = {}
     for fqn, dtype, _, nbytes, crc in pieces:
         found[fqn] = (dtype, crc32_combine(found[fqn][1], crc, nbytes) if fqn in found else crc)

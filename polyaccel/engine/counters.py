@@ -116,7 +116,7 @@ class StepCounters:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the counts of `state_dict`. Raises CheckpointError for anything but what `state_dict()` gives.
+        """Continue from the counts of `state_dict`. Raises CheckpointError for anything but what `state_dict()` gives.
 
         Gradients of an unfinished window are in no checkpoint, so a new window begins: the next boundary is a whole
         one away under any setting.

@@ -51,7 +51,7 @@ def own_scalars(
     its own checkpoints stay as they are. `members` has the group of each trained parameter; optimizer states are
     `wanted`.
 
-    Raises CheckpointError where this run's optimizer cannot go on from the states.
+    Raises CheckpointError where this run's optimizer cannot continue from the states.
     """
     scalars = reader.scalars
     optimizer = run.zero.optimizer

@@ -157,7 +157,7 @@ class LossScaler:
         return {"loss_scale": self._scale, "good_steps": self._good_steps, "tolerance": self._tolerance}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the scale of `state_dict`. A static scale stays that of the config.
+        """Continue from the scale of `state_dict`. A static scale stays that of the config.
 
         Raises CheckpointError for anything but what `state_dict()` gives.
         """
@@ -176,7 +176,7 @@ class LossScaler:
 
 
 def _first(culprit: str | None) -> str:
-    return f"the first in parameter {culprit!r}" if culprit else "in a parameter that is not known"
+    return f"the first in parameter {culprit!r}" if culprit else "in an unknown parameter"
 
 
 def _is_positive(value: object) -> bool:

@@ -71,7 +71,7 @@ class Schedule(ABC):
         return None
 
     def get_lr(self) -> list[float]:
-        """The learning rates of the present iteration, computed anew."""
+        """The learning rates of the present iteration, computed again."""
         return self.lrs_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
@@ -88,8 +88,8 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, and set the groups. Raises CheckpointError for anything that `state_dict()` does not
-        give."""
+        """Continue from `state_dict`, and set the groups. Raises CheckpointError for anything that `state_dict()` does
+        not give."""
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
             raise CheckpointError(
@@ -327,8 +327,8 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
 def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: HasParamGroups) -> Schedule:
     """The schedule called `type_name`, with the `params` of a config.
 
-    Raises ConfigError for an unknown name or parameter (with the nearest known one), for a missing parameter, and for
-    values that cannot be.
+    Raises ConfigError for an unknown name or parameter (with the nearest name), for a missing parameter, and for values
+    that cannot be.
     """
     if type_name not in SCHEDULES:
         expected = f"expected one of {', '.join(SCHEDULES)}"
@@ -339,7 +339,7 @@ def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: HasPara
     for key, value in params.items():
         if key not in known:
             hint = _nearest(key, known) or f"{type_name} takes {', '.join(known)}"
-            checks.refuse(key, value, f"{type_name} has no such parameter", hint)
+            checks.refuse(key, value, f"{type_name} does not have this parameter", hint)
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in params:
             checks.refuse(key, None, f"{type_name} needs it")

@@ -22,12 +22,12 @@ class ModelAdapter(ParamListener):
         """The unit of each parameter: those of a unit are gathered at once."""
 
     def part_names(self) -> Mapping[str, str]:
-        """The part of each parameter, "" where nothing is said: those of different parts get their gradients in
-        different backward passes."""
+        """The part of each parameter, "" by default: those of different parts get their gradients in different backward
+        passes."""
         return {}
 
     def update_names(self) -> Mapping[str, str]:
-        """The kind of each parameter's update, "" where nothing is said. A bucket holds parameters of one kind."""
+        """The kind of each parameter's update, "" by default. A bucket holds parameters of one kind."""
         return {}
 
     @abstractmethod

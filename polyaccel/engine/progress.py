@@ -33,7 +33,7 @@ class EngineSettings:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks have samples of their own."""
+        """How many ranks have their own samples."""
         return self.train_batch_size // (self.micro_batch_size * self.accumulation_steps)
 
 
@@ -83,7 +83,7 @@ class RunProgress:
         return self.counters.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether micro-batches end an accumulation; None counts them again."""
+        """Set by hand whether micro-batches end an accumulation; None counts them again."""
         self.counters.set_gradient_accumulation_boundary(is_boundary)
 
     # What the config became, and what was set since.
@@ -150,5 +150,5 @@ class RunProgress:
 
     @property
     def _data_ranks(self) -> int:
-        """How many ranks have samples of their own."""
+        """How many ranks have their own samples."""
         return self._settings.data_ranks

@@ -29,7 +29,7 @@ def training_facts(
     settings: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> list[str]:
-    """What must be equal on all ranks, a line for each fact: versions of packages and plugins, as `run_metadata` tells
+    """What must be equal on all ranks, a line for each fact: versions of packages and plugins, as `run_metadata` has
     them, parameters in order, optimizer groups, settings by key."""
     return [*_versions(about), *_parameters(specs), f"optimizer {optimizer}", *_groups(groups), *_settings(settings)]
 
@@ -73,9 +73,9 @@ def require_same_training(communicator: Communicator, facts: Sequence[str]) -> N
     digest = blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
     if len(set(communicator.all_gather_object(digest))) == 1:
         return
-    told = communicator.all_gather_object((socket.gethostname(), list(facts)))
-    hosts = [host for host, _ in told]
-    for found in zip_longest(*(facts for _, facts in told), fillvalue=_NOTHING):
+    gathered = communicator.all_gather_object((socket.gethostname(), list(facts)))
+    hosts = [host for host, _ in gathered]
+    for found in zip_longest(*(facts for _, facts in gathered), fillvalue=_NOTHING):
         if len(set(found)) > 1:
             ranks_of: dict[str, list[int]] = {}
             for rank, fact in enumerate(found):

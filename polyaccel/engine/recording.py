@@ -27,7 +27,7 @@ log = getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting:
-    """What progress lines say, and how often: every so many optimizer steps (None: never).
+    """The content of progress lines, and how often they come: every so many optimizer steps (None: never).
 
     `phases` adds the time of each phase, `memory` what is in use; `synchronizes` waits for the device at the end of
     each step.
@@ -70,13 +70,13 @@ class StepRecorder:
         if trace is not None:
             trace.attach(self.timer)
         self.memory: Callable[[], TrainedMemory | None] = lambda: None
-        """What knows the purpose of memory."""
-        self._foretold: TrainedMemory | None = None
-        """Whose plan was told."""
+        """The source of the purpose of memory."""
+        self._estimated: TrainedMemory | None = None
+        """Whose plan was logged."""
         self.begin()
 
     def begin(self) -> None:
-        """Time and traffic of the next step count from here: setting a run up is no part of its first step."""
+        """Time and traffic of the next step count from here: setting a run up is not a part of its first step."""
         self.timer.take()
         self.timer.take_device()
         self._sent_before = self._communicator.sent_numel
@@ -146,11 +146,11 @@ class StepRecorder:
         return {name: nbytes for name, nbytes in known.measured() if nbytes} | {"in use": memory.allocated_nbytes}
 
     def _plan_if_new(self) -> dict[str, int]:
-        """What was foretold, where that is looked at and was not told before."""
+        """The estimate, where that is looked at and was not logged before."""
         known = self.memory() if self._monitor.enabled or self._reporting.memory else None
-        if known is None or known is self._foretold:
+        if known is None or known is self._estimated:
             return {}
-        self._foretold = known
+        self._estimated = known
         return {name: nbytes for name, nbytes in known.estimated() if nbytes}
 
     def close(self) -> None:

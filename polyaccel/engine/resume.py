@@ -63,7 +63,7 @@ class TrainingRun:
         """The plain values of a checkpoint. Frontends replace those that differ between them. Collective where there
         are stages.
 
-        Raises CheckpointError for a `client_state` that is no mapping, or has bytes and may not.
+        Raises CheckpointError for a `client_state` that is not a mapping, or has bytes and may not.
         """
         if not isinstance(client_state, Mapping):
             kind = type(client_state).__name__
@@ -211,7 +211,7 @@ class SavedValues(BaseModel):
     data: dict[str, Any] | None
     client_state: dict[str, Any]
     frozen_base: dict[str, str] = {}
-    """What `base_checksums` says of frozen parameters that were left out."""
+    """The `base_checksums` of frozen parameters that were left out."""
 
     @classmethod
     def of(cls, reader: StateReader) -> SavedValues:
@@ -274,7 +274,7 @@ def check_names(
     left_out: Collection[str] = frozenset(),
     elsewhere: Collection[str] = frozenset(),
 ) -> None:
-    """Compare the model's parameters with the checkpoint's, but for those `left_out`. Other ranks have those
+    """Compare the model's parameters with the checkpoint's, except for those `left_out`. Other ranks have those
     `elsewhere`. Raises CheckpointError naming
     what differs."""
     ours = {param.fqn: param.global_shape for param in zero.layout.params if prod(param.global_shape)}
@@ -294,12 +294,12 @@ def check_names(
     )
     if shapes or (strict and (missing or unknown)):
         differences = {"other shape (saved, model)": shapes, "not saved": missing[:8], "not in the model": unknown[:8]}
-        told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
+        summary = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
         raise CheckpointError(
-            f"checkpoint {reader.tag!r} is of another model: {told}",
+            f"checkpoint {reader.tag!r} is of another model: {summary}",
             hint="build the model with the saved shapes, or write what fits with custom_load_fn"
             if shapes
-            else "build the model that was saved, or say with name_map what its parameters are called there; "
+            else "build the model that was saved, or map its parameters to their names there with name_map; "
             "load_module_strict=False takes what fits by name",
             value=reader.tag,
         )
@@ -318,8 +318,8 @@ class ReadItem:
 
 @dataclass(frozen=True, slots=True)
 class WantedState:
-    """The part of a checkpoint that this rank takes over; `kept` are the parameters of which something stays as it
-    is, `fresh` the optimizer states, by kind, of those that were frozen when they were saved: they begin anew."""
+    """The part of a checkpoint that this rank takes over; `kept` are the parameters of which something stays as it is,
+    `fresh` the optimizer states, by kind, of those that were frozen when they were saved: they begin again."""
 
     pieces: Sequence[ReadItem]
     kept: Sequence[str]
@@ -345,7 +345,7 @@ class WantedState:
             )
 
     def begin_fresh(self, run: TrainingRun) -> None:
-        """Let the optimizer of `run` begin anew where nothing was saved because there was nothing."""
+        """Let the optimizer of `run` begin again where nothing was saved because there was nothing."""
         optimizer, groups = run.zero.optimizer, run.groups
         if optimizer is not None and groups is not None:
             for slot, states in self.fresh:
@@ -364,8 +364,8 @@ def wanted_state(
     left_out: Collection[str] = frozenset(),
 ) -> WantedState:
     """The pieces that this rank needs. Parameters that the checkpoint has `left_out` are what they have to be.
-    `may_lack_states`: an optimizer state that was not saved is none. A parameter that was frozen when it was saved has
-    none either, and begins anew.
+    `may_lack_states`: an optimizer state that was not saved is absent. A parameter that was frozen when it was saved
+    has none either, and begins again.
 
     Without `strict`, a parameter that was not saved keeps its value and its optimizer states, and one that was saved
     without a state keeps that. Raises CheckpointError naming the states that are missing.

@@ -1,7 +1,7 @@
-"""The composition root: a config goes in, live parts come out, and somebody closes them.
+"""The composition root: a config goes in, live parts come out, and the owner closes them.
 
-Nothing else knows both the config and the implementations. What a part needs of the config is handed to it as a value
-of its own kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so no part reads JSON keys.
+Nothing else imports both the config and the implementations. What a part needs of the config is handed to it as its own
+value kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so no part reads JSON keys.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ class EngineBuilder:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What `run_metadata` tells of this run."""
+        """The `run_metadata` of this run."""
         storage = self.config.checkpoint.storage_plugin[0]
         return run_metadata(self.config.public_tree(), storage, self.accelerator, self.mesh)
 
     def apply_to_process(self) -> None:
-        """Do what concerns the whole process: keep freed memory for the next step, show the log, tell what the config
-        says to no effect, and as it asks switch garbage collection off and show the config."""
+        """Do what concerns the whole process: keep freed memory for the next step, show the log, log config keys that
+        have no effect, and as it asks switch garbage collection off and show the config."""
         if self.accelerator.works_on_host_memory:
             keep_freed_memory()
         show_log(self.communicator.rank, self.config.log_level)
@@ -159,7 +159,7 @@ class EngineBuilder:
         return ZeroEngine(plan, parts, adapter, optimizer, groups, timer)
 
     def _trial_model(self, specs: tuple[ParamSpec, ...], units: Mapping[str, str], *, is_remote: bool) -> TrialModel:
-        """What a tuner is told of the model, before there are buffers."""
+        """What a tuner receives about the model, before there are buffers."""
         memory = self.accelerator.memory_stats()
         others = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "data"}
         return TrialModel(specs, units, memory.allocated_nbytes, is_remote, memory.total_nbytes, others)
@@ -173,14 +173,14 @@ class EngineBuilder:
         parts: Mapping[str, str] = MappingProxyType({}),
         updates: Mapping[str, str] = MappingProxyType({}),
     ) -> ShardLayout:
-        """Lay out `specs` as the config says over the mesh; see `plan_for`."""
+        """Lay out `specs` by the config over the mesh; see `plan_for`."""
         return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates)
 
     def _max_local_numels(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
         """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""
         cut = [spec for spec in specs if spec.cut]
-        told = self.communicator.all_gather_object([spec.numel for spec in cut]) if cut else []
-        return {spec.fqn: max(numels) for spec, numels in zip(cut, zip(*told, strict=True), strict=True)}
+        gathered = self.communicator.all_gather_object([spec.numel for spec in cut]) if cut else []
+        return {spec.fqn: max(numels) for spec, numels in zip(cut, zip(*gathered, strict=True), strict=True)}
 
     def process_group_for(self, axes: Collection[str]) -> Communicator:
         """The communicator of the ranks that share this rank's place along every axis of the mesh but `axes`.
@@ -212,7 +212,7 @@ class EngineBuilder:
         )
 
     def enter_groups(self) -> None:
-        """Make the groups along the axes of a mesh that has several, and let `comm.groups` know them. Collective."""
+        """Make the groups along the axes of a mesh that has several, and register them in `comm.groups`. Collective."""
         others = [axis.name for axis in self.mesh.axes if axis.name != "data"]
         if others:
             for axes in (("data",), *((name,) for name in others), ("data", "sequence")):
@@ -229,7 +229,7 @@ class EngineBuilder:
         self._groups.clear()
 
     def communicators(self, layout: ShardLayout, traffic: TrafficPolicy) -> Communicators:
-        """The communicators that carry parameters and gradients of `layout` as `traffic` says. Collective where some
+        """The communicators that carry parameters and gradients of `layout` as `traffic` sets. Collective where some
         parameters are cut, and where near ranks keep second copies."""
         cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
         groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}

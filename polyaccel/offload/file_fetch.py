@@ -2,7 +2,7 @@
 
 [Note: Piece buffers]
 Pieces pass through a few host buffers that all fetches of a type share. A fetch reads into as many as are free when it
-starts, but leaves the last one: the fetch that is finished first can then go on, whatever the others hold. `finish`
+starts, but leaves the last one: the fetch that is finished first can then continue, whatever the others hold. `finish`
 reads as many pieces ahead as there are free buffers, while it copies one to the device.
 """
 

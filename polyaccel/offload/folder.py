@@ -1,12 +1,12 @@
 """A rank's folder on a disk that jobs share: deleted when the rank is done, and by a later job where the rank died.
 
 [Note: Owners]
-Folder `polyaccel-<run id>/rank<r>` belongs to the process that holds the lock of the file `rank<r>.lock` beside it. The
-system gives a lock back when its process dies, however it dies, so a lock that can be taken marks a folder whose owner
-is dead; a process id would not, for ids are used again and mean nothing on another host. A lock file may be removed
-between being opened and being locked; hence a process that has locked one checks that the name still stands for that
-file. An owner writes its name into the file once it has locked it: a file without a name is about to be locked, and no
-dead owner's.
+Folder `polyaccel-<run id>/rank<r>` belongs to the process that holds the lock of the file `rank<r>.lock` next to it.
+The system gives a lock back when its process dies, however it dies, so a lock that can be taken marks a folder whose
+owner is dead; a process id would not, for ids are used again and mean nothing on another host. A lock file may be
+removed between being opened and being locked; hence a process that has locked one checks that the name still stands for
+that file. An owner writes its name into the file once it has locked it: a file without a name is about to be locked,
+and no dead owner's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOCK = re.compile(r"(rank\d+)\.lock")
 
 
 class RankFolder:
-    """The folder of `rank` of run `run_id` below `root`, made anew, locked until `remove`.
+    """The folder of `rank` of run `run_id` below `root`, made again, locked until `remove`.
 
     Removes what dead jobs left below `root` first. Raises OffloadError when it cannot be made, or when another process
     has it.
@@ -57,12 +57,12 @@ class RankFolder:
         if self._lock is None:
             raise OffloadError(
                 f"{self.path} is in use by another process ({_owner(self._lock_path)})",
-                hint="give every job a run id of its own, and every process of a job its own rank",
+                hint="give every job its own run id, and every process of a job its own rank",
                 value=str(self.path),
             )
 
     def _acquire(self) -> int | None:
-        """The locked lock file, open; None when somebody else has locked it."""
+        """The locked lock file, open; None when another process has locked it."""
         while True:
             self._lock_path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # the run's folder was cleared away in between: once more
@@ -133,7 +133,7 @@ def _clear(folder: Path, lock_path: Path) -> None:
 
 
 def _owner(lock_path: Path) -> str:
-    """Host and process id of the owner, dead or alive; empty while nobody has locked the file."""
+    """Host and process id of the owner, dead or alive; empty while the file is not locked."""
     try:
         return lock_path.read_text().partition("\n")[0]
     except OSError:

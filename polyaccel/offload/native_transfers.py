@@ -32,7 +32,7 @@ class NativeTransfers(Transfers):
         self.library = library
         self._pid = os.getpid()
         self._under_way: dict[int, _NativeTransfer] = {}
-        """By handle. Keeps the memory alive that threads write into, where nobody else holds it any more."""
+        """By handle. Keeps the memory alive that threads write into, where nothing else holds it any more."""
         self._files: int | None = library.pa_files_open(threads)
         if self._files is None:
             raise OffloadError("no thread can be started to read and write files", hint="raise the limit: ulimit -u")
@@ -54,7 +54,7 @@ class NativeTransfers(Transfers):
         return transfer
 
     def forget(self, handle: int) -> None:
-        """Let go of the memory of a transfer that is done."""
+        """Release the memory of a transfer that is done."""
         del self._under_way[handle]
 
     def close(self) -> None:

@@ -3,9 +3,9 @@
 [Note: Lending from files]
 A group's files are read side by side into host buffers, lent, and written back. With `pipeline_read` the groups that
 come next are read while one is in use, as far ahead as there are host buffers; with `pipeline_write` a group is written
-while later ones are in use. All of it runs on threads of its own (`Transfers`). A host buffer is used again only when
-its contents have been written. A write that fails does not stop the walk, for a step that is half done on one rank
-would be lost on all: its buffer becomes the contents, the walk goes on, and its end raises.
+while later ones are in use. All of it runs on its own threads (`Transfers`). A host buffer is used again only when its
+contents have been written. A write that fails does not stop the walk, for a step that is half done on one rank would be
+lost on all: its buffer becomes the contents, the walk continues, and its end raises.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Loan:
         return all(access.is_done for access in self._under_way)
 
     def settle(self, give_back: Callable[[Buffer], None], failures: list[OffloadError]) -> None:
-        """Wait until nothing is under way, and give the host buffers back, but for those of failed writes."""
+        """Wait until nothing is under way, and give the host buffers back, except for those of failed writes."""
         for (buffer, blocks), held, access in zip(self._blocks(), self.held, self._under_way, strict=True):
             error = access.wait()
             if error is None:

@@ -51,7 +51,7 @@ class Access:
 
 
 class StateFile:
-    """A file of `nbytes` at `path`, made by `create`. Opened anew for each access, so that it holds no descriptor."""
+    """A file of `nbytes` at `path`, made by `create`. Opened again for each access, so that it holds no descriptor."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
@@ -133,12 +133,12 @@ class StateFile:
     def _failure(self, verb: str, error: OSError) -> OffloadError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return _full(self.path, self.nbytes, _free_nbytes(self.path.parent))
-        hint = "check the disk; go on from a checkpoint if it cannot be repaired"
+        hint = "check the disk; continue from a checkpoint if it cannot be repaired"
         return OffloadError(f"{self.path} could not be {verb}: {error}", hint=hint, value=str(self.path))
 
 
 def _reserve(file: int, nbytes: int) -> None:
-    """Give the file `nbytes` of disk that nobody else can take, where the file system can; zeros in any case."""
+    """Give the file `nbytes` of disk that no other file can take, where the file system can; zeros in any case."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file, 0, nbytes)

@@ -1,7 +1,7 @@
 """Reads and writes of files in the background: asked for in order, under way side by side, waited for one by one.
 
-The threads are those of csrc/files where it was compiled, and Python's where it was not. Both open a file anew for
-each transfer, so that no descriptor is held, and go on after short transfers and interruptions.
+The threads are those of csrc/files where it was compiled, and Python's where it was not. Both open a file again for
+each transfer, so that no descriptor is held, and continue after short transfers and interruptions.
 """
 
 from __future__ import annotations

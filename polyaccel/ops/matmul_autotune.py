@@ -70,8 +70,8 @@ def processor_identity() -> str:
         return f"{platform.processor()} {platform.machine()}"
     first = dict(line.split(":", 1) for line in text.partition("\n\n")[0].splitlines() if ":" in line)
     facts = {name.strip(): value.strip() for name, value in first.items()}
-    told = json.dumps([facts.get(name, "") for name in _IDENTITY])
-    return f"{facts.get('model name', platform.machine())} {hashlib.sha256(told.encode()).hexdigest()[:8]}"
+    described = json.dumps([facts.get(name, "") for name in _IDENTITY])
+    return f"{facts.get('model name', platform.machine())} {hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
 def load_measured(threads: int) -> Measured | None:

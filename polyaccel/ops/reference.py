@@ -28,7 +28,7 @@ def to_float64(data: bytes, dtype: DType) -> Float64s:
 
 
 def combine(target: Float64s, source: Float64s, op: ReduceOp) -> Float64s:
-    """`op(target, source)`; AVG only adds, for the number of ranks is not known to a kernel."""
+    """`op(target, source)`; AVG only adds, for the number of ranks is not passed to a kernel."""
     functions: dict[ReduceOp, Any] = {
         ReduceOp.SUM: np.add,
         ReduceOp.AVG: np.add,

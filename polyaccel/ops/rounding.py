@@ -1,6 +1,6 @@
 """Stochastic rounding of float32 numbers to 16 bits; see [Note: Stochastic rounding] in `polyaccel.ops.base`.
 
-These functions compute with the integers of numpy or JAX. csrc, torch and Triton have functions of their own that give
+These functions compute with the integers of numpy or JAX. csrc, torch and Triton have their own functions, which give
 the same bits.
 """
 

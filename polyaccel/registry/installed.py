@@ -1,4 +1,4 @@
-"""The plugins that are installed, as their metadata says: nothing is imported."""
+"""The plugins that are installed, by their metadata: nothing is imported."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _origin(entry_point: metadata.EntryPoint) -> tuple[str, str]:
     try:
         if distribution is not None and distribution.name:
             return distribution.name, distribution.version
-    except Exception:  # METADATA is missing or damaged, entry_points.txt beside it is not
+    except Exception:  # METADATA is missing or damaged, entry_points.txt next to it is not
         _log.debug("unreadable metadata of %s", distribution, exc_info=True)
     return str(getattr(distribution, "_path", "unknown package")), "of unknown version"
 

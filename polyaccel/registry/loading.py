@@ -4,7 +4,7 @@
 Stevedore answers from a cache on disk whose key packs modification times as 32-bit floats, which step by 128 s
 nowadays: a plugin that was installed again soon after keeps its old entry points, for good. It also drops the
 distribution of every entry point. So stevedore gets its entry points from here: `_manager_class` overrides the one
-method through which it would ask its cache, and hands it the single entry point that importlib.metadata, asked anew
+method through which it would ask its cache, and hands it the single entry point that importlib.metadata, asked again
 each time, has for the name. "Not found" and "offered twice" are decided here, before stevedore is asked at all.
 """
 
@@ -41,7 +41,7 @@ def _import(info: PluginInfo, entry_point: metadata.EntryPoint) -> Any:
         extensions = manager(info.group.value, info.name, invoke_on_load=False).extensions
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit and the panics of native modules are no Exception
+    except BaseException as error:  # SystemExit and the panics of native modules are not an Exception
         raise PluginContractError(
             f"{info} cannot be imported from {info.value!r}: {summary(error)}",
             hint=f"repair or uninstall {info.package}; `polyaccel doctor -v` shows the traceback",

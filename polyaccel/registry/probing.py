@@ -1,4 +1,4 @@
-"""Loading and probing plugins, each within a limit: what a plugin raises, or never ends, is told of it."""
+"""Loading and probing plugins, each within a limit: what a plugin raises, or never ends, is reported of it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ T = TypeVar("T")
 PROBE_LIMIT_S = 30.0
 """For a plugin's import, and for its probe, where a job starts."""
 PATIENCE_S = 5.0
-"""The same where somebody waits for the answer."""
+"""The same where a caller waits for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginStatus:
     """The result of loading and probing one plugin.
 
-    `usable`, `reason` and `priority` are those of its `probe()`. When the plugin is broken `error` says how, `reason`
-    is its message, and `traceback` that of what the plugin raised ("" when it raised nothing).
+    `usable`, `reason` and `priority` are those of its `probe()`. When the plugin is broken `error` describes it,
+    `reason` is its message, and `traceback` that of what the plugin raised ("" when it raised nothing).
     """
 
     info: PluginInfo
@@ -57,8 +57,8 @@ def probe_all(
 
 
 def probe_plugin(info: PluginInfo, plugin: type[Any], *, limit_s: float = PROBE_LIMIT_S) -> Probe:
-    """What `plugin.probe()` says. Raises PluginContractError where it raises, returns something else, or has not ended
-    after `limit_s` seconds: then it is left behind, in a thread."""
+    """Return the result of `plugin.probe()`. Raises PluginContractError where it raises, returns something else, or has
+    not ended after `limit_s` seconds: then it is left behind, in a thread."""
 
     def ask() -> Probe:
         try:
@@ -70,7 +70,7 @@ def probe_plugin(info: PluginInfo, plugin: type[Any], *, limit_s: float = PROBE_
         except BaseException as cause:
             raise PluginContractError(
                 f"{info} failed while it was probed: {summary(cause)}",
-                hint=f"a probe says why not instead of raising: report it to the authors of {info.package}",
+                hint=f"a probe returns the reason instead of raising: report it to the authors of {info.package}",
                 value=info.value,
             ) from cause
         return probe

@@ -7,9 +7,9 @@ here sees a tensor, an array or a device's name; stages are values of `ZeroPolic
 [Note: One order]
 Collectives must be launched in the same order on every rank. Where parameters are replicated, a backward pass launches
 nothing but reductions, and bucket order is that order. Where they are sharded, gathers come in between, and the arrival
-of gradients is no guide: a rank whose data missed an expert never sees its gradients. So there the frontend says when a
-bucket has had its time on this rank (`release`), and it is launched where the schedule that the ranks follow has it
-([Note: Ways]); what comes later on some rank is late.
+of gradients is not a guide: a rank whose data missed an expert never sees its gradients. So there the frontend says
+when a bucket has had its time on this rank (`release`), and it is launched where the schedule that the ranks follow has
+it ([Note: Ways]); what comes later on some rank is late.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ZeroEngine:
     """Parameters, gradients, optimizer states and their exchange on one rank, in the buffers of `plan`.
 
     `owner` has the parameters' original values, in their original precision: master weights start from those, not from
-    what the training precision rounds them to. Rank 0's values are broadcast, and `owner` is told where each parameter
-    stands from then on. `groups` has the hyperparameters of each optimizer group, `timed` is entered around waits for
-    other ranks. The layout's order is the order in which gradients are expected. Raises what accelerator, communicators
-    and tiers raise; tiers and near ranks of `parts` are closed with the step.
+    what the training precision rounds them to. Rank 0's values are broadcast, and `owner` is notified where each
+    parameter stands from then on. `groups` has the hyperparameters of each optimizer group, `timed` is entered around
+    waits for other ranks. The layout's order is the order in which gradients are expected. Raises what accelerator,
+    communicators and tiers raise; tiers and near ranks of `parts` are closed with the step.
     """
 
     def __init__(
@@ -207,7 +207,8 @@ class ZeroEngine:
         self._in_backward = self._reducing = False
 
     def abort_backward(self) -> None:
-        """The backward pass failed: launch nothing more. The gradients are incomplete; discard them before going on."""
+        """The backward pass failed: launch nothing more. The gradients are incomplete; discard them before
+        continuing."""
         self._in_backward = self._reducing = False
         self._is_incomplete = True
 
@@ -358,7 +359,7 @@ class ZeroEngine:
                     yield slot, name, piece.start, state.view(offset, piece.length)
 
     def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """The pieces that this rank must load to go on, in global coordinates: all of `master` and of the optimizer
+        """The pieces that this rank must load to continue, in global coordinates: all of `master` and of the optimizer
         states."""
         for place in self.params:
             shard = self._states.get(place.bucket.index)
@@ -374,7 +375,7 @@ class ZeroEngine:
         self.params.gathering.trim()
 
     def close(self) -> None:
-        """Let go of all buffers. Views that frontends hold keep their memory alive."""
+        """Release all buffers. Views that frontends hold keep their memory alive."""
         self.finish_reductions()
         self.params.close()
         self._gradients.clear()

@@ -1,4 +1,4 @@
-"""The memory of a step by purpose: what its plan foretold, and what this rank holds."""
+"""The memory of a step by purpose: what its plan estimated, and what this rank holds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from polyaccel.zero.update.optimizer_step import OptimizerState
 
 
 class StepMemory:
-    """Bytes of this rank by purpose, in the words of `polyaccel plan`: foretold by the plan, and counted from the
+    """Bytes of this rank by purpose, in the words of `polyaccel plan`: estimated by the plan, and counted from the
     buffers that are there.
 
     Of what is in use only inside a step, pools keep the most that there was: gradient buckets in flight, gathered
-    parameters, staging. What nobody keeps, a gradient outside its bucket and codes on their way, is
-    foretold and not counted.
+    parameters, staging. What is not kept, a gradient outside its bucket and codes on their way, is estimated and not
+    counted.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepMemory:
         self._staging = staging
 
     def estimated(self) -> list[tuple[str, int]]:
-        """What the plan of the buffers foretells."""
+        """What the plan of the buffers estimates."""
         return memory_by_purpose(self._plan)
 
     def measured(self) -> list[tuple[str, int]]:

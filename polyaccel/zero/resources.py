@@ -23,7 +23,7 @@ _NOWHERE_ELSE: Mapping[Place, Tier] = {}
 
 @dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """The communicators of the ranks that hold the same parameters, all over these but for `hpz_group`.
+    """The communicators of the ranks that hold the same parameters, all over these ranks except for `hpz_group`.
 
     `trained` and `frozen` gather parameters of that kind for passes, `gradients` reduces, `exact` does all else.
     `hpz_group` joins the neighbours of this rank that keep second copies with it, None where none are kept.
@@ -157,5 +157,5 @@ class Staging:
         return found
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._buffers.clear()

@@ -22,7 +22,7 @@ class TrainedParams(Protocol):
         """Wait until every parameter is up to date."""
 
     def all_gather_masters(self) -> None:
-        """Make the parameters anew from master weights that were written, on every rank. Collective."""
+        """Make the parameters again from master weights that were written, on every rank. Collective."""
 
     def replicas(self, most_numel: int) -> tuple[Replica, ...]:
         """The copies that this rank has for itself of what others hold too, in pieces of at most so many elements."""
@@ -35,7 +35,7 @@ class TrainedMemory(Protocol):
     """The memory of a `TrainedState` on this rank: bytes by purpose, the same words for both."""
 
     def estimated(self) -> Iterable[tuple[str, int]]:
-        """What was foretold, as far as a plan of buffers knows it."""
+        """What was estimated, as far as a plan of buffers knows it."""
 
     def measured(self) -> Iterable[tuple[str, int]]:
         """What is there now, and of what is there only inside a step the most that there was."""
@@ -83,15 +83,15 @@ class TrainedState(Protocol):
         """The pieces that this rank saves, in global coordinates: (slot, kind, start, buffer)."""
 
     def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """The pieces that this rank must read to go on, as buffers to overwrite."""
+        """The pieces that this rank must read to continue, as buffers to overwrite."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
 
 def over_stages(beyond: Communicator | None, own: Mapping[str, T]) -> dict[str, T]:
-    """What the stages of a pipeline have under names of their own, as one mapping. `beyond` are the ranks that hold the
-    other parameters of the same model, None where nobody does. Collective where there are some."""
+    """What the stages of a pipeline have under their own names, as one mapping. `beyond` are the ranks that hold the
+    other parameters of the same model, None where there are none. Collective where there are some."""
     if beyond is None:
         return dict(own)
     return {name: value for told in beyond.all_gather_object(dict(own)) for name, value in told.items()}

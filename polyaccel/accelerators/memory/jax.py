@@ -1,4 +1,4 @@
-"""Buffers on devices that only JAX knows.
+"""Buffers on devices that only JAX supports.
 
 [Note: Handles]
 An array of JAX never changes. A buffer is therefore a handle: a write through it computes a new array, gives the old
@@ -115,7 +115,7 @@ def wait_for(arrays: Sequence[Any]) -> None:
     """Wait until each of these arrays has been computed, has failed, or was given up to another computation."""
     try:
         jax.block_until_ready(arrays)
-    except Exception:  # of somebody's own computation, or donated by another thread meanwhile: those have ended
+    except Exception:  # of another computation, or donated by another thread meanwhile: those have ended
         for array in arrays:
             with suppress(Exception):
                 array.block_until_ready()

@@ -30,7 +30,7 @@ class InMemoryConfig(Section):
 
     memory: PositiveInt | None = None
     """The most bytes of host memory that a rank's two copies may take. Null is half of what the host has left, shared
-    by its ranks. A rank that needs more makes no replicas, and says so."""
+    by its ranks. A rank that needs more makes no replicas, and logs that."""
 
 
 class CheckpointConfig(Section):
@@ -48,22 +48,22 @@ class CheckpointConfig(Section):
     """polyaccel's own: keep this many of the newest."""
     in_memory: bool | InMemoryConfig = False
     """polyaccel's own: after each optimizer step, a copy of every rank's state in the memory of a process that
-    `polyaccel run --restarts N` keeps beside the ranks. When ranks are killed and the job is started again,
-    `load_checkpoint` without a tag goes on from there if no checkpoint on disk is newer. Without such a keeper it has
-    no effect, and a warning says so."""
+    `polyaccel run --restarts N` keeps next to the ranks. When ranks are killed and the job is started again,
+    `load_checkpoint` without a tag continues from there if no checkpoint on disk is newer. Without that keeper it has
+    no effect, and a warning is logged."""
     storage: str | Annotated[PluginTable, Field(min_length=1, max_length=1)] = "file"
     """polyaccel's own: where checkpoints are kept, by the name of an installed plugin of the group `polyaccel.storage`,
     or `{name: {option: value, ...}}` with options of the plugin's. "file" is a folder that every rank sees,
     "node_local" one that the ranks of a host see, with a copy on the next host, "fsspec" an object store. What is
     passed to `save_checkpoint` and `load_checkpoint` as a directory is the plugin's location."""
     in_background: Annotated[bool, Field(alias="async")] = True
-    """polyaccel's own: write checkpoints in a process beside each rank while training goes on, from a copy in memory
+    """polyaccel's own: write checkpoints in a process next to each rank while training continues, from a copy in memory
     that `save_checkpoint` waits for. The checkpoint counts when it is complete; what goes wrong is raised by the next
     step, save, load or `engine.wait_for_checkpoint()`, on all ranks. False: `save_checkpoint` returns when all is
     durable."""
     staging_memory: PositiveInt | None = None
     """polyaccel's own: the bytes of host memory that a rank's copy may take. Null is half of what the host has left,
-    shared by its ranks. A rank that needs more writes while training waits, and says so once. A load may keep as much
+    shared by its ranks. A rank that needs more writes while training waits, and logs that once. A load may keep as much
     between verifying and taking over; where that is too little it reads twice."""
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     """The reaction when ranks save or load under different tags."""

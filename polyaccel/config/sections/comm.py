@@ -37,7 +37,7 @@ class CommConfig(Section):
     """Compare every collective's op, numel and dtype over the ranks before it runs, and name the rank that differs."""
     dump_dir: str | None = None
     """The folder for each rank's flight recorder when a collective times out, a rank ends by an exception, or gets
-    SIGUSR1; null is `POLYACCEL_DUMP_DIR`, else a folder beside temporary files that the log names."""
+    SIGUSR1; null is `POLYACCEL_DUMP_DIR`, else a folder next to temporary files that the log names."""
 
 
 class CommsLoggerConfig(Section):

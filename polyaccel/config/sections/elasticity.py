@@ -29,7 +29,7 @@ class ElasticityConfig(Section):
     """Of global batches that equally many world sizes divide take the larger, and of micro-batches that fit; false
     takes the smaller batch, and with version 0.2 the first micro-batch of the list that fits."""
     ignore_non_elastic_batch_info: bool = False
-    """Ignore batch sizes that are written beside this section, which otherwise are errors."""
+    """Ignore batch sizes that are written next to this section, which otherwise are errors."""
     version: NonNegativeFloat = 0.2
     """The rules: 0.1 counts ranks; 0.2 counts hosts of `num_gpus_per_node` ranks each, all of which train."""
     num_gpus_per_node: PositiveInt = 1

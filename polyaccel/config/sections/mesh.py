@@ -20,9 +20,9 @@ class MeshConfig(Section):
     pipe: PositiveInt = 1
     """Stages of a pipeline; the same as `pipeline.stages`."""
     data: PositiveInt | None = None
-    """Ranks with batches of their own; null is as many as there are, divided by the others."""
+    """Ranks with their own batches; null is as many as there are, divided by the others."""
     expert: PositiveInt = 1
-    """Of the ranks with batches of their own, how many share the experts of a layer; the same as
+    """Of the ranks with their own batches, how many share the experts of a layer; the same as
     `expert_parallel.autoep_size`."""
     sequence: PositiveInt = 1
     """Ranks that share the sequences of a batch; the same as `sequence_parallel_size`."""
@@ -52,7 +52,7 @@ class LayerSpecConfig(Section):
 
 
 class PartitionConfig(Section):
-    """Layers that are cut as the user says."""
+    """Layers that are cut by the user's plan."""
 
     use_default_specs: bool = False
     """Cut the layers that no pattern matches by the model's own plan, or by its structure."""
@@ -69,7 +69,7 @@ class TensorParallelConfig(Section):
     tp: TensorParallelSizeConfig = TensorParallelSizeConfig()
     """The same number, where DeepSpeed's inference configs have it."""
     partition_config: PartitionConfig | None = None
-    """Layers of models that are not known; null cuts what the model's own plan says, or else its structure."""
+    """Layers of models without a known plan; null cuts by the model's own plan, or else by its structure."""
     preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = None
     """For configs that were written for DeepSpeed: what is cut is read from the model itself."""
     vocab_parallel_lm_head: bool | None = None
@@ -91,13 +91,14 @@ class SequenceParallelConfig(Section):
 
 
 class ExpertParallelConfig(Section):
-    """The experts of a mixture over ranks with batches of their own: tokens travel to their experts and back."""
+    """The experts of a mixture over ranks with their own batches: tokens are dispatched to their experts and
+    combined."""
 
     enabled: bool = False
     """Whether `autoep_size` counts."""
     autoep_size: PositiveInt = 1
-    """Ranks that share the experts of each layer, a divisor of the ranks with batches of their own. Experts need not
+    """Ranks that share the experts of each layer, a divisor of the ranks with their own batches. Experts need not
     divide: the first ranks have one more."""
     log_load: bool = False
-    """polyaccel's own: `engine.metrics.experts` and monitors tell how each step's tokens went to the experts of each
+    """polyaccel's own: `engine.metrics.experts` and monitors show how each step's tokens went to the experts of each
     layer, with shared experts or without, for one small exchange a step."""

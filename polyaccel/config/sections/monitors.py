@@ -1,4 +1,4 @@
-"""The sections of monitors that have one of their own: `tensorboard`, `csv_monitor`, `wandb`, `comet`."""
+"""The monitors that have their own section: `tensorboard`, `csv_monitor`, `wandb`, `comet`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polyaccel.config.section import PositiveInt, Section
 
 
 class MonitorSection(Section):
-    """A monitor that is on where `enabled` says so; the other keys are its options."""
+    """A monitor that is on where `enabled` is true; the other keys are its options."""
 
     plugin: ClassVar[str]
     """The name of its plugin."""

@@ -1,4 +1,4 @@
-"""Where ZeRO's states live beside the device: `offload_param` and `offload_optimizer`."""
+"""Where ZeRO's states live outside the device: `offload_param` and `offload_optimizer`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUILT_IN_DEVICES = ("none", "cpu", "nvme")
 
 
 class OffloadParamConfig(Section):
-    """Where sharded parameters rest while nobody computes with them (stage 3).
+    """Where sharded parameters rest while they are not computed with (stage 3).
 
     Parameters that are their own master weights (fp32) rest with these where both leave the device: in memory if
     `offload_optimizer` keeps those there, in files if both are in files. What small parameters stay gathered
@@ -24,12 +24,12 @@ class OffloadParamConfig(Section):
     device: OffloadDevice = "none"
     """`none` keeps them on the device, `cpu` in host memory, `nvme` in files, from where they are gathered; any other
     name is that of an installed plugin of the group `polyaccel.tiers`. The master weights are where
-    `offload_optimizer` says."""
+    `offload_optimizer` sets."""
     tier_options: Params = Field(default_factory=dict, validate_default=True)
     """polyaccel's own: options of the plugin that `device` names, which checks them. `none`, `cpu` and `nvme` have
     none."""
     nvme_path: str | None = None
-    """Directory for the files of `nvme`, on a disk of this host. Each job makes a folder of its own in it."""
+    """Directory for the files of `nvme`, on a disk of this host. Each job makes its own folder in it."""
     buffer_count: PositiveInt = 5
     """Under `nvme`, host buffers between files and a device whose memory is not the host's: so many are read ahead."""
     buffer_size: PositiveInt = 100_000_000
@@ -50,7 +50,7 @@ class OffloadOptimizerConfig(Section):
     """polyaccel's own: options of the plugin that `device` names, which checks them. `none`, `cpu` and `nvme` have
     none."""
     nvme_path: str | None = None
-    """Directory for the files of `nvme`, on a disk of this host. Each job makes a folder of its own in it."""
+    """Directory for the files of `nvme`, on a disk of this host. Each job makes its own folder in it."""
     buffer_count: PositiveInt = 4
     """Under `nvme`, host buffers between kernels and files, each as long as the longest state of a bucket. A bucket
     under Adam needs three, and so many more for `pipeline_read` and `pipeline_write` each; that many are used at
@@ -63,6 +63,6 @@ class OffloadOptimizerConfig(Section):
     """Under `nvme`, write the last states while the present ones are updated."""
     fast_init: bool = False
     """Initialise states under `nvme` with fewer passes over the files. New files are zeros without any pass here, so
-    both values are met."""
+    both values have the same effect."""
     ratio: Fraction = 1.0
     """The share of the states that is offloaded, in whole buckets; the first buckets stay on the device."""

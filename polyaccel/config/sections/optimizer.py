@@ -1,4 +1,4 @@
-"""The section `optimizer`, and what the optimizers we know by name take as `params`."""
+"""The section `optimizer`, and what the optimizers that polyaccel has by name take as `params`."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class AdamWParams(Section):
     amsgrad: Amsgrad = Field(False, exclude=True)
     """Not available."""
     torch_adam: bool = Field(False, exclude=True)
-    """DeepSpeed's switch to torch's implementation. There is one here, whose update is torch's, so both values are
-    met."""
+    """DeepSpeed's switch to torch's implementation. There is one here, whose update is torch's, so both values have the
+    same effect."""
     fp32_optimizer_states: Fp32States = Field(True, exclude=True)
     """Moments are float32."""
 

@@ -42,8 +42,8 @@ class Bf16Config(Section):
     """Keep parameters in bfloat16, but those of norms with running statistics in the statistics' type, as under `fp16`.
     Excludes `fp16.enabled` and `torch_autocast.enabled`."""
     check_grad_overflow: bool = True
-    """Skip a step whose gradients are not all finite, on every rank alike; false applies them. No update can begin
-    before the last gradient is there."""
+    """Skip a step whose gradients are not all finite, on every rank; false applies them. No update can begin before the
+    last gradient is there."""
     stochastic_rounding: bool = False
     """Round master weights to parameters up or down by chance, so that updates too small for 16 bits show on average,
     instead of to nearest. The same bits at every stage and after a restart."""

@@ -1,4 +1,4 @@
-"""The section `scheduler`, and what the learning-rate schedules we know by name take as `params`."""
+"""The section `scheduler`, and what the learning-rate schedules that polyaccel has by name take as `params`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OneCycleParams(Section):
     cycle_second_stair_count: CountInt | None = None
     """Stairs in the fall; null is as many as in the rise."""
     decay_step_size: CountInt = 0
-    """Steps of one decay interval; 0 is no decay."""
+    """Steps of one decay interval; 0 is not a decay."""
     cycle_momentum: bool = True
     """Cycle the momentum (or the first beta) too."""
     cycle_min_mom: Beta | Listed[tuple[Beta, ...]] = 0.8

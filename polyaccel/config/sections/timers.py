@@ -17,12 +17,12 @@ class ThroughputConfig(Section):
     rank, and what share that is of the device's speed in a large product. The first pass with inputs of a new shape
     takes longer. Samples a second are always there."""
     synchronized: bool = False
-    """Wait for the device at the end of each step, so that its time is that of its own work. False costs nothing; the
-    times are right on average."""
+    """Wait for the device at the end of each step, so that its time is that of its work. False costs nothing; the times
+    are right on average."""
 
 
 class TimersConfig(Section):
-    """What is timed beside the phases of a step (`wall_clock_breakdown`)."""
+    """What is timed in addition to the phases of a step (`wall_clock_breakdown`)."""
 
     throughput: ThroughputConfig = ThroughputConfig()
     """The work of a step, a second."""
@@ -54,10 +54,10 @@ class AlertsConfig(Section):
     enabled: bool = False
     """Look."""
     every: PositiveInt = 10
-    """Optimizer steps after which the ranks tell rank 0 their figures, in one small exchange."""
+    """Optimizer steps after which the ranks send rank 0 their figures, in one small exchange."""
     window: Int = Field(50, ge=10)
     """Steps that a loss and a norm are compared with, from half of them on; none while the learning rate warms up. The
-    same is not said again within so many steps."""
+    same is not logged again within so many steps."""
     loss: NonNegativeFloat = 10.0
     """A spike: how many deviations a step's loss lies above the median, by the median absolute deviation."""
     grad_norm: NonNegativeFloat = 10.0
@@ -67,7 +67,7 @@ class AlertsConfig(Section):
     data: NonNegativeFloat = 0.1
     """The share of a step that a rank waits for its next micro-batch, in three exchanges in a row."""
     memory_growth: NonNegativeFloat = 0.02
-    """The growth of a rank's memory, as a share of it, that goes on over sixteen exchanges or more."""
+    """The growth of a rank's memory, as a share of it, that continues over sixteen exchanges or more."""
     replicas: CountInt = 100
     """Optimizer steps in which every rank digests its copies of replicated weights once, a part in each step. A rank
     whose copy differs is named, with the parameter."""
@@ -88,7 +88,7 @@ class FlopsProfilerConfig(Section):
     detailed: bool = True
     """Show a row for every module."""
     output_file: str | None = None
-    """The file for the table, and beside it a picture of the same name; null is the log, and the picture goes to
+    """The file for the table, and next to it a picture of the same name; null is the log, and the picture goes to
     `run_dir` if there is one."""
     recompute_fwd_factor: NonNegativeFloat = 0.0
     """The share of a forward pass that the backward pass computes again, for the operations of a step."""

@@ -22,9 +22,9 @@ class LeafModuleConfig(Section):
     )
     """Classes, by qualified name (`package.module.Class`) or by the class's name alone."""
     names: Listed[tuple[str, ...]] = ()
-    """Modules, by full name in the model, such as `model.layers.0.mlp`."""
+    """Modules, by full name in the model, for example `model.layers.0.mlp`."""
     name_suffixes: Listed[tuple[str, ...]] = ()
-    """Modules, by the end of their full name, such as `mlp`."""
+    """Modules, by the end of their full name, for example `mlp`."""
 
 
 class ZeroConfig(Section):
@@ -39,10 +39,10 @@ class ZeroConfig(Section):
     model are smaller: a sixteenth of it, or 4 Mi elements. Larger ones need more memory for gradients under way. "auto"
     is the square of the hint `hidden_size`, as in Hugging Face."""
     allgather_bucket_size: PositiveInt = 500_000_000
-    """Parameters are gathered in the very buckets in which gradients are reduced, so this has no effect. The log says
-    so where it is neither `reduce_bucket_size` nor the default."""
+    """Parameters are gathered in the very buckets in which gradients are reduced, so this has no effect. That is logged
+    where it is neither `reduce_bucket_size` nor the default."""
     overlap_comm: bool | None = None
-    """Reduce gradients while backward goes on, which needs memory for the buckets under way. Null is true at every
+    """Reduce gradients while backward continues, which needs memory for the buckets under way. Null is true at every
     stage: the numbers are the same either way."""
     overlap_param_gather: bool = False
     """polyaccel's own: gather the updated parameters during the next forward pass instead of at the end of `step`, so
@@ -50,7 +50,8 @@ class ZeroConfig(Section):
     ignore_unused_parameters: bool = True
     """Parameters without a gradient count as zero gradients; false makes them an error."""
     parameter_alignment: bool = False
-    """Start parameters on 16-byte boundaries. They always start on 64-byte boundaries, so both values are met."""
+    """Start parameters on 16-byte boundaries. They always start on 64-byte boundaries, so both values have the same
+    effect."""
     compute_grad_norm: bool = True
     """Compute the gradients' norm in each step, which reads every gradient once. False needs `gradient_clipping` 0, and
     metrics then have no norm."""
@@ -76,7 +77,7 @@ class ZeroConfig(Section):
     """Stage 3: keep a parameter gathered after its use when it is needed again before this many elements of others
     are used. Where it is left out, at most one unit of a small model."""
     gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
-    """`save_16bit_model` gathers the weights at every stage whatever this says, bucket by bucket, so nothing is ever
+    """`save_16bit_model` gathers the weights at every stage whatever this sets, bucket by bucket, so nothing is ever
     silently not saved."""
     module_granularity_threshold: CountInt = Field(0, alias="stage3_module_granularity_threshold")
     """Stage 3: make leaf modules of the outermost modules that are this fine or finer: those with at most so many
@@ -86,12 +87,13 @@ class ZeroConfig(Section):
     no module is an error."""
     memory_efficient_linear: bool = True
     """Stage 3: do not keep gathered weights for the backward. None is ever kept, and `F.linear` is never replaced, so
-    both values are met."""
+    both values have the same effect."""
     override_module_apply: bool = True
     """Let `Module.apply` see whole parameters inside `zero.Init`. They are whole there, so it is never replaced, and
-    both values are met; after `initialize` a function that needs values is told to use `zero.GatheredParameters`."""
+    both values have the same effect; after `initialize` a function that needs values has to use
+    `zero.GatheredParameters`."""
     log_trace_cache_warnings: bool = False
-    """Stage 3: warn in every step whose order of modules is another one than before; otherwise that is told once, as
+    """Stage 3: warn in every step whose order of modules is another one than before; otherwise that is logged once, as
     information."""
     enable_sanity_checks: bool = False
     """Stage 3: `zero.GatheredParameters` compares values when it is left, and so finds changes that version counters do

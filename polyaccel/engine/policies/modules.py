@@ -105,7 +105,7 @@ def recompute_policy_of(config: Config) -> RecomputePolicy:
 class CutRules:
     """Which layers tensor ranks share. `layers` has for each entry of the config patterns of names, `column`, `row` or
     `skip`, the lengths of a fused weight's parts (None: one part) and the dimension that has them (None: that which is
-    cut). `use_defaults`: beside those what the model says of itself, or its structure. `gather_logits`: every rank has
+    cut). `use_defaults`: in addition to those, the model's own plan, or its structure. `gather_logits`: every rank has
     all logits. `share_tokens`: between these layers each rank has some of the tokens."""
 
     layers: tuple[tuple[Any, ...], ...] = ()

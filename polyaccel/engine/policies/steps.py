@@ -81,7 +81,7 @@ def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPoli
 
     Where the config does not state them, a small model gets tighter ones than DeepSpeed's defaults, which are made for
     billions of parameters and would never free anything: three units may be live. A stated bound below the largest
-    bucket becomes that bucket, and a warning says so.
+    bucket becomes that bucket, with a warning.
     """
     zero = config.zero_optimization
     stated = zero.model_fields_set
@@ -181,7 +181,7 @@ def storage_tier(device: OffloadDevice) -> Place:
 
 
 def state_tier_options(section: OffloadOptimizerConfig) -> TierOptions:
-    """The settings of the tier of optimizer states, but for those that only a run knows."""
+    """The settings of the tier of optimizer states, except for those that only a run has."""
     return TierOptions(
         path=section.nvme_path,
         pin_memory=section.pin_memory,
@@ -193,7 +193,7 @@ def state_tier_options(section: OffloadOptimizerConfig) -> TierOptions:
 
 
 def step_policy(config: ResolvedConfig) -> StepPolicy:
-    """The step's policy, but for the bounds on gathered parameters."""
+    """The step's policy, except for the bounds on gathered parameters."""
     zero = config.zero_optimization
     autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "float16"
     reduce_dtype = config.communication_data_type

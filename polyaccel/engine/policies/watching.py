@@ -19,11 +19,11 @@ from polyaccel.observability.setup import ChosenMonitor
 from polyaccel.observability.traces.recorder import RunTrace
 
 STEPS_PER_BREAKDOWN = 10
-"""Steps between two progress lines with a breakdown where `steps_per_print` says nothing, as in DeepSpeed."""
+"""Steps between two progress lines with a breakdown where `steps_per_print` is not set, as in DeepSpeed."""
 
 
 def reporting_of(config: ResolvedConfig) -> Reporting:
-    """What progress lines say, and how often."""
+    """The content of progress lines, and how often they come."""
     default_every = STEPS_PER_BREAKDOWN if config.wall_clock_breakdown or config.memory_breakdown else None
     return Reporting(
         every=config.steps_per_print or default_every,
@@ -75,7 +75,7 @@ def trace_of(config: ResolvedConfig, communicator: Communicator) -> RunTrace | N
 
 
 def alarms_of(config: ResolvedConfig, communicator: Communicator, mesh: Mesh, monitor: MetricSink) -> RunAlarms | None:
-    """What says that something is wrong with the run; None where nobody looks."""
+    """The alerts of the run; None where they are off."""
     section = config.alerts
     if not section.enabled:
         return None

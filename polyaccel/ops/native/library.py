@@ -39,7 +39,7 @@ class CRounding(ctypes.Structure):
 
 
 class CUpdateShape(ctypes.Structure):
-    """`pa_shape`: an update's name (None: there is no such update), and how much it takes."""
+    """`pa_shape`: an update's name (None: the update does not exist), and how much it takes."""
 
     _fields_ = (("name", c_char_p), ("arrays", c_int32), ("constants", c_int32))
 
@@ -121,7 +121,7 @@ def describe_native() -> str:
 
 
 def host_threads() -> int:
-    """How many threads a kernel may use where no framework says so: `OMP_NUM_THREADS`, or the usable cores."""
+    """Return how many threads a kernel may use where no framework sets it: `OMP_NUM_THREADS`, or the usable cores."""
     stated = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if stated.isdigit() and int(stated):
         return int(stated)
@@ -129,10 +129,10 @@ def host_threads() -> int:
 
 
 def _find() -> Path | None:
-    """Beside this package; or, when its sources are used where they lie, where pip put what it compiled."""
-    beside = Path(__file__).parents[2] / _FILE
-    if beside.exists():
-        return beside
+    """Next to this package; or, when its sources are used where they lie, where pip put what it compiled."""
+    local = Path(__file__).parents[2] / _FILE
+    if local.exists():
+        return local
     try:
         installed = Path(str(metadata.distribution("polyaccel").locate_file(Path("polyaccel", _FILE))))
     except metadata.PackageNotFoundError:

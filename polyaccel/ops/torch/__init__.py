@@ -1,1 +1,1 @@
-"""The ops on torch tensors, on any device that torch knows."""
+"""The ops on torch tensors, on any device that torch supports."""

@@ -121,6 +121,6 @@ class _GroupedKernels:
 def _require(*tensors: Tensor, sizes: Sequence[int]) -> None:
     for tensor in tensors:
         if tensor.dtype is not torch.float32 or tensor.device.type != "cpu":
-            raise ShardingError(f"{tensor.dtype} on {tensor.device} is no float32 on the host", value=tensor.dtype)
+            raise ShardingError(f"{tensor.dtype} on {tensor.device} is not float32 on the host", value=tensor.dtype)
     if sum(sizes) != len(tensors[0]) or min(sizes, default=0) < 0:
         raise ShardingError(f"groups of {list(sizes)} rows of {len(tensors[0])}", value=list(sizes))

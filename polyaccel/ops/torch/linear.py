@@ -120,7 +120,7 @@ def _faster(threads: int) -> KernelTable:
 def measure_speedups(table: KernelTable, within_s: float = _MEASURE_S) -> tuple[dict[str, float], bool]:
     """How many times as fast as torch's own the kernels of `table` are, by name: the least over the shapes.
 
-    The two sides alternate, and the least time of each counts: that of an undisturbed machine. The second value says
+    The two sides alternate, and the least time of each counts: that of an undisturbed machine. The second value is
     whether the measurement was undisturbed enough to be kept.
     """
     with torch.no_grad():

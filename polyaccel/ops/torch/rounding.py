@@ -1,4 +1,4 @@
-"""Writing weights to torch tensors of their own type, rounded to nearest even or stochastically.
+"""Writing weights to torch tensors of their type, rounded to nearest even or stochastically.
 
 See [Note: Stochastic rounding] in `polyaccel.ops.base`. torch computes with signed integers only. In 32 bits their sums
 and products wrap like those of unsigned integers; the sign bits that a shift to the right brings in are masked away.

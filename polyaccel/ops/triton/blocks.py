@@ -59,7 +59,7 @@ def quantize_blocks(
 def _codes(values, scale, most):
     """int32 codes: the quotient to nearest even, 0 where there is no scale."""
     quotient = tl.div_rn(values, tl.where(scale > 0, scale, 1.0))
-    # Beside 1.5 * 2**23 the last place of a float32 is 1, so that the sum rounds to a whole number.
+    # Near 1.5 * 2**23 the last place of a float32 is 1, so that the sum rounds to a whole number.
     nearest = (quotient + 12582912.0) - 12582912.0
     clipped = tl.minimum(tl.maximum(nearest, -most), most)
     return tl.where(scale > 0, clipped, 0.0).to(tl.int32)

@@ -37,7 +37,7 @@ def load(pointer, at, mask, KIND: tl.constexpr):
 
 @triton.jit
 def store(pointer, at, mask, values, random, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Store float32 `values` to nearest even, or as the `random` bits say if STOCHASTIC and the type has 16 bits."""
+    """Store float32 `values` to nearest even, or by the `random` bits if STOCHASTIC and the type has 16 bits."""
     if KIND == BFLOAT16:
         bits = values.to(tl.uint32, bitcast=True)
         tl.store(pointer + at, _bfloat16(bits, random, STOCHASTIC).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)

@@ -80,7 +80,7 @@ def sweep(
     FORMULA: tl.constexpr, WEIGHTS: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     DIRECTION: tl.constexpr, OUT: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`numel` elements, BLOCK a program. The capitals say what each pointer points to; NOTHING is not touched."""
+    """`numel` elements, BLOCK a program. The capitals give what each pointer points to; NOTHING is not touched."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     random = at

@@ -14,8 +14,8 @@ got by *voting*.
 
 [Note: Votes]
 Each rank says what it waits for: a bucket, a reduction to be launched, or the end of the meeting. In each round all
-ranks gather every bucket that some rank waits for, in rank order, and let go of it together; who waited keeps it. If
-nobody waits for a bucket, the reduction that the lowest rank waits for is launched. If nobody waits for one either, the
+ranks gather every bucket that some rank waits for, in rank order, and release it together; who waited keeps it. If no
+rank waits for a bucket, the reduction that the lowest rank waits for is launched. If no rank waits for one either, the
 meeting is over. A rank votes only when it has nothing of the schedule left to do before the meeting, so all of them
 have gathered and freed the same. Where no schedule is known (the first step, evaluation, passes in another order than
 before), all is got by voting.
@@ -77,7 +77,7 @@ class GatherConsensus:
 
 
 class OrderChangeLog:
-    """Tells the log when this rank uses buckets in another order than in its last step."""
+    """Logs when this rank uses buckets in another order than in its last step."""
 
     def __init__(self, *, warn: bool) -> None:
         self._warn = warn
@@ -104,15 +104,16 @@ class OrderChangeLog:
         self._may_deviate, self._is_changing = self._is_changing, False
 
     def will_change(self) -> None:
-        """A use was found out in this step, and will come earlier in the next one: no reason to tell anybody."""
+        """A use was found out in this step, and will come earlier in the next one: not worth a log line."""
         self._is_changing = True
 
 
 class GatherCoordinator:
     """What one rank uses of the buckets of `gathering`, whichever way it takes. See [Note: Ways].
 
-    `launch(bucket)` launches the reduction of a bucket's gradients; `can_launch(bucket)` says, alike on all ranks,
-    whether it would. With `warn`, every step in another order than the last one is told, instead of the first.
+    `launch(bucket)` launches the reduction of a bucket's gradients; `can_launch(bucket)` returns, with the same result
+    on all ranks, whether it would. With `warn`, every step in another order than the last one is logged, instead of the
+    first.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class GatherCoordinator:
                 if not self._gathering.is_whole(index):
                     self._vote(event(EventKind.UNSHARD, index))
         except BaseException:
-            self._gathering.end_use(index)  # whoever failed to get it will not end it
+            self._gathering.end_use(index)  # a caller that failed to get it will not end it
             raise
         self._note(EventKind.UNSHARD, index, learn=learn)
 
@@ -233,7 +234,7 @@ class GatherCoordinator:
         self._gathering.require_idle()
 
     def end_step(self, *, learn: bool) -> None:
-        """The optimizer step is over. `learn`, which all ranks must say alike: make a schedule of what they did in it;
+        """The optimizer step is over. `learn`, the same on all ranks: make a schedule of what they did in it;
         collective then. Raises ShardingError if a bucket is still in use."""
         segments = self._learned() if learn else self._schedule.segments
         self.require_idle()

@@ -6,16 +6,16 @@ Reductions are launched in bucket order on every rank, whatever the order in whi
 must meet its like. A bucket is launched early, overlapping the backward pass, once every gradient that it has ever seen
 has arrived again; the end of the pass launches the rest, with zeros for what did not come. A gradient that arrives
 after its bucket was launched (a parameter used again, a second backward pass, an order never seen before) is *late*: it
-is kept aside, and the step's small all-reduce tells all ranks to reduce that bucket once more before the update. So no
+is kept aside, and through the step's small all-reduce all ranks reduce that bucket once more before the update. So no
 order of events gives wrong numbers; a strange one costs time.
 
 [Note: Where gradients accumulate]
 With replicated gradients each rank accumulates in one full buffer and reduces it at the accumulation boundary. With
 sharded gradients every pass reduces at once and accumulates in the rank's own slice, through a full buffer borrowed
 from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels
-will update it: it leaves the device when its reduction has settled, on a stream of its own, so that it waits
-for nothing that the device computes after the launch. Passes that must not reduce (`no_sync`)
-accumulate in a full buffer of their own, which the next reducing pass takes along.
+will update it: it leaves the device when its reduction has settled, on its own stream, so that it waits for nothing
+that the device computes after the launch. Passes that must not reduce (`no_sync`) accumulate in their own full buffer,
+which the next reducing pass takes along.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class GradientBucket:
     # The backward pass.
 
     def begin_backward(self, *, expects_grads: bool = True) -> None:
-        """A backward pass starts: count arrivals anew. Unless it `expects_grads`, no rank has a gradient for this
+        """A backward pass starts: count arrivals again. Unless it `expects_grads`, no rank has a gradient for this
         bucket in the pass; one that comes all the same is late."""
         self._arrivals = [0] * len(self._arrivals)
         self._missing = sum(self._expected) if expects_grads else 0

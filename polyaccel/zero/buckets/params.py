@@ -38,23 +38,23 @@ class ParamListener(ABC):
     def read_param(self, fqn: str) -> Buffer:
         """The parameter's present value, flat, in the precision that the model was built with."""
 
-    def on_bound(self, fqn: str, view: Buffer) -> None:  # noqa: B027 - an owner that does not look need not be told
+    def on_bound(self, fqn: str, view: Buffer) -> None:  # noqa: B027 - an owner that does not look needs no notice
         """The parameter stands in `view` from now on."""
 
     def on_freed(self, fqn: str) -> None:  # noqa: B027 - likewise
         """The parameter is sharded now and stands nowhere as a whole."""
 
     def changed_params(self) -> Collection[str]:
-        """The whole parameters that users of this rank may have written to since their values were last known."""
+        """The whole parameters that users of this rank may have written to since their values were last adopted."""
         return ()
 
-    def on_adopted(self, names: Collection[str]) -> None:  # noqa: B027 - an owner without users need not be told
+    def on_adopted(self, names: Collection[str]) -> None:  # noqa: B027 - an owner without users needs no notice
         """The values of these parameters are known again."""
 
     def divergence_hint(self, fqn: str) -> str:
         """What to do where the ranks' users gave a parameter different values."""
         return (
-            "change it alike on all ranks, or on one of them inside "
+            "change it in the same way on all ranks, or on one of them inside "
             "`with polyaccel.zero.GatheredParameters([...], modifier_rank=0)`, which all enter"
         )
 
@@ -268,7 +268,7 @@ class ParamBuckets:
 
     def refresh_private_view(self, fqn: str) -> None:
         """Let users see the present values of a parameter in shared memory, whatever they wrote to it before, and keep
-        what they wrote beside it."""
+        what they wrote as well."""
         place, slot = self.locate(fqn)
         if place.shared is not None and place.shared.written():
             window = slot.offset, slot.param.numel
@@ -304,7 +304,7 @@ class ParamBuckets:
                 shared.forget()
 
     def adopt(self, fqn: str) -> None:
-        """Take over the values that were written into the whole parameter, alike on all ranks, into this rank's slice
+        """Take over the values that were written into the whole parameter, equally on all ranks, into this rank's slice
         and master weights. Raises ShardingError while it is sharded.
 
         Master weights that round to the very values that stand there keep their precision.
@@ -325,7 +325,7 @@ class ParamBuckets:
 
     def broadcast_seen(self, names: Sequence[str], rank: int) -> None:
         """Let all ranks have the values that users of `rank` see in whole parameters, and of those that are cut, what
-        users of the ranks beside it see in the other blocks. Collective."""
+        users of the ranks next to it see in the other blocks. Collective."""
         for fqn in names:
             place, slot = self.locate(fqn)
             seen, communicator = self._seen(fqn), self._exact(place.bucket)
@@ -366,7 +366,7 @@ class ParamBuckets:
     def _parts(
         self, place: BucketParams, slot: Slot, value: Buffer
     ) -> Iterator[tuple[int, Buffer | None, Buffer | None, Buffer]]:
-        """Where a parameter rests on this rank beside its whole: (start, slice, master weights, part of `value`)."""
+        """Where a parameter rests on this rank next to its whole: (start, slice, master weights, part of `value`)."""
         for piece in place.slices():
             if piece.fqn == slot.param.fqn:
                 window = (piece.shard_offset, piece.length)
@@ -377,7 +377,7 @@ class ParamBuckets:
                 yield piece.start, own, master, value.view(piece.start, piece.length)
 
     def close(self) -> None:
-        """Let go of all buffers. Views that frontends hold keep their memory alive."""
+        """Release all buffers. Views that frontends hold keep their memory alive."""
         self.wait_all_gathers()
         self.gathering.close()
         self.buckets.clear()

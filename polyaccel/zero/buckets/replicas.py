@@ -1,4 +1,4 @@
-"""Parameters of which every rank of a group has a copy of its own: pieces of them, to be compared."""
+"""Parameters of which every rank of a group has its own copy: pieces of them, to be compared."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 To nearest even, or stochastically ([Note: Stochastic rounding] in `ops.base`). Then the random bits follow from the
 parameter's name, how many updates it has had and the element's index in it, and from nothing that a stage, a bucket, a
-device or a restart could change: whoever rounds the same master weights again, after loading a checkpoint for
-instance, gets the same parameter. One that was never updated is rounded to nearest.
+device or a restart could change: rounding the same master weights again, after loading a checkpoint for instance, gives
+the same parameter. One that was never updated is rounded to nearest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rounding_of(param: ParamSpec, step: int, start: int = 0) -> StochasticRoundi
 
 
 class WeightRounding:
-    """The rounding of every parameter. `steps` counts their updates, and is read anew each time."""
+    """The rounding of every parameter. `steps` counts their updates, and is read again each time."""
 
     def __init__(self, steps: Mapping[str, int], accelerator: Accelerator, *, is_stochastic: bool) -> None:
         self._steps = steps

@@ -50,7 +50,7 @@ class SecondaryShards:
         return near.all_gather(full, own, async_op=async_op, label="parameters of near ranks", bucket=bucket.index)
 
     def forget(self, index: int) -> None:
-        """Bucket `index` has changed. Every rank does this alike."""
+        """Bucket `index` has changed. Every rank does this in the same way."""
         self._kept.pop(index, None)
 
     def forget_all(self) -> None:

@@ -1,4 +1,4 @@
-"""One bucket of sharded parameters on one rank: its slice for good, and the whole while somebody needs it."""
+"""One bucket of sharded parameters on one rank: its slice for good, and the whole while it is needed."""
 
 from __future__ import annotations
 

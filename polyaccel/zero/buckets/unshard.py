@@ -1,7 +1,7 @@
 """Sharded parameters while they are whole: gathered when something needs them, or ahead of that, and freed after use.
 
 [Note: Views that outlive their bucket]
-Gathered memory serves the next bucket as soon as it is free. Somebody may still hold a view: a state dict made inside
+Gathered memory serves the next bucket as soon as it is free. A user may still hold a view: a state dict made inside
 `GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is left to its holder: its
 number of references shows it.
 
@@ -44,7 +44,7 @@ from polyaccel.zero.resources import Communicators
 class ParamUnsharder:
     """Unshards (all-gathers) and reshards parameter `buckets`.
 
-    `on_bound(bucket, slots)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
+    `on_bound(bucket, slots)` and `on_freed(bucket)` notify the frontend where parameters stand, and that they stand
     nowhere now. `waiting` is entered around waits for other ranks.
     """
 
@@ -69,9 +69,9 @@ class ParamUnsharder:
         self.live_numel = 0
         """Elements gathered at present, those under way included; the same on all ranks."""
         self.kept_numel = 0
-        """Elements that this rank keeps beside them."""
+        """Further elements that this rank keeps."""
         self.apart_numel = 0
-        """The most that any rank keeps beside them, where the ranks have just told each other."""
+        """The most further elements that any rank keeps, where the ranks have just exchanged them."""
         self.peak_numel = 0
         self.is_suspended = False
         """The ranks' slices are elsewhere; nothing can be gathered."""
@@ -168,7 +168,7 @@ class ParamUnsharder:
             if ahead:
                 self._prefetch()
         except BaseException:
-            place.holds -= 1  # whoever failed to get it will not drop it
+            place.holds -= 1  # a caller that failed to get it will not drop it
             raise
 
     def reshard(self, index: int, *, keep: bool = True) -> None:
@@ -195,7 +195,7 @@ class ParamUnsharder:
             self._gather(place, place.full, fetch, exact=place.is_exact, async_op=False)
 
     def note_change(self, index: int) -> None:
-        """A user changed values of the bucket, alike on all ranks."""
+        """A user changed values of the bucket, equally on all ranks."""
         self.second.forget(index)
 
     @contextmanager
@@ -368,7 +368,7 @@ class ParamUnsharder:
         place.is_ahead = False
 
     def _free(self, place: ShardedBucket) -> None:
-        """Let go of a bucket; what is under way is waited for."""
+        """Release a bucket; what is under way is waited for."""
         assert place.full is not None  # the callers' condition
         self._end_ahead(place)
         if place.work is not None:

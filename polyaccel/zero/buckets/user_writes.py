@@ -3,8 +3,8 @@
 [Note: Changes by hand]
 A frontend names the parameters that users of this rank may have written to (`ParamListener.changed_params`). That may
 be too many, never too few. Whether there are any travels with the agreement of a step, so a step without them exchanges
-nothing more. With them, the ranks compare digests of those parameters: where all ranks have the same values, each
-takes over its own slice; where they differ, no rank goes on. In shared memory users wrote to a face of their own
+nothing more. With them, the ranks compare digests of those parameters: where all ranks have the same values, each takes
+over its own slice; where they differ, no rank continues. In shared memory users wrote to their own face
 (`SharedMemory`), which shows the shared values again when all ranks have taken over their slices.
 """
 

@@ -5,9 +5,9 @@ pure function of integers, so that every rank makes the same one.
 
 [Note: Making a schedule]
 Holds are merged into a sequence in which every rank finds its own ones in order: what is not there is inserted. A hold
-that no rank has used in the last `MOST_AGE` exchanges is left out, and so are older ones where there would be more
-than twice as many holds as somebody needed now. A drop comes where the last rank that had the hold is done with it, and
-a release where the last rank reported it, since gradients that come after it travel once more. Where all ranks have the
+that no rank has used in the last `MOST_AGE` exchanges is left out, and so are older ones where there would be more than
+twice as many holds as ranks needed now. A drop comes where the last rank that had the hold is done with it, and a
+release where the last rank reported it, since gradients that come after it travel once more. Where all ranks have the
 same record and the schedule has the same holds, the record is the schedule, event by event.
 """
 
@@ -209,7 +209,7 @@ def _matched(uses: Iterable[_Use], holds: Sequence[int]) -> list[_Use]:
 class GatherSchedule:
     """The schedule that the present step follows, and where it stands. `numels` are the buckets' lengths.
 
-    What comes next tells what to gather ahead, and how many elements will be held before a bucket is needed again.
+    What comes next decides what to gather ahead, and how many elements will be held before a bucket is needed again.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:

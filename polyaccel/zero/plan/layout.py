@@ -105,8 +105,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Every parameter's place, in every rank of `mesh`. Equal on all ranks when built from equal arguments, but for the
-    lengths of uneven blocks."""
+    """Every parameter's place, in every rank of `mesh`. Equal on all ranks when built from equal arguments, except for
+    the lengths of uneven blocks."""
 
     buckets: tuple[Bucket, ...]
     mesh: Mesh

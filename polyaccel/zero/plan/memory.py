@@ -74,7 +74,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: StepPlan) -> MemoryEstimate:
-    """Bytes of `plan`, padding included: exact, but for gathered parameters and quantised traffic, which are bounded.
+    """Bytes of `plan`, padding included: exact, except for gathered parameters and quantised traffic, which are
+    bounded.
 
     Parameters are gathered up to `GatherPolicy.max_live_numel`; `prefetch_numel` of them are gathered ahead of their
     use, which, like the number of buckets in flight, bounds what stands in codes where traffic is quantised.

@@ -52,8 +52,8 @@ class ZeroPolicy:
             raise ShardingError(f"ZeRO stage {stage!r} does not exist", hint="use 0, 1, 2 or 3", value=stage) from None
 
     def reduces_pass(self, *, is_last: bool) -> bool:
-        """Whether a backward pass reduces its gradients, unless it is told not to: each one does where gradients are
-        sharded, else the last of an accumulation."""
+        """Whether a backward pass reduces its gradients, unless that is off: each one does where gradients are sharded,
+        else the last of an accumulation."""
         return is_last or self.grads is Placement.SHARDED
 
 

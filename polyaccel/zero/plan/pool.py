@@ -1,4 +1,4 @@
-"""Flat buffers that are borrowed and given back, so that a step allocates nothing anew; those of gradients under way.
+"""Flat buffers that are borrowed and given back, so that a step allocates nothing new; those of gradients under way.
 
 The engine borrows its buffers here, and the planner runs the same code with lengths for buffers to learn what the
 engine will hold.
@@ -83,7 +83,7 @@ class BufferPool(Generic[L]):
             idle.remove(max(idle, key=_numel))
 
     def trim(self) -> None:
-        """Let go of all buffers that are not lent."""
+        """Release all buffers that are not lent."""
         self._free.clear()
 
     def forget(self, buffer: L) -> None:

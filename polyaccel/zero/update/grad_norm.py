@@ -5,12 +5,12 @@ neither the norm nor the clip factor depends on how parameters are cut, or on wh
 
 [Note: One small all-reduce]
 At the end of a step each rank knows for each parameter whether it got a gradient here, for each bucket whether
-gradients came too late for its reduction, whether somebody may have changed parameters by hand, and whether the step
-took another schedule than the last one (`Flags`). That is known without any gradient's value, so it can be agreed on
-while reductions are under way. The squared norm of each parameter's slice here is known when all of them have ended;
-overflow and the culprit's name follow from it. Both travel as vectors of float64, through one small all-reduce where an
-update must know the norm before it begins and through one each where it need not. What ranks decide follows from those
-vectors alone, so they cannot disagree.
+gradients came too late for its reduction, whether a user may have changed parameters by hand, and whether the step took
+another schedule than the last one (`Flags`). That is known without any gradient's value, so it can be agreed on while
+reductions are under way. The squared norm of each parameter's slice here is known when all of them have ended; overflow
+and the culprit's name follow from it. Both travel as vectors of float64, through one small all-reduce where an update
+must know the norm before it begins and through one each where it need not. What ranks decide follows from those vectors
+alone, so they cannot disagree.
 """
 
 from __future__ import annotations

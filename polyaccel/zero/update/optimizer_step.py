@@ -15,7 +15,7 @@ agrees on anything.
 The kernels that update a shard are those of its tier. Where they do not reach the device's memory, a sharded gradient
 rests in theirs, copied there bucket by bucket while later gradients still arrive, and a part of a replicated one is
 copied to it before the update; where they do not reach the parameters, the new ones are copied there after it, in their
-own type. Copies pass through buffers that the shards of a tier share. Those from the device have a stream of their own,
+own type. Copies pass through buffers that the shards of a tier share. Those from the device have their own stream,
 which waits for the reduction of their bucket alone, so that the host can update early buckets while the device still
 computes the gradients of late ones. Those to the device are queued behind the backward pass, which may read the
 parameters still. Reading, updating, writing and publishing overlap, bucket by bucket.
@@ -132,7 +132,7 @@ class OptimizerState:
         target = self._by_bucket[lent.bucket.index].out
         if target is None or lent.out is None or lent.out is target:
             return
-        for piece in lent.slices:  # and not the padding between them, which nobody has written
+        for piece in lent.slices:  # and not the padding between them, which was not written
             if lent.updates(piece):
                 window = (piece.shard_offset, piece.length)
                 target.view(*window).copy_from(lent.out.view(*window))
@@ -142,7 +142,7 @@ class OptimizerState:
             shard.grad = None
 
     def close(self) -> None:
-        """Let go of all states, and close their tiers."""
+        """Release all states, and close their tiers."""
         self.shards.clear()
         self._by_bucket.clear()
         self._tiers.close()
@@ -153,7 +153,7 @@ def find_runs(
 ) -> Iterator[Run]:
     """The longest stretches of a shard whose parameters had a gradient and as many updates; padding goes along.
 
-    Where parameters are rounded stochastically, each has a stretch of its own.
+    Where parameters are rounded stochastically, each has its own stretch.
 
     Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
     """

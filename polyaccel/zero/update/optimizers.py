@@ -2,9 +2,8 @@
 
 What an optimizer keeps and computes is a row of `polyaccel.ops.optimizers`. An elementwise one needs no more than one
 fused kernel call for each run of elements. LAMB scales each parameter by a ratio of its norms, so it adds the squared
-norms of all slices over the ranks first.
-Hyperparameters come from `groups`, one mapping for each optimizer group, read anew at every step so that learning-rate
-schedules need not know about any of this.
+norms of all slices over the ranks first. Hyperparameters come from `groups`, one mapping for each optimizer group, read
+again at every step so that learning-rate schedules need not know about any of this.
 """
 
 from __future__ import annotations
@@ -211,7 +210,7 @@ class RowOptimizer(SliceOptimizer):
 
 
 class ElementwiseOptimizer(RowOptimizer):
-    """An update that treats every element alike: one kernel call for each run."""
+    """An update that treats every element in the same way: one kernel call for each run."""
 
     def update(
         self,

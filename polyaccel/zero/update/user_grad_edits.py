@@ -2,7 +2,7 @@
 
 A gradient belongs to all ranks. A change that only some of them made, or that they made differently, would be lost in
 part, or would let replicated parameters come apart. So the ranks compare before the update. What decides whether they
-compare travels with the arrivals (`GradNormReducer`), so a step in which nobody touched a gradient exchanges no more.
+compare travels with the arrivals (`GradNormReducer`), so a step in which no user touched a gradient exchanges no more.
 """
 
 from __future__ import annotations

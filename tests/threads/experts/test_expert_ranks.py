@@ -249,7 +249,7 @@ def test_16_bits_and_a_loss_scale_that_overflows_on_one_rank() -> None:
             3,
             {"autoep_size": 2},
             ConfigError,
-            "expert_parallel.autoep_size = 2: is no divisor of the 3 ranks",
+            "expert_parallel.autoep_size = 2: is not a divisor of the 3 ranks",
         ),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_vocabulary_that_suits_no_matrix_unit_is_warned_of(caplog: pytest.LogC
         load_resolved({"train_batch_size": 1, "vocabulary_size": 256}, world_size=1)
         assert not caplog.messages
         load_resolved({"train_batch_size": 1, "vocabulary_size": 257}, world_size=1)
-    assert caplog.messages == ["vocabulary_size = 257 is no multiple of 8"]
+    assert caplog.messages == ["vocabulary_size = 257 is not a multiple of 8"]
 
 
 def _again(config: ResolvedConfig, world_size: int) -> ResolvedConfig:

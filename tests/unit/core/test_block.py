@@ -69,7 +69,7 @@ def test_blocks_are_disjoint_when_they_share_no_element(data: st.DataObject, sha
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ((((0, 4),),), "runs along 1 dimensions is no part of a tensor of 2"),
+        ((((0, 4),),), "runs along 1 dimensions is not a part of a tensor of 2"),
         ((((0, 5),), ((0, 3),)), r"of dimension 0 share an index or lie outside of its 4"),
         ((((0, 4),), ((0, 2), (1, 1))), r"of dimension 1 share an index"),
         ((((0, 4),), ((1, -1),)), r"of dimension 1 share an index"),

@@ -96,8 +96,8 @@ def test_the_deepest_value_allowed_comes_back() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'{"a":{"$set":[1]}}', r"marked '\$set', which this version does not know"),
-        (b'{"$tuple":[1],"more":2}', r"marked '\$tuple', which this version does not know"),
+        (b'{"a":{"$set":[1]}}', r"marked '\$set', which this version does not support"),
+        (b'{"$tuple":[1],"more":2}', r"marked '\$tuple', which this version does not support"),
         (b'{"$tuple":{"a":1}}', r"marked '\$tuple' that cannot be understood: it holds a dict, not a list"),
         (b'{"$float":"1e3"}', r"'1e3' is not one of nan, inf, -inf"),
         (b'{"$float":NaN}', "nan is not one of"),
@@ -108,10 +108,10 @@ def test_the_deepest_value_allowed_comes_back() -> None:
         (b'{"$dict":[[[],1]]}', "not pairs of a text and a value"),
         (b"1e999", "a value inf where only finite numbers stand"),
         (b"[" * 400 + b"]" * 400, f"deeper than {MAX_DEPTH} levels"),
-        (b"[" * 100_000, "that are no plain value"),
-        (b"9" * 10_000, "that are no plain value"),
-        (b"", "that are no plain value"),
-        (b"\x80\x04K\x01.", "that are no plain value"),
+        (b"[" * 100_000, "that are not a plain value"),
+        (b"9" * 10_000, "that are not a plain value"),
+        (b"", "that are not a plain value"),
+        (b"\x80\x04K\x01.", "that are not a plain value"),
     ],
 )
 def test_bytes_that_nobody_wrote_are_refused(data: bytes, message: str) -> None:
@@ -141,6 +141,6 @@ def test_a_checkpoint_says_what_it_cannot_hold() -> None:
     with pytest.raises(CheckpointError, match=r"a checkpoint cannot hold this: scalars\.seen is a builtins\.set"):
         encode_plain({"seen": {1}}, "scalars")
     with pytest.raises(
-        CheckpointError, match=r"the manifest holds a value marked '\$set', which this version does not know"
+        CheckpointError, match=r"the manifest holds a value marked '\$set', which this version does not support"
     ):
         decode_plain({"a": {"$set": [1]}})
