@@ -1,8 +1,8 @@
 """Contract suites: classes whose methods `test_*` are tests, for pytest and for `polyaccel plugins check`.
 
 A test passes by returning, is skipped by `unittest.SkipTest` (which pytest understands too) where it is about an
-ability that the plugin does not claim, and fails by any other exception. Its docstring is one sentence that says what
-it wants and why. No suite needs pytest.
+ability that the plugin does not claim, and fails by any other exception. Its docstring is one sentence on what it wants
+and why. No suite needs pytest.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from unittest import SkipTest
 from polyaccel.errors import LaunchError, PolyaccelError
 
 TIMEOUT_S = 30.0
-"""How long a row may take, counted from the last thing that it said to do."""
+"""How long a row may take, counted from the last thing that it announced."""
 _MOST_LINES = 6
 
 
 class BrokenPromise(AssertionError):
-    """A test that failed, where there is something to say of what cures it."""
+    """A test that failed, with a hint on the cure."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(f"{message}\n  hint: {hint}")
@@ -32,8 +32,8 @@ class BrokenPromise(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """The outcome of one test. `reason` says why it failed or was skipped, in few lines, `hint` what the error says
-    that cures it, and `traceback` has the rest."""
+    """The outcome of one test. `reason` has why it failed or was skipped, in few lines, `hint` the hint of the error,
+    and `traceback` has the rest."""
 
     test: str
     state: Literal["ok", "failed", "skipped"]
@@ -95,8 +95,8 @@ def run_test(name: str, test: Callable[[], object]) -> CheckOutcome:
 
 
 def reason_of(error: BaseException) -> str:
-    """What `error` says, in few lines, with its type unless that says nothing: an assertion, a skip, a process that
-    died. A bare assertion is shown itself."""
+    """The message of `error`, in few lines, with its type unless that adds nothing: an assertion, a skip, a process
+    that died. A bare assertion is shown itself."""
     text = error.message if isinstance(error, (PolyaccelError, BrokenPromise)) else str(error)
     said = "\n".join([line.strip() for line in text.splitlines() if line.strip()][:_MOST_LINES])
     if isinstance(error, AssertionError) and not said:

@@ -1,4 +1,4 @@
-"""Memory that something keeps: measured round by round, because what is allocated once is no leak."""
+"""Memory that something keeps: measured round by round, because what is allocated once is not a leak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyaccel.accelerators.memory.host import own_nbytes
 from polyaccel.testkit.progress import doing
 
 _ROUNDS = 12  # a leak leaks in each; what threads set aside comes to an end
-_IN_A_ROW = 2  # one round alone may hide a leak: something else lets go of as much meanwhile
+_IN_A_ROW = 2  # one round alone may hide a leak: something else releases as much meanwhile
 _MIB = 1 << 20
 
 
@@ -25,7 +25,7 @@ def keeps_nothing(
 ) -> None:
     """Check that `act`, which moves `moved_nbytes`, leaves no more than half of them behind, two rounds in a row.
 
-    `held` tells the bytes in use, by default those of `host_nbytes`. `agree` gives the ranks of a group one answer if
+    `held` returns the bytes in use, by default those of `host_nbytes`. `agree` gives the ranks of a group one answer if
     they take the rounds together. Raises AssertionError with the growth of each round.
     """
     held = held or host_nbytes
@@ -53,6 +53,6 @@ def host_nbytes() -> int:
     What malloc keeps for later is given back to the system first: it would make room for what a plugin keeps, or
     be taken for it.
     """
-    with suppress(AttributeError, OSError):  # other systems' malloc has no such call
+    with suppress(AttributeError, OSError):  # other systems' malloc does not have this call
         ctypes.CDLL(None).malloc_trim(0)
     return own_nbytes()

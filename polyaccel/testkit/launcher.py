@@ -1,4 +1,4 @@
-"""The contract of launchers as tests: subclass `LauncherContract` and say how to make yours.
+"""The contract of launchers as tests: subclass `LauncherContract` and define how to make yours.
 
 Ranks are this Python running a line of code, on this machine. A launcher that needs other hosts plans for them itself.
 """
@@ -30,7 +30,7 @@ class LauncherContract(ABC):
     def make(self) -> Launcher: ...
 
     def test_probes(self) -> None:
-        """The probe says whether the launcher could be used here, and why: `doctor` shows it."""
+        """The probe reports whether the launcher could be used here, and why: `doctor` shows it."""
         probe = type(self.make()).probe()
         equal(type(probe), Probe, "type of what probe() gives")
         equal(bool(probe.reason), True, "whether probe() gives a reason")

@@ -1,4 +1,4 @@
-"""The contract of every plugin before it is used: its class loads and its probe answers, in a process of its own."""
+"""The contract of every plugin before it is used: its class loads and its probe answers, in its own process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("\\n" + json.dumps({"usable": probe.usable, "reason": probe.reason, "loade
 
 
 class LoadingContract:
-    """Tests of the plugin called `name`. The first to run starts the process, in which nobody else has made load a
+    """Tests of the plugin called `name`. The first to run starts the process, in which no other test has loaded a
     framework; importing the plugin may take `timeout_s`, probing it five seconds."""
 
     def __init__(self, group: PluginGroup, name: str, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
-"""The contract of monitors as tests: subclass `MonitorContract` and say how to make yours.
+"""The contract of monitors as tests: subclass `MonitorContract` and define how to make yours.
 
-The suite makes every call that an engine makes. Where and how a monitor writes only the monitor knows: what it wrote is
-read back by its own `read`.
+The suite makes every call that an engine makes. Where and how a monitor writes is its own affair: what it wrote is read
+back by its own `read`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MonitorContract(ABC):
                 monitor.close()
 
     def test_probes(self) -> None:
-        """The probe says whether the monitor could be used here, and why: `doctor` shows it."""
+        """The probe reports whether the monitor could be used here, and why: `doctor` shows it."""
         probe = type(self.make()).probe()
         equal(type(probe), Probe, "type of what probe() gives")
         equal(bool(probe.reason), True, "whether probe() gives a reason")
@@ -101,7 +101,7 @@ class MonitorContract(ABC):
             same_numbers(values, written, f"{tag!r}, by step from 1", rtol=1e-6)
 
     def test_a_run_is_gone_on_with(self) -> None:
-        """A monitor opens the folder of an earlier run and goes on there: jobs are restarted."""
+        """A monitor opens the folder of an earlier run and continues there: jobs are restarted."""
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(2):
                 monitor = self.make()

@@ -1,7 +1,7 @@
-"""Signs of life: a test says what it does next, and whoever runs it with a time limit counts anew from there.
+"""Signs of life: a test announces what it does next, and its time limit counts again from there.
 
 So a limit of seconds is right for a test of minutes too, on a slow machine and on a device that compiles programs, and
-a test that hangs is cut soon after its last word, which says where.
+a test that hangs is cut soon after its last announcement, which shows where.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def doing(what: str) -> None:
-    """Say what comes next. Without a listener nothing happens."""
+    """Announce what comes next. Without a listener nothing happens."""
     for listener in _listeners:
         listener(what)
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """Let `listener` hear of everything that this process does, from now on."""
+    """Call `listener` with everything that this process announces, from now on."""
     _listeners.append(listener)

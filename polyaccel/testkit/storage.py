@@ -1,4 +1,4 @@
-"""The contract of storages as tests: subclass `StorageContract` and say how to make yours over an empty place."""
+"""The contract of storages as tests: subclass `StorageContract` and define how to make yours over an empty place."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class StorageContract(ABC):
         """A storage over the same empty, or not yet existing, place in every call of one test."""
 
     def test_probes(self) -> None:
-        """The probe says whether the storage could be used here, and why: `doctor` shows it."""
+        """The probe reports whether the storage could be used here, and why: `doctor` shows it."""
         probe = type(self.make()).probe()
         equal(type(probe), Probe, "type of what probe() gives")
         equal(bool(probe.reason), True, "whether probe() gives a reason")
-        equal(type(self.make().is_shared), bool, "type of is_shared, which says whether all ranks see the same files")
+        equal(type(self.make().is_shared), bool, "type of is_shared, which is whether all ranks see the same files")
 
     def test_files_are_written_and_read(self) -> None:
-        """Chunks are put together, any part of a file is read, and `size` tells files from folders: readers of a
+        """Chunks are put together, any part of a file is read, and `size` separates files from folders: readers of a
         checkpoint take slices."""
         storage = self.make()
         storage.write("a/b/one", [b"12", b"", memoryview(b"-345")[1:]])
@@ -63,7 +63,7 @@ class StorageContract(ABC):
         reset_peak()
         before = memory_stats().allocated_nbytes
         if memory_stats().peak_nbytes - before > 8 * _MIB:
-            raise SkipTest("this system does not tell the peak of a process's memory anew")
+            raise SkipTest("this system cannot reset the peak of a process's memory")
         storage.write("large", (bytes([number]) * (4 * _MIB) for number in range(16)))
         more = memory_stats().peak_nbytes - before
         if more > 40 * _MIB:
@@ -134,8 +134,8 @@ class StorageContract(ABC):
         equal(found, (("three",), None, 1), "names left, and sizes of a deleted file and of its neighbour")
 
     def test_a_file_is_deleted(self) -> None:
-        """`delete` removes a file and nothing beside it, and may be called again: a checkpoint that goes loses its
-        commit marker first."""
+        """`delete` removes a file and nothing else, and may be called again: a checkpoint that goes loses its commit
+        marker first."""
         storage = self.make()
         for path in ("a/one", "a/one.more", "a/two"):
             storage.write(path, [b"x"])
@@ -165,7 +165,7 @@ class StorageContract(ABC):
                 continue
         storage.clear_unfinished("run")
         if not os.path.isdir(storage.location):
-            raise SkipTest("the location is no folder of this machine")
+            raise SkipTest("the location is not a folder of this machine")
         _takes(storage.location, 2 * _MIB, "bytes on disk of a file of 2 MiB that was written four times")
         storage.delete_tree("run")
         _takes(storage.location, 0, "bytes on disk once everything was deleted")
@@ -197,7 +197,7 @@ class StorageContract(ABC):
         refused(lambda: storage.read_into("file", 3, four), "reading into memory behind the end", CheckpointError)
 
     def test_paths_stay_inside(self) -> None:
-        """A path that leads out of the place is a CheckpointError, whatever a manifest says."""
+        """A path that leads out of the place is a CheckpointError, whatever a manifest contains."""
         storage = self.make()
         for path in ("../secret", "a/../../secret", "/etc/passwd"):
             refused(lambda p=path: storage.write(p, [b"x"]), f"writing to {path}", CheckpointError)  # type: ignore[misc]
@@ -225,7 +225,7 @@ class StorageContract(ABC):
             same_bytes(_contents(storage, f"step/shard/{rank}"), bytes([rank]) * 1000, f"the file of rank {rank}")
 
     def test_space_is_only_refused_when_there_is_none(self) -> None:
-        """`check_space` lets a byte pass: a storage that cannot tell refuses nothing."""
+        """`check_space` lets a byte pass: a storage without numbers refuses nothing."""
         self.make().check_space(1)
 
 

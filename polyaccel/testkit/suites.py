@@ -1,6 +1,6 @@
 """The contract suite of an installed plugin, by its name, for `polyaccel plugins check`.
 
-Tests of one process run in a worker of their own (`RankPool` of one rank), so that a plugin that crashes or hangs is a
+Tests of one process run in their own worker (`RankPool` of one rank), so that a plugin that crashes or hangs is a
 failed test and not the end of the check. A suite is given out row by row, before each runs.
 """
 
@@ -95,7 +95,7 @@ def contract_rows(subject: Subject) -> Iterator[CheckRow]:
 
 def rank_rows(subject: Subject, backend: str | None) -> Iterator[CheckRow]:
     """The comm contract of `backend` (None: the accelerator's own) between ranks of the accelerator, training over it,
-    and what ranks see of one that fails; nothing more where they do not meet."""
+    and what ranks see of one that fails; nothing more where they do not connect."""
     device = choose_accelerator(subject.accelerator)
     name = backend or device.communication_backend_name()
     title = f"comm contract: {name} between {subject.ranks} ranks of {subject.accelerator}"
@@ -144,7 +144,7 @@ def train_jax(communicator: Communicator) -> None:
 
 
 def _pool(ranks: int, **settings: Any) -> RankPool:
-    """Workers in which a warning of somebody else's package is shown: it breaks no promise."""
+    """Workers in which a warning of a third-party package is shown: it breaks no promise."""
     return RankPool(ranks, warnings_fail=False, **settings)
 
 
@@ -181,7 +181,7 @@ def _contract(group: PluginGroup, name: str, place: str, accelerator: str) -> An
 
 
 class MeetingContract:
-    """Whether ranks meet at all."""
+    """Whether ranks connect at all."""
 
     def __init__(self, backend: str, pool: RankPool, timeout_s: float) -> None:
         self._backend, self._pool, self._timeout_s = backend, pool, timeout_s
@@ -218,7 +218,7 @@ class TorchTrainingContract:
 
     def _require_torch(self) -> None:
         if self._accelerator.torch_device_type is None or find_spec("torch") is None:
-            raise SkipTest("torch does not know the device, or is not installed: no torch module trains on it")
+            raise SkipTest("torch does not have the device, or is not installed: no torch module trains on it")
 
 
 class JaxTrainingContract:
@@ -228,8 +228,8 @@ class JaxTrainingContract:
         self._pool, self._timeout_s = pool, timeout_s
 
     def test_steps_of_a_function_of_jax_agree_at_every_stage(self) -> None:
-        """A function of JAX trains as float64 says, at every stage that there is for the device: where torch and JAX
-        both know a device, both frontends must train on it."""
+        """A function of JAX trains as in float64, at every stage that there is for the device: where torch and JAX both
+        have a device, both frontends must train on it."""
         if find_spec("jax") is None:
             raise SkipTest("JAX is not installed")
         self._pool.run(train_jax, timeout_s=self._timeout_s)

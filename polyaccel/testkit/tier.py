@@ -1,4 +1,4 @@
-"""The contract of tiers as tests: subclass `TierContract` and say how to open yours."""
+"""The contract of tiers as tests: subclass `TierContract` and define how to open yours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TierContract(ABC):
         """A new, open tier, which the caller closes."""
 
     def test_probes(self) -> None:
-        """The probe says whether the tier could be used here, and why: `doctor` shows it."""
+        """The probe reports whether the tier could be used here, and why: `doctor` shows it."""
         tier = self.make()
         probe = type(tier).probe()
         tier.close()
@@ -114,8 +114,8 @@ class TierContract(ABC):
         tier.close()
 
     def test_threads_use_it_in_turn(self) -> None:
-        """One thread allocates, another walks and fetches, a third reads: autograd walks backward in threads of its
-        own."""
+        """One thread allocates, another walks and fetches, a third reads: autograd walks backward in its own
+        threads."""
         tier = self.make()
         buffer, target = in_thread(lambda: (tier.allocate("a", 2000, _F32), tier.stage(2000, _F32)))
 
@@ -178,7 +178,7 @@ class TierContract(ABC):
 
 
 def in_thread(act: Callable[[], T]) -> T:
-    """What `act` gives in a thread of its own; its exception is raised here."""
+    """What `act` gives in its own thread; its exception is raised here."""
     found: list[T] = []
     errors: list[BaseException] = []
 
@@ -194,7 +194,7 @@ def in_thread(act: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not found:
-        raise AssertionError(f"a call in a thread of its own: expected an end within {_THREAD_TIMEOUT_S:g} s, got none")
+        raise AssertionError(f"a call in its own thread: expected an end within {_THREAD_TIMEOUT_S:g} s, got none")
     return found[0]
 
 

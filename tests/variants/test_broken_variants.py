@@ -132,7 +132,7 @@ VARIANTS = (
     device(devices.NeverReaches, "a_stream_keeps_its_order", LATE, "in synchronize", own_process=True),
     device(devices.KeepsItsState, RANDOM, "rng_state() after set_rng_state: expected"),
     device(devices.TakesAnyState, RANDOM, "was accepted: expected ShardingError"),
-    device(devices.LosesTheStateThatItRefuses, RANDOM, "bytes that are no state: expected"),
+    device(devices.LosesTheStateThatItRefuses, RANDOM, "bytes that are not a state: expected"),
     backend(comm.SumsAverages, "all_reduce", "all_reduce ReduceOp.AVG", "expected"),
     backend(comm.LosesTheLastElement, "all_reduce", "all_reduce ReduceOp.SUM", "expected"),
     backend(comm.ReturnsBeforeTheEnd, "all_reduce", "all_reduce ReduceOp.SUM", "expected"),

@@ -1,4 +1,4 @@
-"""The contract of accelerators as tests: subclass `AcceleratorContract`, say how to make yours, and pytest runs it.
+"""The contract of accelerators as tests: subclass `AcceleratorContract`, define how to make yours, and pytest runs it.
 
     class TestMyDevice(AcceleratorContract):
         def make(self) -> Accelerator:
@@ -31,14 +31,14 @@ from polyaccel.testkit.training.numpy_training import check_stages
 
 
 class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):
-    """The tests that every accelerator passes. A subclass only says how to make the accelerator."""
+    """The tests that every accelerator passes. A subclass only defines how to make the accelerator."""
 
     @abstractmethod
     def make(self) -> Accelerator: ...
 
     def test_states_its_version_and_probes(self) -> None:
-        """The class states the contract that it was written for, and its probe says why it answers as it does:
-        messages have nothing else to tell."""
+        """The class states the contract that it was written for, and its probe gives the reason of its answer: messages
+        have nothing else."""
         accelerator = self.make()
         equal(accelerator.API_VERSION[0], Accelerator.API_VERSION[0], "major number of API_VERSION")
         probe = type(accelerator).probe()
@@ -68,7 +68,7 @@ class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):
         without them torch modules fail there with errors of torch's own."""
         accelerator = self.make()
         if accelerator.torch_device_type is None or find_spec("torch") is None:
-            raise SkipTest("torch does not know the device, or is not installed: no torch module trains on it")
+            raise SkipTest("torch does not have the device, or is not installed: no torch module trains on it")
         from polyaccel.testkit.accelerator.torch_needs import NEEDS
 
         unmet: list[str] = []
@@ -85,7 +85,8 @@ class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):
 
     def test_random_state_is_saved_and_restored(self) -> None:
         """A seed has one state, a state that was read comes back to the byte, reading draws nothing, and bytes that are
-        no state are a ShardingError that changes nothing: a restart goes on with the numbers that would have come."""
+        not a state are a ShardingError that changes nothing: a restart continues with the numbers that would have
+        come."""
         accelerator = self.make()
         original = accelerator.rng_state()
         equal(accelerator.rng_state() == original, True, "whether rng_state() read twice is the same")
@@ -101,7 +102,7 @@ class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):
             same_bytes(accelerator.rng_state(), seven, "rng_state() after a seed that was used before")
             accelerator.set_rng_state(eight)
             for state in (b"no state", b"", eight[: len(eight) // 2]):
-                what = f"set_rng_state of {len(state)} bytes that are no state"
+                what = f"set_rng_state of {len(state)} bytes that are not a state"
                 refused(lambda s=state: accelerator.set_rng_state(s), what, ShardingError)  # type: ignore[misc]
                 same_bytes(accelerator.rng_state(), eight, f"rng_state() after {what}")
         finally:

@@ -26,7 +26,7 @@ from polyaccel.testkit.kernels.grouped import check_grouped_products
 
 
 class KernelsContract(ABC):
-    """Claimed types compute, and kernels mean what `polyaccel.ops` says. A part of `AcceleratorContract`."""
+    """Claimed types compute, and kernels compute what `polyaccel.ops` defines. A part of `AcceleratorContract`."""
 
     @abstractmethod
     def make(self) -> Accelerator: ...
@@ -47,7 +47,7 @@ class KernelsContract(ABC):
                 same_numbers(contents(one), np.full(33, 3.5), f"7 * 0.5 in {dtype.value}")
 
     def test_every_op_has_a_kernel(self) -> None:
-        """Each op has a kernel that says who provides it: an engine that misses one in a step cannot go on."""
+        """Each op has a kernel that names its provider: an engine that misses one in a step cannot continue."""
         accelerator = self.make()
         table = accelerator.kernels()
         needed = set(ALL_OPS) - (set() if accelerator.capabilities().mutable_buffers else {QUANTIZE, DEQUANTIZE})
@@ -56,7 +56,7 @@ class KernelsContract(ABC):
         equal([op.name for op in table if not table.provider(op)], [], "kernels whose provider has no name")
 
     def test_kernels_write_in_place_where_that_is_claimed(self) -> None:
-        """A kernel on a view changes the memory that the buffer has, and nothing beside it: parameters are views of
+        """A kernel on a view changes the memory that the buffer has, and nothing around it: parameters are views of
         buckets."""
         accelerator = self.make()
         buffer = accelerator.allocate(64, DType.FLOAT32)
@@ -70,7 +70,7 @@ class KernelsContract(ABC):
             same_numbers(contents(buffer), expected, "a buffer of which elements 16 to 31 were doubled in place")
 
     def test_kernels_mean_what_the_reference_says(self) -> None:
-        """Each kernel computes what float64 says, on every size, with NaN and infinities, and on buffers that begin at
+        """Each kernel computes what float64 does, on every size, with NaN and infinities, and on buffers that begin at
         odd places unlike each other, because slices of parameters do."""
         accelerator = self.make()
         each_compiles = not accelerator.capabilities().mutable_buffers
@@ -79,7 +79,7 @@ class KernelsContract(ABC):
             is_first = case.kernel not in seen
             seen.add(case.kernel)
             check_meaning(accelerator, case, 61, finite=False, offset=3)
-            if each_compiles and not is_first:  # each length is a program of its own, and a second to compile it
+            if each_compiles and not is_first:  # each length is its own program, and a second to compile it
                 continue
             check_meaning(accelerator, case, 1000, finite=False)
             for numel in SMALL_SIZES:
@@ -92,7 +92,7 @@ class KernelsContract(ABC):
         and must agree."""
         accelerator = self.make()
         if not accelerator.capabilities().mutable_buffers:
-            raise SkipTest("where arrays never change each length is a program of its own, whose bits nobody promises")
+            raise SkipTest("where arrays never change each length is its own program, whose bits are not guaranteed")
         for case in kernel_cases(accelerator.supported_dtypes()):
             check_slices(accelerator, case, 1003, [7, 32, 96, 555])
 
@@ -119,7 +119,7 @@ class KernelsContract(ABC):
                     check_square_sums(accelerator, dtype, numel)
 
     def test_quantisation_means_what_the_reference_says(self) -> None:
-        """Codes and scales are the reference's and mean what it says, because other ranks read them."""
+        """Codes and scales are the reference's and have its meaning, because other ranks read them."""
         accelerator = self.make()
         if QUANTIZE not in accelerator.kernels():
             raise SkipTest("quantises nothing, as a device whose arrays never change may")
@@ -130,13 +130,13 @@ class KernelsContract(ABC):
                         check_quantization(accelerator, dtype, numel, block_numel, bits)
 
     def test_matrix_products_mean_what_the_reference_says(self) -> None:
-        """Matrix products, where the device has some of its own, are as exact as rounding allows, and "off" gives
-        none: a user chose that."""
+        """Matrix products, where the device has its own, are as exact as rounding allows, and "off" gives none: a user
+        chose that."""
         accelerator = self.make()
         equal([op.name for op in accelerator.matrix_kernels("off")], [], 'kernels of matrix_kernels("off")')
         table = accelerator.matrix_kernels("on")
         known = {*MATRIX_OPS, *GROUPED_OPS}
-        equal(sorted(op.name for op in set(table) - known), [], "ops of matrix_kernels that are no products")
+        equal(sorted(op.name for op in set(table) - known), [], "ops of matrix_kernels that are not products")
         grouped = [op.name for op in GROUPED_OPS if op in table]
         equal(grouped, [op.name for op in GROUPED_OPS] if grouped else [], "grouped products, all or none")
         if not set(table):

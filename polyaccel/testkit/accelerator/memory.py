@@ -115,7 +115,7 @@ class MemoryContract(ABC):
 
     def test_views_share_memory_and_generation(self) -> None:
         """A view is the same memory, and counts writes with what it was cut from; one that leads outside is a
-        ShardingError: parameters are views of buckets, and generations tell who has changed."""
+        ShardingError: parameters are views of buckets, and generations show who has changed."""
         buffer = self.make().allocate(64, DType.FLOAT32)
         view = buffer.view(16, 32)
         inner = view.view(8, 4)
@@ -170,7 +170,7 @@ class MemoryContract(ABC):
 
     def test_parts_at_odd_places_are_filled_and_copied(self) -> None:
         """Fills and copies of views that begin at odd elements, each at another, reach what they should and nothing
-        beside it: where a slice begins is the plan's business, not the device's."""
+        around it: where a slice begins is the plan's business, not the device's."""
         accelerator = self.make()
         for dtype in sorted(accelerator.supported_dtypes() - {DType.BOOL}, key=lambda dtype: dtype.value):
             doing(f"views of {dtype.value}")
@@ -194,7 +194,7 @@ class MemoryContract(ABC):
         for dtype, unit in ((DType.BFLOAT16, 2.0**-7), (DType.FLOAT16, 2.0**-10)):
             if dtype not in accelerator.supported_dtypes():
                 continue
-            # A tie below an even and below an odd neighbour, and values just beside a tie.
+            # A tie below an even and below an odd neighbour, and values just above and below a tie.
             values = np.array([1 + unit / 2, 1 + unit * 3 / 2, 1 + unit * 0.51, 1 + unit * 0.49, np.nan])
             source.from_bytes(encode(values, DType.FLOAT32))
             target = accelerator.allocate(5, dtype)
@@ -253,8 +253,8 @@ class MemoryContract(ABC):
             same_numbers(contents(host), np.full(numel, value), "copies to the device and back, after their events")
 
     def test_arrays_are_wrapped_or_refused(self) -> None:
-        """`wrap` gives the memory of an array itself and no copy, and refuses what it does not know by a
-        PluginContractError: gradients come in by it."""
+        """`wrap` gives the memory of an array itself and no copy, and refuses other types by a PluginContractError:
+        gradients come in by it."""
         accelerator = self.make()
         refused(lambda: accelerator.wrap(object()), "wrap of an object", PluginContractError)
         buffer = accelerator.allocate(6, DType.FLOAT32)
@@ -290,16 +290,16 @@ class MemoryContract(ABC):
         accelerator.reset_peak_memory()
         before = accelerator.memory_stats()
         if not before.total_nbytes:
-            raise SkipTest("tells no numbers on memory: they are 0")
+            raise SkipTest("gives no numbers on memory: they are 0")
         held = accelerator.allocate(64 * _MIB, DType.UINT8)
         held.fill(1)
         accelerator.synchronize()
         during = accelerator.memory_stats()
         _at_least(during.allocated_nbytes - before.allocated_nbytes, _LEAST_SHOWN_NBYTES, "bytes that 64 MiB added")
-        _at_least(during.peak_nbytes, during.allocated_nbytes, "peak_nbytes, beside allocated_nbytes")
+        _at_least(during.peak_nbytes, during.allocated_nbytes, "peak_nbytes, against allocated_nbytes")
         _at_least(during.free_nbytes, 1, "free_nbytes")
-        _at_least(during.total_nbytes, during.free_nbytes, "total_nbytes, beside free_nbytes")
-        _at_least(during.reserved_nbytes, during.allocated_nbytes, "reserved_nbytes, beside allocated_nbytes")
+        _at_least(during.total_nbytes, during.free_nbytes, "total_nbytes, against free_nbytes")
+        _at_least(during.reserved_nbytes, during.allocated_nbytes, "reserved_nbytes, against allocated_nbytes")
         equal(held.to_bytes()[-1], 1, "the last byte of 64 MiB that were filled with 1")
         del held
         gc.collect()
@@ -309,13 +309,13 @@ class MemoryContract(ABC):
         _at_least(freed, _LEAST_SHOWN_NBYTES, "bytes fewer once 64 MiB were freed")
         _at_least(after.peak_nbytes, during.peak_nbytes - 16 * _MIB, "peak_nbytes after 64 MiB were freed")
         accelerator.reset_peak_memory()
-        # Equal where somebody counts bytes; a process's resident memory moves by itself.
+        # Equal where bytes are counted; a process's resident memory moves by itself.
         lower = during.peak_nbytes - accelerator.memory_stats().peak_nbytes
         _at_least(lower, _LEAST_SHOWN_NBYTES, "bytes by which reset_peak_memory lowers the peak")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that there is no room: MemoryError, torch's, or XLA's."""
+    """Whether `error` means that there is no room: MemoryError, torch's, or XLA's."""
     is_named = any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
     return isinstance(error, MemoryError) or is_named or "RESOURCE_EXHAUSTED" in str(error)
 

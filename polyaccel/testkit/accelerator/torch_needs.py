@@ -1,6 +1,6 @@
-"""What torch must know of a device so that modules train on it: each need as a value, with a test that a check runs.
+"""What torch needs of a device so that modules train on it: each need as a value, with a test that a check runs.
 
-An accelerator with a `torch_device_type` is held to them. A device of PrivateUse1 meets most by registering its
+An accelerator with a `torch_device_type` is held to them. A device of PrivateUse1 fulfils most by registering its
 operators, its hooks (`at::PrivateUse1HooksInterface`) and a device module (`torch._register_device_module`).
 """
 
@@ -37,10 +37,10 @@ class TorchNeed:
     tried: Callable[[Accelerator], None]
 
     def check(self, accelerator: Accelerator) -> None:
-        """Raise AssertionError, with the reason and what it is for, where the device does not meet it; SkipTest where
+        """Raise AssertionError, with the reason and what it is for, where the device does not fulfil it; SkipTest where
         the accelerator does not claim it."""
         if accelerator.torch_device_type is None:
-            raise SkipTest("torch does not know the device")
+            raise SkipTest("torch does not have the device")
         try:
             self.tried(accelerator)
         except SkipTest:

@@ -44,7 +44,7 @@ def results_are_marked_written(comm: Communicator) -> int:
 
 
 def finished_calls_leave_nothing_behind(comm: Communicator) -> int:
-    """Works and buffers are let go of once waited for, those of the last calls excepted, and with them the library's
+    """Works and buffers are released once waited for, those of the last calls excepted, and with them the library's
     requests, which own their buffers; no thread or open file is added."""
     for _ in range(2):  # what is made once
         _call_everything(comm)
@@ -77,7 +77,7 @@ def calls_keep_no_memory(comm: Communicator) -> int:
 
     def held() -> int:
         is_host = comm.accelerator.current_device().type == "cpu"
-        comm.barrier()  # ranks may be threads: none looks while another's call still has memory of its own
+        comm.barrier()  # ranks may be threads: none looks while another's call still has its own memory
         nbytes = host_nbytes() + (0 if is_host else comm.accelerator.memory_stats().allocated_nbytes)
         comm.barrier()
         return nbytes
@@ -127,5 +127,5 @@ def _in_turn(comm: Communicator, act: Callable[[], T]) -> T:
 
 
 def _held_by_process() -> tuple[int, int]:
-    """Threads, and open files where the system tells."""
+    """Threads, and open files where the system reports them."""
     return threading.active_count(), len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.is_dir() else 0

@@ -1,6 +1,6 @@
 """The contract suite of communicators: what every backend must do, whatever carries it.
 
-A backend's test subclasses `CommContract` and says how ranks are run:
+A backend's test subclasses `CommContract` and defines how ranks are run:
 
     class TestGloo(CommContract):
         def run(self, world_size, body, *args):
@@ -98,7 +98,7 @@ class CommContract(ABC):
         self.check(reduce_scatter_takes_uneven_parts)
 
     def test_uneven_all_to_all(self) -> None:
-        """Every pair exchanges a number of elements of its own, for tokens choose their experts."""
+        """Every pair exchanges its own number of elements, for tokens choose their experts."""
         self.check(all_to_all_takes_uneven_parts)
         self.check(all_to_all_takes_pieces)
 
@@ -117,8 +117,8 @@ class CommContract(ABC):
         self.check(batches_of_messages_wait_for_no_order)
 
     def test_wrong_counts(self) -> None:
-        """Counts that cannot be are refused before anything is sent, by a ShardingError or CommError: the ranks can go
-        on together."""
+        """Counts that cannot be are refused before anything is sent, by a ShardingError or CommError: the ranks can
+        continue together."""
         self.check(wrong_counts_are_refused_on_the_spot)
 
     def test_messages(self) -> None:
@@ -130,7 +130,7 @@ class CommContract(ABC):
         self.check(objects_of_any_size_travel)
 
     def test_split(self) -> None:
-        """Groups of some ranks work beside that of all, and a group can be split again: meshes are made so."""
+        """Groups of some ranks work together with that of all, and a group can be split again: meshes are made so."""
         self.check(sub_groups_work_beside_their_parent)
 
     def test_many_in_flight(self) -> None:
@@ -143,8 +143,8 @@ class CommContract(ABC):
         self.check(ranks_may_wait_at_different_times)
 
     def test_reductions_agree_bitwise(self) -> None:
-        """A communicator that says `deterministic` adds in the order that it states, wherever a buffer is cut: stages
-        agree to the bit by it, which shows from three ranks on."""
+        """A communicator with `deterministic` adds in the order that it states, wherever a buffer is cut: stages agree
+        to the bit by it, which shows from three ranks on."""
         self.check(deterministic_reductions_agree_bitwise)
 
     def test_results_are_marked_written(self) -> None:
@@ -152,12 +152,12 @@ class CommContract(ABC):
         self.check(results_are_marked_written)
 
     def test_nonsense_is_refused(self) -> None:
-        """Calls that mean nothing are refused on the spot, by a ShardingError or CommError, so that the ranks can go
-        on together."""
+        """Calls that mean nothing are refused on the spot, by a ShardingError or CommError, so that the ranks can
+        continue together."""
         self.check(nonsense_is_refused_on_the_spot)
 
     def test_disagreement(self) -> None:
-        """In debug mode ranks that call different things hear what each called, and can go on."""
+        """In debug mode ranks that call different things receive what each called, and can continue."""
         self.check(disagreement_is_seen_by_all)
 
     def test_nothing_is_left_over(self) -> None:
@@ -307,7 +307,7 @@ def deterministic_reductions_agree_bitwise(comm: Communicator) -> int:
 
 
 def nonsense_is_refused_on_the_spot(comm: Communicator) -> int:
-    """Before anything is sent: the ranks can go on together afterwards."""
+    """Before anything is sent: the ranks can continue together afterwards."""
     n = comm.world_size
     floats, ints = comm.allocate(4 * n, DType.FLOAT32), comm.allocate(4, DType.INT32)
     checks = refused(ShardingError, lambda: comm.all_reduce(ints, ReduceOp.AVG), "an average of integers")
@@ -335,5 +335,5 @@ def a_closed_group_refuses_calls(comm: Communicator) -> int:
     part.close()
     part.close()
     if comm.world_size == 1:
-        return 1  # there is nobody to leave
+        return 1  # there is no rank to leave
     return refused(CommError, lambda: part.all_reduce(comm.allocate(1, DType.FLOAT32)), "a call on a closed group")

@@ -1,12 +1,12 @@
-"""The contract suite of communicators where a rank does not do its part: the others learn who it is, and nobody hangs.
+"""The contract suite of communicators where a rank does not do its part: the others get its number, and no rank hangs.
 
-The ranks are processes that may be lost, so every test has a pool of its own:
+The ranks are processes that may be lost, so every test has its own pool:
 
     class TestGlooFaults(CommFaultContract):
         def pool(self, world_size, comm_timeout_s, grace_s):
             return RankPool(world_size, backend="gloo", comm_timeout_s=comm_timeout_s, grace_s=grace_s)
 
-Communicators are tried as `init_distributed` gives them, behind the recorder: where a library cannot tell who is
+Communicators are tried as `init_distributed` gives them, behind the recorder: where a library cannot find out who is
 missing, the recorder does, by the board.
 """
 
@@ -47,7 +47,7 @@ class CommFaultContract(ABC):
 
     def test_a_rank_that_does_not_come_is_named(self) -> None:
         """When a rank stays away the others get a CommTimeout within their time limit that names it and the call: a
-        hang of hours tells nobody anything."""
+        hang of hours has no message."""
         with self._pool() as pool:
             try:
                 answers = self.run(pool, one_stays_away)
@@ -69,27 +69,27 @@ class CommFaultContract(ABC):
                 raise AssertionError(f"the error of rank {rank}: expected it to name {CALL}, got {text}")
 
     def test_a_rank_that_dies_is_named_and_nobody_waits_for_it(self) -> None:
-        """When a rank dies the others hear at once which, or their launcher ends them too, as those of MPI do."""
+        """When a rank dies the others get its number at once, or their launcher ends them too, as those of MPI do."""
         with self._pool() as pool:
             try:
                 self.run(pool, one_dies)
             except LaunchError as error:
                 said = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note.startswith("rank")]
             else:
-                raise AssertionError(f"rank {FAULTY} was killed, and nobody noticed")
+                raise AssertionError(f"rank {FAULTY} was killed, and no rank noticed")
         for note in said:
             if "did not answer" in note:
                 raise AssertionError(f"rank {FAULTY} was killed, and others waited for it: {note}")
-            is_ended, is_told = ("raised LaunchError" in note), (f"rank {FAULTY}" in note or f"[{FAULTY}]" in note)
-            if not is_ended and not (is_told and ("raised CommError" in note or "raised CommTimeout" in note)):
-                raise AssertionError(f"rank {FAULTY} was killed, and another one does not say so: {note}")
+            is_ended, is_named = ("raised LaunchError" in note), (f"rank {FAULTY}" in note or f"[{FAULTY}]" in note)
+            if not is_ended and not (is_named and ("raised CommError" in note or "raised CommTimeout" in note)):
+                raise AssertionError(f"rank {FAULTY} was killed, and another one does not report it: {note}")
 
     def _pool(self) -> RankPool:
         return self.pool(self.world_size, COMM_TIMEOUT_S, GRACE_S)
 
 
 def disagreement_is_seen_by_all(comm: Communicator) -> int:
-    """In debug mode, in which ranks compare every call before they make it; they can go on together afterwards."""
+    """In debug mode, in which ranks compare every call before they make it; they can continue together afterwards."""
     debugged = RecordingCommunicator(comm, debug=True, watch_s=None)
     buffer = comm.allocate(4 * comm.world_size, DType.FLOAT32)
     last = comm.world_size - 1
@@ -99,19 +99,21 @@ def disagreement_is_seen_by_all(comm: Communicator) -> int:
         lambda: debugged.all_reduce(buffer, ReduceOp.MAX),
     )
     for number, other in enumerate(calls):
-        told = ""
+        error_text = ""
         try:
             other() if comm.rank == last else debugged.all_reduce(buffer)
         except CommError as error:
-            told = str(error)
-        if comm.world_size > 1 and not (f"rank {comm.ranks[0]} called" in told and f"rank {comm.ranks[last]} " in told):
-            raise AssertionError(f"ranks made different calls ({number}), and rank {comm.rank} heard {told!r}")
+            error_text = str(error)
+        if comm.world_size > 1 and not (
+            f"rank {comm.ranks[0]} called" in error_text and f"rank {comm.ranks[last]} " in error_text
+        ):
+            raise AssertionError(f"ranks made different calls ({number}), and rank {comm.rank} received {error_text!r}")
     debugged.barrier()
     return len(calls)
 
 
 def recorded(comm: Communicator) -> Communicator:
-    """`comm` behind the recorder, after a barrier that this rank's note on the board tells of."""
+    """`comm` behind the recorder, after a barrier that is in this rank's note on the board."""
     behind = RecordingCommunicator(comm, watch_s=0.05)
     behind.barrier()
     board, rank = behind.board(), behind.ranks[behind.rank]
@@ -127,7 +129,7 @@ def all_reduce(comm: Communicator) -> None:
 
 
 def one_stays_away(comm: Communicator) -> tuple[tuple[int, ...], str] | None:
-    """The missing ranks and the message, as the others hear of them."""
+    """The missing ranks and the message, as the others receive them."""
     comm = recorded(comm)
     if comm.rank == FAULTY:
         return None
@@ -146,6 +148,6 @@ def one_dies(comm: Communicator) -> None:
     if comm.rank == FAULTY:
         board = comm.board()
         while board is not None and not board.read(comm.world_size).get(comm.rank):
-            sleep(0.01)  # one that dies before it has said who it is cannot be named
+            sleep(0.01)  # one that dies before it has sent its number cannot be named
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce(comm)

@@ -18,7 +18,7 @@ _KINDS: dict[str, Callable[[int, int], int]] = {
     "growing": lambda rank, numel: numel * rank,
     "only the last": lambda rank, numel: 0,
     "none for the first": lambda rank, numel: 0 if rank == 0 else numel + rank % 2,
-    "all alike": lambda rank, numel: numel,
+    "all equal": lambda rank, numel: numel,
 }
 
 
@@ -124,7 +124,7 @@ def _goes_in_pieces(comm: Communicator, numel: int) -> int:
     parts = [values_of(source, count, salt=comm.rank) for source, count in enumerate(arrives)]
     lengths = [(count // 2, 0, count - count // 2) for count in arrives]
     table, whole, end = np.empty((world, 3, 2), np.int64), np.empty(sum(arrives), np.float32), 0
-    for piece in range(3):  # in an order of their own
+    for piece in range(3):  # in their own order
         for source in reversed(range(world)):
             length, first = lengths[source][piece], sum(lengths[source][:piece])
             table[source, piece] = end, length
@@ -196,7 +196,7 @@ def batches_of_messages_wait_for_no_order(comm: Communicator) -> int:
 
 
 def wrong_counts_are_refused_on_the_spot(comm: Communicator) -> int:
-    """Before anything is sent: the ranks can go on together afterwards."""
+    """Before anything is sent: the ranks can continue together afterwards."""
     n = comm.world_size
     whole, part = comm.allocate(4 * n, DType.FLOAT32), comm.allocate(4, DType.FLOAT32)
     fours = [4] * n

@@ -1,7 +1,7 @@
 """The cases of the kernels' contract: every elementwise op, called in the ways in which the step calls it.
 
 Every formula of `polyaccel.ops.optimizers` is tried in float32, in float64 and in mixed precision (16-bit gradients and
-parameters beside float32 states), with a gradient scale and without.
+parameters with float32 states), with a gradient scale and without.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PRECISIONS = (
     (_F, DType.FLOAT16, DType.FLOAT16),
     (DType.FLOAT64,) * 3,
 )
-"""Element types of (states, gradients, parameters written beside the master weights)."""
+"""Element types of (states, gradients, parameters written in addition to the master weights)."""
 
 
 @dataclass(frozen=True)

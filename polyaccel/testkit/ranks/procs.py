@@ -39,7 +39,7 @@ from polyaccel.testkit.progress import listen
 
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 2.0
-_END_TIMEOUT_S = 20.0  # from the end of a worker's pipe until the fork server tells its exit code
+_END_TIMEOUT_S = 20.0  # from the end of a worker's pipe until the fork server sends its exit code
 _STACK_TIMEOUT_S = 1.0
 _SHOW_STACK = getattr(signal, "SIGUSR2", None)
 _PRELOAD = (
@@ -61,10 +61,10 @@ class RankPool:
     called any number of times.
 
     `comm_timeout_s` limits the workers' own collectives. After a rank's failure the others may take `grace_s` to answer
-    too, and are killed then. `environ` is set in the workers. `accelerator` names a plugin;
-    rank N has its device N, counted round. `memory` is that of `CpuAccelerator`.
-    Ranks meet at a file; with `by_port` at an address, as those of a launcher do. They have `start_timeout_s` to
-    meet, once their processes run. A warning in a worker is an error there, unless `warnings_fail` is False.
+    too, and are killed then. `environ` is set in the workers. `accelerator` names a plugin; rank N has its device N,
+    counted round. `memory` is that of `CpuAccelerator`. The rendezvous is a file; with `by_port` an address, as with a
+    launcher. It has `start_timeout_s`, once the processes run. A warning in a worker is an error there, unless
+    `warnings_fail` is False.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class RankPool:
         """`[task(communicator, *args) on rank 0, ...]`; `task` pickles or is written `module:function`.
 
         The first exception of a worker is raised here, with attribute `rank`; its notes hold the worker's traceback and
-        what the other ranks said. Raises LaunchError for a worker that died and CommTimeout if some did not answer
-        within `timeout_s`, counted from the last `testkit.progress.doing` of any worker: their notes say where they
+        what the other ranks sent. Raises LaunchError for a worker that died and CommTimeout if some did not answer
+        within `timeout_s`, counted from the last `testkit.progress.doing` of any worker: their notes show where they
         stood.
         """
         if not self._pipes:
@@ -166,7 +166,7 @@ class RankPool:
 
     def _collect(self, timeout_s: float, first_s: float | None = None) -> list[Any]:
         """Every worker's result, by rank. Raises the first failure once the others have had a moment to answer too.
-        `first_s` is the limit until a worker says what it does."""
+        `first_s` is the limit until a worker announces what it does."""
         results: dict[int, Any] = {}
         failures: dict[int, BaseException] = {}
         deadline = monotonic() + (first_s or timeout_s)
@@ -211,7 +211,8 @@ class RankPool:
         return error
 
     def _stack(self, rank: int) -> str:
-        """The stacks of a worker's threads, which its signal handler writes, whoever holds the interpreter's lock."""
+        """The stacks of a worker's threads, which its signal handler writes, even while another thread holds the
+        interpreter's lock."""
         file = Path(self._stack_file(rank))
         if _SHOW_STACK is None or not file.exists():
             return ""
@@ -240,7 +241,7 @@ class RankPool:
         place = f" at {_innermost(crash)}" if _innermost(crash) else ""
         error = LaunchError(
             f"worker rank {rank} died with exit code {code}{name}{place}",
-            hint=f"{'fix what that line calls' if place else 'its standard error says more'}; -v shows its stacks",
+            hint=f"{'fix what that line calls' if place else 'see its standard error'}; -v shows its stacks",
             value=(rank, code),
         )
         if crash:

@@ -33,7 +33,7 @@ def check_jax_stages(communicator: Communicator) -> None:
     is_native = not accelerator.capabilities().mutable_buffers
     is_host = accelerator.works_on_host_memory
     if not is_native and not is_host and not _is_known(accelerator.torch_device_type or accelerator.name):
-        raise SkipTest("JAX does not know the device")
+        raise SkipTest("JAX does not have the device")
     world = accelerator.device_count() if is_native else communicator.world_size
     ranks = range(world) if is_native else [communicator.rank]
     _, expected = train_plainly(world, 1, _STEPS, _CLIP)

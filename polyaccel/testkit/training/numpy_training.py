@@ -206,7 +206,7 @@ def train_plainly(world: int, micros: int, steps: int, clip: float) -> tuple[Arr
 
 
 def check_stages(communicator: Communicator, steps: int) -> None:
-    """Train at every stage: within rounding of float64, and bitwise alike where reductions are deterministic."""
+    """Train at every stage: within rounding of float64, and bitwise equal where reductions are deterministic."""
     wanted, norms = train_plainly(communicator.world_size, 1, steps, _CLIP)
     runs = {stage: train(communicator, stage, steps) for stage in STAGES}
     for stage, run in runs.items():
@@ -221,7 +221,7 @@ def check_stages(communicator: Communicator, steps: int) -> None:
 
 
 def _same(stage: int, what: str, found: Any, expected: Any) -> None:
-    same_numbers(found, expected, f"{what} at stage {stage} beside stage 0, bit for bit")
+    same_numbers(found, expected, f"{what} at stage {stage} against stage 0, bit for bit")
 
 
 def _on_device(communicator: Communicator, values: npt.NDArray[Any]) -> Buffer:

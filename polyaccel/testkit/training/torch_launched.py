@@ -1,5 +1,5 @@
-"""The training of `torch_training` under torchrun, whose agent holds the port where ranks meet: comm backends that bind
-it themselves die there.
+"""The training of `torch_training` under torchrun, whose agent holds the port of the rendezvous: comm backends that
+bind it themselves die there.
 
 `python -m polyaccel.testkit.training.torch_launched` is what torchrun starts.
 """
@@ -23,7 +23,7 @@ from polyaccel.testkit.training.torch_training import check_torch_stages
 
 _GRACE_S = 10.0
 _MARK = "POLYACCEL_CHECK_ID"
-"""The variable by which all that torchrun has started is found: its ranks lead sessions of their own."""
+"""The variable by which all that torchrun has started is found: its ranks lead their own sessions."""
 _POLL_S = 0.02
 _OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ERROR = re.compile(
@@ -31,12 +31,12 @@ _ERROR = re.compile(
 )
 """How the last line of a traceback begins; torch puts the rank before it."""
 _SHOWN = 20
-"""Last lines of what the ranks said that an error shows."""
+"""The last lines of the ranks' output that an error shows."""
 
 
 def check_under_torchrun(accelerator: str, backend: str, ranks: int, *, timeout_s: float) -> None:
     """Train at every stage on `ranks` ranks that torchrun starts, with the plugins of these names. AssertionError with
-    what the ranks said where that fails, or takes longer than `timeout_s`."""
+    the ranks' output where that fails, or takes longer than `timeout_s`."""
     module = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     plugins = {"DS_ACCELERATOR": accelerator, "POLYACCEL_ACCELERATOR": accelerator, "POLYACCEL_COMM": backend}
     environ = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
@@ -63,7 +63,7 @@ def check_under_torchrun(accelerator: str, backend: str, ranks: int, *, timeout_
 
 
 def _end(job: subprocess.Popen[str]) -> str:
-    """End the agent, which ends its ranks; returns what they said."""
+    """End the agent, which ends its ranks; returns their output."""
     job.terminate()
     try:
         return job.communicate(timeout=_GRACE_S)[0]
@@ -82,7 +82,7 @@ def kill_marked(mark: str) -> None:
 def _last(said: str) -> str:
     """The first error that a rank ended with, of ours if there is one, and what follows it of its text; else the last
     lines."""
-    lines = [line for line in said.strip().splitlines() if "ChildFailedError" not in line] or ["they said nothing"]
+    lines = [line for line in said.strip().splitlines() if "ChildFailedError" not in line] or ["no output"]
     starts = [index for index, line in enumerate(lines) if _ERROR.match(line)]
     starts = [index for index in starts if "polyaccel.errors." in lines[index]] or starts
     if not starts:

@@ -30,8 +30,8 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def check_torch_stages(communicator: Communicator) -> None:
-    """Train at stages 0 to 3: losses of all ranks within rounding of plain torch's, and bitwise alike where
-    reductions are deterministic. Collective; AssertionError on every rank that sees otherwise."""
+    """Train at stages 0 to 3: losses of all ranks within rounding of plain torch's, and bitwise equal where reductions
+    are deterministic. Collective; AssertionError on every rank that sees otherwise."""
     set_accelerator(communicator.accelerator)
     expected = _train_plainly(communicator.world_size)
     dtypes = communicator.accelerator.supported_dtypes()
@@ -41,7 +41,7 @@ def check_torch_stages(communicator: Communicator) -> None:
         for stage, losses in runs.items():
             same_numbers(losses, expected, f"losses by step, {name}, stage {stage}", rtol=rtol)
             if communicator.deterministic:
-                same_numbers(losses, runs[0], f"losses by step, {name}, stage {stage} beside stage 0, bit for bit")
+                same_numbers(losses, runs[0], f"losses by step, {name}, stage {stage} against stage 0, bit for bit")
     for stage, offload in ((1, {"offload_optimizer": _ON_HOST}), (3, dict.fromkeys(_OFFLOADS, _ON_HOST))):
         losses = _train(communicator, stage, {}, offload)
         same_numbers(losses, expected, f"losses by step, stage {stage}, {' and '.join(offload)}", rtol=_LOSS_RTOL)

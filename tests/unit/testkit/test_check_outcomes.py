@@ -40,7 +40,7 @@ def test_without_one_the_first_error_of_a_rank_is_shown() -> None:
 
 def test_without_any_error_the_last_lines_are_shown() -> None:
     assert _last("one\ntwo") == "one\ntwo"
-    assert _last("") == "they said nothing"
+    assert _last("") == "no output"
 
 
 def test_the_cure_of_a_broken_promise_is_apart_from_what_was_found() -> None:
