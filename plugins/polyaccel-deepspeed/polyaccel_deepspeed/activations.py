@@ -12,7 +12,7 @@ from polyaccel.comm.base import Communicator
 
 MODEL_PARALLEL = "model-parallel-rng"
 _OFFSET = 2718
-"""DeepSpeed's, between the seed of what ranks hold alike and that of what each holds a part of."""
+"""DeepSpeed's, between the seed of replicated parameters and that of sharded ones."""
 _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 _RANKS = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
 
@@ -49,7 +49,7 @@ def configure(
 
 
 _model_rank = 0
-"""This rank among those that share a model, as `configure` was told."""
+"""This rank among those that share a model, as set by `configure`."""
 
 
 def _ranks_of(mpu: Any) -> Communicator | None:
@@ -69,11 +69,11 @@ class CudaRNGStatesTracker:
         return named_random_states().states()
 
     def set_states(self, states: Mapping[str, bytes]) -> None:
-        """Go on from `states`."""
+        """Continue from `states`."""
         named_random_states().restore(states)
 
     def add(self, name: str, seed: int) -> None:
-        """States of their own from `seed`."""
+        """Separate states from `seed`."""
         named_random_states().add(name, seed)
 
     def fork(self, name: str = MODEL_PARALLEL) -> AbstractContextManager[None]:
@@ -90,7 +90,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed what ranks that share a model draw alike, and what each draws for its part, which `fork()` uses."""
+    """Seed what ranks that share a model draw in common, and what each draws for its part, which `fork()` uses."""
     get_accelerator().manual_seed(seed)
     _TRACKER.reset()
     _TRACKER.add(MODEL_PARALLEL, seed + _OFFSET + _model_rank)

@@ -38,7 +38,7 @@ def fill_auto(tree: Tree, world_size: int, arguments: Mapping[str, Any]) -> tupl
     """
     known = [*DEFAULTS, *_DERIVED]
     problems = [
-        Problem(f"--set {name}", value, "is no argument that decides a value", f"use one of {', '.join(known)}")
+        Problem(f"--set {name}", value, "is not an argument that decides a value", f"use one of {', '.join(known)}")
         for name, value in arguments.items()
         if name not in known
     ]

@@ -109,12 +109,12 @@ def _output_dtype(dtype: torch.dtype | str) -> DType:
 
 
 def _nbytes(size: int | str | None) -> int:
-    """The most bytes of a file, by powers of 1000 as on the Hugging Face hub; None is no limit."""
+    """The most bytes of a file, by powers of 1000 as on the Hugging Face hub; None is not a limit."""
     if size is None:
         return sys.maxsize
     found = re.fullmatch(r"(\d+)\s*([KMGT]B)?", str(size).strip().upper())
     if found is None or int(found[1]) < 1:
-        raise CheckpointError(f"max_shard_size={size!r}", hint="give a size such as 5GB", value=size)
+        raise CheckpointError(f"max_shard_size={size!r}", hint="give a size like 5GB", value=size)
     return int(found[1]) * _UNITS[found[2] or ""]
 
 

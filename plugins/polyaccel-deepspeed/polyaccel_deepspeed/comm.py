@@ -1,6 +1,6 @@
 """`deepspeed.comm`: torch.distributed's functions over its default group, with the arguments that DeepSpeed adds.
 
-`prof`, `log_name` and `debug` say how a call is to be logged; polyaccel's log is about the engine's own collectives
+`prof`, `log_name` and `debug` set how a call is to be logged; polyaccel's log is about the engine's own collectives
 (`"comms_logger"` in the config), so they have no effect. Groups are torch's.
 """
 

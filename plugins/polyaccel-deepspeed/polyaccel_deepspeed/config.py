@@ -1,8 +1,8 @@
 """Configs that other projects wrote for DeepSpeed, made into configs of polyaccel.
 
-polyaccel reads DeepSpeed's JSON strictly. What trainers write beside it (`Infinity`, `null` for "leave it out", keys
-that DeepSpeed never reads) is altered here, one `Change` for each, and nowhere in polyaccel itself. Anything
-else that would change results stays, for polyaccel to refuse by name.
+polyaccel reads DeepSpeed's JSON strictly. What trainers write in addition (`Infinity`, `null` for "leave it out", keys
+that DeepSpeed never reads) is altered here, one `Change` for each, and nowhere in polyaccel itself. Anything else that
+would change results stays, for polyaccel to refuse by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
 log = getLogger("polyaccel.deepspeed")
 
 _PARAMS = ("optimizer.params", "scheduler.params")
-"""Tables of arguments, whose values mean what the optimizer says."""
+"""Tables of arguments, whose values mean what the optimizer defines."""
 _AUTO_IS_DEFAULT = ("zero_optimization", "fp16", "bf16")
 """Sections in which DeepSpeed itself reads "auto" as the key's default."""
 _CLIPPING = 1.0
@@ -75,7 +75,7 @@ def read_text(source: Any) -> Any:
 
 
 def read_config(source: Any) -> tuple[Tree, tuple[Change, ...]]:
-    """`normalise`, with what the engine of `deepspeed.initialize` does beside it."""
+    """`normalise`, with what the engine of `deepspeed.initialize` does in addition."""
     tree, changes = normalise(source)
     tree["checkpoint"] = {"async": False, **tree.get("checkpoint", {})}  # scripts read the folder after a save
     return tree, changes
@@ -122,7 +122,7 @@ def _auto(tree: Tree) -> Iterator[Change]:
     yield from _drop(
         tree,
         lambda key, value: value == "auto" and key.partition(".")[0] in _AUTO_IS_DEFAULT,
-        lambda key: '= "auto" was dropped: nobody has filled it in, and DeepSpeed then takes the default',
+        lambda key: '= "auto" was dropped: it was not filled in, and DeepSpeed then takes the default',
     )
 
 

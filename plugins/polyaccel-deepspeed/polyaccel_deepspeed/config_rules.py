@@ -168,7 +168,7 @@ def _element_types(tree: Tree) -> Iterator[Change]:
 
 
 def _without_effect(tree: Tree) -> Iterator[Change]:
-    """Drop settings that do nothing beside the others."""
+    """Drop settings that have no effect given the others."""
     fp16 = tree.get("fp16")
     is_dynamic = isinstance(fp16, dict) and fp16.get("enabled") and not fp16.get("loss_scale")
     if isinstance(fp16, dict) and fp16.get("min_loss_scale") == 0 and not is_dynamic:
@@ -201,7 +201,7 @@ def _logged_operations(tree: Tree) -> Iterator[Change]:
         try:
             known += adapter.validate_python((each,))
         except ValidationError:
-            yield Change("comms_logger.prof_ops", f"has {each!r}, which is no collective of this engine: dropped")
+            yield Change("comms_logger.prof_ops", f"has {each!r}, which is not a collective of this engine: dropped")
     table["prof_ops"] = known
     if not known and table.get("prof_all", True) is False:
         table["enabled"] = False
@@ -220,7 +220,7 @@ def whole_batch(tree: Tree, world_size: int) -> Iterator[Change]:
         ranks = world_size // shared
         yield Change(
             "train_batch_size",
-            f"= {train} was dropped: it counts {world_size} ranks, of which {ranks} have samples of their own",
+            f"= {train} was dropped: it counts {world_size} ranks, of which {ranks} have their own samples",
             is_warning=True,
         )
 

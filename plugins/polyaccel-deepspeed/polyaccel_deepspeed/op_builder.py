@@ -28,7 +28,7 @@ class OpBuilder:
         return f"deepspeed.ops.{self.NAME}"
 
     def load(self, verbose: bool = True) -> Any:
-        """Raises PolyaccelError: there is no such extension."""
+        """Raises PolyaccelError: the extension does not exist."""
         raise PolyaccelError(
             f"there is nothing to build or load for {self.NAME}: polyaccel's kernels come with its package",
             hint="use the optimizer or the config key that needs it; it finds its kernels itself",

@@ -50,5 +50,5 @@ def refuse_another() -> None:
 
 @cache
 def tell_whose() -> None:
-    """Say once, in the log, whose package this is."""
+    """Log once whose package this is."""
     log.info("deepspeed %s: DeepSpeed's names over polyaccel, by the polyaccel project", __version__)

@@ -51,12 +51,12 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
 def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """`log_dist`, once for each message."""
-    if message not in _told:
-        _told.add(message)
+    if message not in _logged:
+        _logged.add(message)
         log_dist(message, ranks, level)
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def print_json_dist(message: Mapping[str, Any], ranks: Iterable[int] | None = None, path: str | None = None) -> None:
@@ -76,7 +76,7 @@ def print_dist(message: str, ranks: Iterable[int] | None = None) -> None:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set a logger's level by its name, such as "warning"."""
+    """Set a logger's level by its name, for example "warning"."""
     (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
 
 
@@ -84,7 +84,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """The number of a level's name. Raises PolyaccelError for another word."""
     level = getattr(logging, log_level_str.upper(), None)
     if not isinstance(level, int):
-        raise PolyaccelError(f"{log_level_str!r} is no level", hint='use "debug", "info", "warning" or "error"')
+        raise PolyaccelError(f"{log_level_str!r} is not a level", hint='use "debug", "info", "warning" or "error"')
     return level
 
 

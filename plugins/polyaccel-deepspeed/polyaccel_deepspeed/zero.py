@@ -1,9 +1,10 @@
-"""`deepspeed.zero`: `Init` with DeepSpeed's positions; `GatheredParameters` that keeps what all ranks wrote alike.
+"""`deepspeed.zero`: `Init` with DeepSpeed's positions; `GatheredParameters` that keeps what all ranks wrote in the same
+way.
 
 [Note: Before there is an engine] A model that was built in `Init` may be loaded by rank 0 alone: `from_pretrained` does
 so. The engine will take rank 0's values, but until then other ranks have what the constructors left. So parameters of
-`Init` get a `ds_id`, a context with `modifier_rank` notes that rank on them, and the next context, whoever opens it,
-has all ranks take over its values. A model that nobody looks at meanwhile is copied nowhere.
+`Init` get a `ds_id`, a context with `modifier_rank` notes that rank on them, and the next context has all ranks take
+over its values. A model that is not read meanwhile is not copied.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from polyaccel_deepspeed.engine.parameters import describe_parameter
 class Init(DeferredInit):
     """`polyaccel.zero.Init` by DeepSpeed's arguments, in DeepSpeed's order.
 
-    Where parameters live and in which type is what the config of `deepspeed.initialize` says: `remote_device`,
+    Where parameters live and in which type is set by the config of `deepspeed.initialize`: `remote_device`,
     `pin_memory`, `mpu` and the groups are accepted and mean nothing, and so does a config.
     """
 
@@ -104,8 +105,8 @@ class GatheredParameters(gathered.GatheredParameters):
         if self._modifier_rank is not None:
             super()._write_back(opening)
             return
-        told = opening.owner.step.communicator.all_gather_object(sorted(set(opening.changed()) & set(opening.fqns)))
-        if not told[0] or any(names != told[0] for names in told):
+        changes = opening.owner.step.communicator.all_gather_object(sorted(set(opening.changed()) & set(opening.fqns)))
+        if not changes[0] or any(names != changes[0] for names in changes):
             super()._write_back(opening)
             return
         self._modifier_rank = 0

@@ -1,7 +1,7 @@
 """The trainers that people use with DeepSpeed, over the drop-in: scripts of theirs, unmodified, on two CPU ranks.
 
-`make test-dropin` runs them in an environment of its own, where the drop-in is installed under the name `deepspeed`.
-Each job is compared with the same one in plain torch.
+`make test-dropin` runs them in its own environment, where the drop-in is installed under the name `deepspeed`. Each job
+is compared with the same one in plain torch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 def test_the_strategies_take_no_cpu(kind: str, tmp_path: Path) -> None:
-    """When this fails, Lightning has changed: the jobs below need no strategy of their own any longer."""
+    """When this fails, Lightning has changed: the jobs below need no separate strategy any longer."""
     job = [sys.executable, *torchrun(), JOB, f"{kind}-refused", "2", str(tmp_path)]
     done = subprocess.run(job, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode != 0

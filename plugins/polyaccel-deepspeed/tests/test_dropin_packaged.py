@@ -118,7 +118,7 @@ def test_two_models_with_two_plugins(model: str) -> None:
     ],
 )
 def test_general_scripts(script: str, stage: int, says: dict[str, int], tmp_path: Path) -> None:
-    """Those that Accelerate runs for every way of distributing; `general_job.py` says what it changes in them."""
+    """Those that Accelerate runs for every way of distributing; `general_job.py` lists what it changes in them."""
     file = tmp_path / "ds_config.json"
     config = {
         "train_micro_batch_size_per_gpu": 4 if script == "test_distributed_data_loop" else "auto",

@@ -28,7 +28,7 @@ def plain_adapters(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_adapters(stage: int, tmp_path: Path, plain_adapters: tuple[str, Path, str]) -> None:
-    """LoRA with a whole layer trained beside it; AdaLoRA, which looks at gradients and takes ranks away."""
+    """LoRA with a whole layer trained as well; AdaLoRA, which looks at gradients and takes ranks away."""
     kind, plain, base = plain_adapters
     run(*torchrun(), JOB, kind, str(stage), str(tmp_path), "--base", base)
     found, expected = result(tmp_path), result(plain)

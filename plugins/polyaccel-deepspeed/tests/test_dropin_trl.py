@@ -60,7 +60,7 @@ def plain_policy(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trl_policies(stage: int, tmp_path: Path, plain_policy: tuple[str, list[str], Path]) -> None:
-    """DPO with a reference model in an engine of its own (or with adapters switched off), and GRPO, which generates."""
+    """DPO with a reference model in its own engine (or with adapters switched off), and GRPO, which generates."""
     method, options, plain = plain_policy
     sharded = ["--sharded"] if method == "grpo" and "--lora" in options else []
     run(*torchrun(), POLICY_JOB, method, str(stage), str(tmp_path), *options, *sharded)

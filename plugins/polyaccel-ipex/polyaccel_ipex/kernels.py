@@ -37,7 +37,7 @@ class _IpexKernels:
     def __init__(self, fallback: KernelTable) -> None:
         self._fallback = fallback
         self._steps: Any = torch.ops.torch_ipex
-        self._nothing = torch.empty(0)  # what the extension takes for "no such tensor"
+        self._nothing = torch.empty(0)  # what the extension takes for "no tensor"
 
     def _fits(self, rule: Rule, master: Buffer, grad: Buffer, states: Sequence[Buffer], out: Buffer | None) -> bool:
         """All in float32, or with bfloat16 gradients and parameters; and an update that the extension has."""

@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 1000
 
 
 class MlflowMonitor(Monitor):
-    """Logs metrics to one run for each run folder: a folder that was used before goes on in its run."""
+    """Logs metrics to one run for each run folder: a folder that was used before continues in its run."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str] = "mlflow"
@@ -72,7 +72,7 @@ class MlflowMonitor(Monitor):
     def _connect(self, directory: Path, options: Mapping[str, Any]) -> tuple[Any, str]:
         """The client, and the experiment's id."""
         wrong = [
-            Problem(f"mlflow.{key}", value, "is no option, or no text", f"the options are {', '.join(_OPTIONS)}")
+            Problem(f"mlflow.{key}", value, "is not an option, or not text", f"the options are {', '.join(_OPTIONS)}")
             for key, value in options.items()
             if key not in _OPTIONS or not isinstance(value, str)
         ]

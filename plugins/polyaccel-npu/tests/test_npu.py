@@ -34,7 +34,7 @@ def npu_apply_adam_w(
     *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """What op-plugin's own test says that the operator computes."""
+    """What the operator computes by op-plugin's own test."""
     assert (max_grad_norm, amsgrad, maximize) == (None, False, False)
     var, m, v = out
     CALLS.append(lr)

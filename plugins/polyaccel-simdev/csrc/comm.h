@@ -1,4 +1,4 @@
-// Collectives of device tensors: through host memory and a backend for the CPU, on a thread of their own.
+// Collectives of device tensors: through host memory and a backend for the CPU, on their own thread.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -60,7 +60,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// The CPU's engine with a state of its own.
+// The CPU's engine with its own state.
 struct DeviceGenerator final : at::CPUGeneratorImpl {
   explicit DeviceGenerator(DeviceIndex device) {
     device_ = Device(c10::kPrivateUse1, device);

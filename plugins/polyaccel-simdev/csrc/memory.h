@@ -1,7 +1,6 @@
 // Device memory: one arena a device, mapped twice.
-//
-// Tensors carry addresses of the first mapping, which nobody may read or write: host code that takes a device pointer
-// for its own dies at once, as it would with a chip's memory. Work on the streams uses the second mapping.
+// Tensors carry addresses of the first mapping, which must not be read or written: host code that takes a device
+// pointer for its own dies at once, as it would with a chip's memory. Work on the streams uses the second mapping.
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -76,7 +76,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   } else if (non_blocking && is_pinned(other.const_data_ptr())) {
     if (has_fault("slow_copy")) {
       synchronize(stream);
-      // Never deleted: to let go of tensors takes Python, which may have ended by then.
+      // Never deleted: to release tensors takes Python, which may have ended by then.
       const auto* kept = new auto(copy);
       std::thread([kept] {
         std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -158,7 +158,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (argument.isTensor() && argument.toTensor().is_privateuseone()) {
       synchronize(current_stream(argument.toTensor().device().index()));
     } else if (argument.isGenerator()) {
-      argument = c10::IValue();  // a device's generator is no CPU's
+      argument = c10::IValue();  // a device's generator is not a CPU's
     }
   }
   synchronize(current_stream(current_device()));  // for tensors in lists

@@ -1,4 +1,4 @@
-// Streams: queues of work, each with a thread of its own, and events, points in such queues.
+// Streams: queues of work, each with its own thread, and events, points in such queues.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,7 +15,7 @@
 
 namespace simdev {
 
-// Work that runs in order on a thread of its own, which lives until the process ends.
+// Work that runs in order on its own thread, which lives until the process ends.
 class Queue {
  public:
   Queue();
@@ -48,7 +48,7 @@ bool is_idle(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
 
-// A point in a queue, moved by recording anew. Queued work that refers to it keeps what it needs of it.
+// A point in a queue, moved by recording again. Queued work that refers to it keeps what it needs of it.
 class Event {
  public:
   void record(c10::Stream stream);

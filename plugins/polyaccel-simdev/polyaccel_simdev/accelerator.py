@@ -1,4 +1,4 @@
-"""The accelerator plugin: what a vendor writes whose device torch knows."""
+"""The accelerator plugin: what a vendor writes whose device torch supports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SimdevAccelerator(TorchAccelerator):
 
     @classmethod
     def probe(cls) -> Probe:
-        # A simulation is nobody's first choice: below the CPU, so that it is used only when it is named.
+        # Below the CPU, so that it is used only when it is named.
         return Probe(True, "simulated in host memory", priority=-1)
 
     def capabilities(self) -> Capabilities:

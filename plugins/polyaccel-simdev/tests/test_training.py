@@ -1,4 +1,4 @@
-"""Training on a device with a memory of its own: every stage and every place of the states gives the same bits."""
+"""Training on a device with its own memory: every stage and every place of the states gives the same bits."""
 
 from __future__ import annotations
 

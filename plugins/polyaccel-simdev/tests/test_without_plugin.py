@@ -1,4 +1,4 @@
-"""The simulated device as one that torch knows and no plugin is for: the generic accelerator drives it."""
+"""The simulated device as one that torch supports and no plugin is for: the generic accelerator drives it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import polyaccel_simdev.device  # noqa: F401 - torch knows the device from here on
+import polyaccel_simdev.device  # noqa: F401 - torch has the device from here on
 import pytest
 
 from polyaccel.accelerators.base import Accelerator

@@ -57,8 +57,8 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(zero: dict[str, Any], changes: dict[str, Any], dropout: float, *, resume: bool) -> dict[str, Any]:
-    """Losses, norms and the digest of the final parameters; with `resume` the last step is another engine's, which goes
-    on from a checkpoint. The ranks' random numbers are apart once they have built the model."""
+    """Losses, norms and the digest of the final parameters; with `resume` the last step is another engine's, which
+    continues from a checkpoint. The ranks' random numbers are apart once they have built the model."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 6,

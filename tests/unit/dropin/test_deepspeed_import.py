@@ -106,13 +106,13 @@ def tensor_parallel(copy: Path) -> str:
 
 def out_of_the_folder(copy: Path) -> str:
     (copy / "latest").write_text("../elsewhere")
-    return "no folder there"
+    return "not a folder there"
 
 
 def empty(copy: Path) -> str:
     shutil.rmtree(copy / "global_step4")
     (copy / "latest").unlink()
-    return "is no checkpoint of DeepSpeed"
+    return "is not a checkpoint of DeepSpeed"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The engine under DeepSpeed's names: `TorchEngine`, and what trainers and scripts ask of DeepSpeed's engine beside."""
+"""The engine under DeepSpeed's names: `TorchEngine`, and what else trainers and scripts ask of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
         """How many samples a second are trained."""
         return ThroughputTimer(self.train_batch_size())
 
-    # Loops begin an epoch, or go on after a restart, by setting the counters.
+    # Loops begin an epoch, or continue after a restart, by setting the counters.
     micro_steps = _settable_counter("micro_steps")
     global_steps = _settable_counter("global_steps")
     global_samples = _settable_counter("global_samples")
@@ -100,7 +100,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
     # The whole model.
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: polyaccel gathers them whatever the config says."""
+        """True: polyaccel gathers them whatever the config sets."""
         return True
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -199,7 +199,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
 
     def _require_whole_optimizer_step(self) -> None:
         """Warn, in place of an error, of a save in an unfinished accumulation: the checkpoint is without its gradients,
-        and a run that loads it begins the accumulation again. This run goes on with them."""
+        and a run that loads it begins the accumulation again. This run continues with them."""
         if self.zero.holds_gradients and self.communicator.rank == 0:
             done = self.micro_steps % self.gradient_accumulation_steps()
             log.warning(
@@ -217,7 +217,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `TorchEngine.load_checkpoint`; but where there is no such checkpoint, a warning and (None, None)."""
+        """As `TorchEngine.load_checkpoint`; but a missing checkpoint gives a warning and (None, None)."""
         if not self._is_there(str(load_dir), tag) and (tag is not None or not self.has_replica()):
             if self.communicator.rank == 0:
                 log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
@@ -260,7 +260,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
     # The module.
 
     def collect_python_gc(self) -> int:
-        """Let Python collect what nobody refers to; the number of objects."""
+        """Let Python collect unreferenced objects. Return their number."""
         return gc.collect()
 
     @staticmethod

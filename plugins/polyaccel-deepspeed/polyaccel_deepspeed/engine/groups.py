@@ -50,7 +50,7 @@ def _group(*axes: str) -> Any:
         return dist.group.WORLD
     raise PolyaccelError(
         f"no ranks stand along the axis {axes[-1]!r}",
-        hint="name its size in the config, such as tensor_parallel.autotp_size, and ask after deepspeed.initialize",
+        hint="name its size in the config, for example tensor_parallel.autotp_size, and ask after deepspeed.initialize",
         value=axes[-1],
     )
 
@@ -100,7 +100,7 @@ def _get_max_expert_size() -> int:
 
 
 def _get_max_expert_size_name() -> str:
-    """The name of their groups, such as `ep_size_2`."""
+    """The name of their groups, for example `ep_size_2`."""
     return f"ep_size_{_size('expert')}"
 
 
@@ -157,7 +157,7 @@ def _get_expert_data_parallel_world_size(group_name: str) -> int:
 
 
 def _members(axis: str) -> tuple[int, ...]:
-    assert _mesh is not None  # the name is known
+    assert _mesh is not None  # the name was found
     return _mesh.group((axis,), dist.get_rank())
 
 

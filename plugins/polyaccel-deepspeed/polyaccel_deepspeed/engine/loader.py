@@ -30,8 +30,8 @@ log = getLogger("polyaccel.deepspeed")
 
 
 class DealtSampler(PositionedSampler):
-    """torch's DistributedSampler with its own padding; `drops` says that a last micro-batch that is not full is left
-    out. See [Note: DeepSpeed's order]."""
+    """torch's DistributedSampler with its own padding; with `drops` a last micro-batch that is not full is left out.
+    See [Note: DeepSpeed's order]."""
 
     drops = False
 
@@ -150,6 +150,7 @@ class DeepSpeedDataLoader:
         return self.dataloader.state_dict() if isinstance(self.dataloader, ShardedDataLoader) else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` was made. Raises CheckpointError as `ShardedDataLoader`."""
+        """Let the next iteration continue where `state_dict` was made. Raises CheckpointError as
+        `ShardedDataLoader`."""
         if isinstance(self.dataloader, ShardedDataLoader):
             self.dataloader.load_state_dict(state_dict)

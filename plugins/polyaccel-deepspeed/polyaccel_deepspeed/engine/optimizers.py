@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers: torch optimizers in every respect, whose numbers polyaccel keeps in slices of its own.
+"""DeepSpeed's optimizers: torch optimizers in every respect, whose numbers polyaccel keeps in its own slices.
 
 Given to `deepspeed.initialize`, one becomes the optimizer of that name in the config, with its groups; it then shows
 the engine's groups, so that a schedule which holds it moves the engine's learning rates. Alone it does not step.
@@ -30,7 +30,7 @@ class NamedOptimizer(torch.optim.Optimizer):
             self.param_groups[index].update(group)
             engines.param_groups[index] = self.param_groups[index]
         self.param_groups = engines.param_groups
-        self._opt_called = True  # by which schedules of torch know that an update comes before their first step
+        self._opt_called = True  # by which schedules of torch see that an update comes before their first step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Raises PolyaccelError: the engine's optimizer has the numbers."""

@@ -1,6 +1,6 @@
 """What DeepSpeed writes on parameters (`ds_id`, `ds_shape`, `ds_status`, ...), for those of an engine of stage 3.
 
-polyaccel's parameters keep their shape and size at every stage, so these say what the parameter says itself.
+polyaccel's parameters keep their shape and size at every stage, so these are the parameter's own.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def describe_parameter(parameter: nn.Parameter, world_size: int) -> None:
 
 
 def _no_parameters() -> tuple[()]:
-    """No (name, parameter) that a module uses although another one has it: the engine finds such uses itself."""
+    """No (name, parameter) that a module uses although another one has it: the engine finds these uses itself."""
     return ()
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine says of its config beside `Getters`: keys as they were resolved, and fixed answers for what
+"""The config of DeepSpeed's engine in addition to `Getters`: keys as they were resolved, and fixed answers for what
 does not exist here."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _asked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Accepted. Models are cut for training, where the config or `tp_model_init` says so."""
+    """Accepted. Models are cut for training, where the config or `tp_model_init` sets it."""
 
 
 def tp_model_init(
@@ -24,26 +24,26 @@ def tp_model_init(
 ) -> nn.Module:
     """`model`, whose layers `initialize` will cut over `tp_size` ranks. The config of the engine chooses its types.
 
-    Raises ConfigError where `config`, or another call, says another number of ranks.
+    Raises ConfigError where `config`, or another call, has another number of ranks.
     """
     stated = dict((config or {}).get("tensor_parallel", {})).get("autotp_size", 0)
     for other in (stated, _asked.get(model, 0)):
         if other not in (0, tp_size):
-            raise ConfigError([Problem(_KEY, other, f"contradicts tp_model_init, which says {tp_size}", _HINT)])
+            raise ConfigError([Problem(_KEY, other, f"contradicts tp_model_init, which has {tp_size}", _HINT)])
     _asked[model] = tp_size
     return model
 
 
 def with_tensor_ranks(tree: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The config with what `tp_model_init` has said of `model`. Raises ConfigError where the two differ."""
+    """The config with what `tp_model_init` has set for `model`. Raises ConfigError where the two differ."""
     asked = _asked.get(model)
     if asked is None:
         return tree
     section = dict(tree.get("tensor_parallel", {}))
     if section.get("autotp_size", 0) not in (0, asked):
-        said = f"contradicts tp_model_init, which said {asked}"
+        said = f"contradicts tp_model_init, which had {asked}"
         raise ConfigError([Problem(_KEY, section["autotp_size"], said, _HINT)])
     return {**tree, "tensor_parallel": {**section, "autotp_size": asked}}
 
 
-_HINT = "say it once, or the same"
+_HINT = "set it once, or to the same value"

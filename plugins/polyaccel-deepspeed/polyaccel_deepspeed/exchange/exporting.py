@@ -4,7 +4,7 @@
 `polyaccel ckpt export DIR OUT --format deepspeed-universal` finds this by the entry point of the package. Nothing of
 DeepSpeed has to be installed.
 
-[Note: What a universal checkpoint says]
+[Note: Contents of a universal checkpoint]
 A parameter's folder has its weight in full precision and its optimizer states, a file each; `optimizer_state.pt` has
 what all share: the groups' hyperparameters and the loss scale, for stages 1 and 2 at its top and for stage 3 below
 `optimizer_state_dict`. Stage 3 gives the first group's hyperparameters to all groups: there stand those alone in which
@@ -50,7 +50,7 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
     """
     if stacks := [tensor.name for tensor in tensors if ".deepspeed_moe.experts." in tensor.name]:
         raise CheckpointError(
-            f"{stacks[0]} has experts of DeepSpeed's MoE, which universal checkpoints cannot tell apart: every rank "
+            f"{stacks[0]} has experts of DeepSpeed's MoE, which universal checkpoints cannot distinguish: every rank "
             "there calls its first expert 0",
             hint="export the weights with --format safetensors",
             value=stacks[:8],
@@ -107,7 +107,7 @@ def _model_states(
     client_state = client_state_of(reader)
     if taken := sorted(client_state.keys() & OWN_KEYS):
         raise CheckpointError(
-            f"the client state has {', '.join(taken)}, and DeepSpeed keeps its own values under these names beside it",
+            f"the client state has {', '.join(taken)}, and DeepSpeed keeps its own values under these names there",
             hint="save the run under other names",
             value=taken,
         )
@@ -142,7 +142,7 @@ def _schedule(reader: CheckpointReader) -> Any:
 
 
 def _common(reader: CheckpointReader, steps: int) -> dict[str, Any]:
-    """What all parameters share. See [Note: What a universal checkpoint says]."""
+    """What all parameters share. See [Note: Contents of a universal checkpoint]."""
     saved = reader.scalars.get("optimizer")
     groups = [
         {key: _value(key, group[key]) for key in GROUP_KEYS if key in group}
@@ -207,7 +207,7 @@ def _save(tree: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def _pickled_by_name() -> Iterator[None]:
-    """Inside, pickle takes `_Scaler` for what its name says."""
+    """Inside, pickle takes `_Scaler` for the class of its name."""
     had, ours = sys.modules.get(_SCALERS), ModuleType(_SCALERS)
     vars(ours)[_Scaler.__name__] = _Scaler
     sys.modules[_SCALERS] = ours

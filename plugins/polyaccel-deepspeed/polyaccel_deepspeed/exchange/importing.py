@@ -43,14 +43,14 @@ OWN_KEYS = frozenset(
         "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts", "ds_autoep_layers",
     }
 )  # fmt: skip
-"""What DeepSpeed writes beside the client state."""
+"""What DeepSpeed writes next to the client state."""
 
 
 def read(source: Path) -> Incoming:
     """The checkpoint at `source`: the folder that DeepSpeed's `save_checkpoint` was given, or that of one tag.
 
-    Parameters are the master weights where there are some. Raises CheckpointError, naming the file, for what is no such
-    checkpoint, was saved under tensor or pipeline parallelism, or names a class that no checkpoint needs.
+    Parameters are the master weights where there are some. Raises CheckpointError, naming the file, for what is not
+    one, was saved under tensor or pipeline parallelism, or names a class that no checkpoint needs.
     """
     folder = _folder(source)
     origin = f"the optimizer in {folder}"
@@ -59,7 +59,7 @@ def read(source: Path) -> Incoming:
     if not models or len(list(folder.glob("*mp_rank_01*"))) or _stages(model) > 1:
         what = "tensor or pipeline parallel ranks saved it" if models else "it has no mp_rank_00_model_states.pt"
         raise CheckpointError(
-            f"{folder} is no checkpoint of ZeRO that can be read: {what}",
+            f"{folder} is not a checkpoint of ZeRO that can be read: {what}",
             hint="give the folder that DeepSpeed's save_checkpoint was given, of a run with one model-parallel rank",
             value=str(folder),
         )
@@ -76,7 +76,7 @@ def read(source: Path) -> Incoming:
         ]
         states = [_mapping(each, "optimizer_state_dict", folder) for each in optims]
         if not states:
-            lost = LeftOut(f"{folder}/zero_pp_rank_*_optim_states.pt", "there is no such file", is_needed=True)
+            lost = LeftOut(f"{folder}/zero_pp_rank_*_optim_states.pt", "the file is missing", is_needed=True)
             return _with_progress(Incoming([*_untrained(model, models, set())], left_out=[lost]), model, None)
         flat = "fp32_flat_groups" in states[0]
         found = stage_3(states, model, origin) if flat else stages_1_and_2(states, model, origin)
@@ -166,7 +166,7 @@ def _untrained(model: Mapping[str, Any], files: Sequence[Path], trained: set[str
 
 
 def _other_experts(folder: Path, known: set[str]) -> Iterator[ImportTensor]:
-    """Experts' parameters that no optimizer has, from files of their own."""
+    """Experts' parameters that no optimizer has, from their own files."""
     stacks = Stacks()
     for file in sorted(file for file in folder.iterdir() if re.fullmatch(FILE, file.name)):
         for fqn, tensor in load_file(file).items():
@@ -177,12 +177,12 @@ def _other_experts(folder: Path, known: set[str]) -> Iterator[ImportTensor]:
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any]:
-    told = dict(vars(scaler)) if isinstance(scaler, StandIn) else {}
-    if not told.get("dynamic"):
+    fields = dict(vars(scaler)) if isinstance(scaler, StandIn) else {}
+    if not fields.get("dynamic"):
         return {}
-    good = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
-    tolerance = max(1, int(told.get("cur_hysteresis", 1)))
-    return {"loss_scale": float(told["cur_scale"]), "good_steps": max(0, good), "tolerance": tolerance}
+    good = int(fields.get("cur_iter", 0)) - int(fields.get("last_overflow_iter", -1)) - 1
+    tolerance = max(1, int(fields.get("cur_hysteresis", 1)))
+    return {"loss_scale": float(fields["cur_scale"]), "good_steps": max(0, good), "tolerance": tolerance}
 
 
 def _folder(source: Path) -> Path:
@@ -193,9 +193,9 @@ def _folder(source: Path) -> Path:
             tag = (source / name).read_text(encoding="utf-8", errors="replace").strip()
             if tag and Path(tag).name == tag and (source / tag).is_dir():
                 return source / tag
-            raise CheckpointError(f"{source / name} names {tag!r:.100}, which is no folder there", value=tag)
+            raise CheckpointError(f"{source / name} names {tag!r:.100}, which is not a folder there", value=tag)
     raise CheckpointError(
-        f"{source} is no checkpoint of DeepSpeed: it has neither mp_rank_00_model_states.pt nor latest",
+        f"{source} is not a checkpoint of DeepSpeed: it has neither mp_rank_00_model_states.pt nor latest",
         hint="give the folder that DeepSpeed's save_checkpoint was given, or that of a tag",
         value=str(source),
     )

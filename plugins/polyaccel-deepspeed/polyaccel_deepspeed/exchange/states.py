@@ -1,7 +1,7 @@
 """The optimizer states in DeepSpeed's checkpoints: cut over ranks by stage, or whole in a universal one.
 
 [Note: DeepSpeed's flat groups]
-At stages 1 and 2 an optimizer group is one flat vector, of which each rank saved a part: `param_slice_mappings` says
+At stages 1 and 2 an optimizer group is one flat vector, of which each rank saved a part: `param_slice_mappings` has
 which elements of it belong to which parameter, so a parameter is what ranks have of it, in the order of ranks. At stage
 3 every parameter is cut in as many equal parts as there are ranks, the last filled up: a rank saved its parts of all
 parameters one after the other, in the order of `param_shapes`, in groups of which only the sequence counts.
@@ -162,7 +162,7 @@ def universal(folder: Path, model: Mapping[str, Any]) -> tuple[PeerOptimizer, An
 
 
 def add_groups(peer: PeerOptimizer, groups: Any, model: Mapping[str, Any]) -> None:
-    """The groups with their parameters' names, where the files say them: of stage 3 they have the parts of groups."""
+    """The groups with their parameters' names, where the files have them: of stage 3 they have the parts of groups."""
     shapes = model.get("param_shapes") or ()
     has_names = len(shapes) == len(groups or ())
     for index, group in enumerate(groups or ()):

@@ -73,8 +73,8 @@ class MOELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """`num_experts` copies of `expert` behind a gate; with `use_residual` beside `expert` itself, both weighted by what
-    a linear layer makes of the token (PR-MoE: Rajbhandari et al. 2022, "DeepSpeed-MoE").
+    """`num_experts` copies of `expert` behind a gate; with `use_residual` in addition to `expert` itself, both weighted
+    by what a linear layer makes of the token (PR-MoE: Rajbhandari et al. 2022, "DeepSpeed-MoE").
 
     `use_tutel` and `enable_expert_tensor_parallelism` have no effect: grouping is our own, and experts are cut like
     other layers where the config has tensor ranks. Raises PolyaccelError for sizes that do not go together and for an
@@ -137,8 +137,8 @@ class MoE(nn.Module):
         """What the experts make of `hidden_states` (..., features), the gate's loss, and the tokens an expert."""
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
-            beside = self.mlp(hidden_states)
-            beside = beside[0] if isinstance(beside, tuple) else beside
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
             shares = torch.softmax(self.coefficient(hidden_states), dim=-1)
-            output = output * shares[..., :1] + beside * shares[..., 1:]
+            output = output * shares[..., :1] + dense * shares[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts

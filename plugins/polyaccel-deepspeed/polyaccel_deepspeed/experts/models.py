@@ -1,5 +1,5 @@
-"""DeepSpeed's questions about models with layers of experts, groups of their parameters for an optimizer, and what the
-layers say of the mesh."""
+"""DeepSpeed's questions about models with layers of experts, groups of their parameters for an optimizer, and the mesh
+sizes of the layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_expert_ranks(tree: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """The config with the ranks that share experts, by the `ep_size` of the model's layers.
 
     Where layers differ, the largest counts that no layer has fewer experts than: what a layer computes does not depend
-    on it. Raises ConfigError where the config says another number.
+    on it. Raises ConfigError where the config has another number.
     """
     layers = [(module.ep_size, module.num_experts) for module in model.modules() if isinstance(module, MoE)]
     if isinstance(model, PipelineModule) and comm.is_initialized():  # the layers of this stage
@@ -40,7 +40,7 @@ def with_expert_ranks(tree: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     section = dict(tree.get("expert_parallel", {}))
     if section.get("enabled") and section.get("autoep_size", 1) not in (1, size):
         said = f"contradicts the layers of experts, whose ep_size is {size}"
-        raise ConfigError([Problem(_KEY, section["autoep_size"], said, "say it once, or the same")])
+        raise ConfigError([Problem(_KEY, section["autoep_size"], said, "set it once, or to the same value")])
     return {**tree, "expert_parallel": {**section, "enabled": True, "autoep_size": size}}
 
 
@@ -77,7 +77,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[dict[str, Any]]:
     """`param_groups` without experts' parameters, then groups of these with the same settings, `"moe": True` and the
     ranks' name as `name`: one for each group and name, cut into several that have no more than `max_group_size`
-    elements. The dicts that are given lose those parameters. polyaccel needs no such groups."""
+    elements. The dicts that are given lose those parameters. polyaccel does not need these groups."""
     if isinstance(param_groups, dict):
         found: list[dict[str, Any]] = [param_groups]
     elif isinstance(param_groups, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What DeepSpeed has and polyaccel has not: names that can be imported, and say so when they are used.
+"""What DeepSpeed has and polyaccel has not: names that can be imported, and raise when they are used.
 
 A script may import `DualPipeVModule` only to ask `isinstance(model, DualPipeVModule)`, whose answer is False here. So
 an absent class is a class that has no instances, and an absent function is one that always raises.
@@ -17,13 +17,13 @@ class NotAvailable(PolyaccelError, NotImplementedError):
 
 
 def refusal(name: str, why: str, *, never: bool) -> NotAvailable:
-    """The error of using the absent `name`; `why` is a clause that says what there is or is not."""
+    """The error of using the absent `name`; `why` is a clause on what there is or is not."""
     when = "does not exist in polyaccel" if never else "does not exist in polyaccel yet"
     return NotAvailable(f"{name} {when}: {why}", hint="see docs/compatibility.md for what there is", value=name)
 
 
 def absent_class(name: str, why: str, *, never: bool) -> type:
-    """A class called as the last part of `name`, of which nobody can make an instance or a subclass."""
+    """A class called as the last part of `name`, which can be neither instantiated nor subclassed."""
 
     def make(cls: type, *args: Any, **named: Any) -> Any:
         raise refusal(name, why, never=never)

@@ -13,11 +13,11 @@ class Status(Enum):
     YES = "yes"
     """It does what it does in DeepSpeed."""
     ACCEPTED = "accepted"
-    """It can be used, and has no effect; `why` says why."""
+    """It can be used, and has no effect; `why` has the reason."""
     LATER = "not yet"
-    """Using it raises; `why` says what is missing."""
+    """Using it raises; `why` has what is missing."""
     NEVER = "never"
-    """Using it raises; `why` says what there is instead."""
+    """Using it raises; `why` has what there is instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One module of DeepSpeed's; `doc` says what it is for."""
+    """One module of DeepSpeed's; `doc` is its docstring."""
 
     doc: str
     names: Mapping[str, Name] = field(default_factory=dict)

@@ -167,7 +167,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.NEVER,
-        "polyaccel's checkpoints have no such files; get_fp32_state_dict_from_zero_checkpoint reads them",
+        "polyaccel's checkpoints do not have these files; get_fp32_state_dict_from_zero_checkpoint reads them",
         {
             "deepspeed.checkpoint.utils": "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank "
             "get_zero_ckpt_name_for_rank",

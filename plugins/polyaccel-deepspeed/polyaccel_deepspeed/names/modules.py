@@ -20,7 +20,7 @@ ROOT = "deepspeed"
 
 
 class _Made(ModuleType):
-    """A module of the table. A name stays what the table says when a module of the same name below is imported, as
+    """A module of the table. A name stays that of the table when a module of the same name below is imported, as
     `deepspeed.utils.z3_leaf_module` is both."""
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -116,7 +116,7 @@ EXPERT_GROUPS = (
     "_get_max_expert_size",
     "_get_max_expert_size_name",
 )
-GROUPS_BY_HAND = never("deprecated in DeepSpeed itself; MoE(ep_size=N) says how many ranks share experts", "initialize")
+GROUPS_BY_HAND = never("deprecated in DeepSpeed itself; MoE(ep_size=N) sets how many ranks share experts", "initialize")
 COLLECTIVES = yes(
     COMM,
     "P2POp",

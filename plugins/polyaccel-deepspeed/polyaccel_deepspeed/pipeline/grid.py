@@ -147,7 +147,7 @@ class PipelineParallelGrid:
 
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    """How many stages `mpu` says there are, by whichever of its names."""
+    """Return how many stages `mpu` has, by whichever of its names."""
     names = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
     return next((int(getattr(mpu, name)()) for name in names if hasattr(mpu, name)), 1)
 

@@ -93,7 +93,7 @@ class PipelineModule(core.PipelineModule):
         """The stage that has a layer."""
         if not 0 <= layer_idx < self._num_layers:
             raise PolyaccelError(
-                f"there is no layer {layer_idx}", hint=f"use 0 to {self._num_layers - 1}", value=layer_idx
+                f"layer {layer_idx} does not exist", hint=f"use 0 to {self._num_layers - 1}", value=layer_idx
             )
         return self.stage_of(layer_idx)
 

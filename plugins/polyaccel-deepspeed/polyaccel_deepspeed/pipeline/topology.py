@@ -34,7 +34,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The rank's coordinates as text, such as `model_00`."""
+        """The rank's coordinates as text, for example `model_00`."""
         coordinates = self._mesh.coordinates(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{coordinates[axis]:02d}" for axis in self.axes if axis not in omit_axes
@@ -66,14 +66,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages of a pipeline, each with ranks that have data of their own."""
+    """Stages of a pipeline, each with ranks that have their own data."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, ranks with data of their own, and ranks that share layers."""
+    """Stages, ranks with their own data, and ranks that share layers."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -34,14 +34,14 @@ def communicator_of(group: Any) -> Communicator:
     for ranks in dict.fromkeys(tuple(each) for each in world.all_gather_object(list(own))):
         made = world if len(ranks) == world.world_size else world.split(ranks)
         found = made if ranks == own else found
-    assert found is not None  # the own ranks are among those that were told
+    assert found is not None  # the own ranks are among the given ones
     return found
 
 
 class DistributedAttention(nn.Module):
     """DeepSpeed Ulysses around `local_attention`, over the ranks of `sequence_process_group` (torch's or polyaccel's).
 
-    Its arguments of streams and of the number of key heads have no effect: the tensors say the one, and there is no
+    Its arguments of streams and of the number of key heads have no effect: the tensors have the one, and there is no
     other. Called with queries, keys, values and the dim of rows, which follows from the two others.
     """
 
@@ -70,7 +70,7 @@ class DistributedAttention(nn.Module):
         if rotary_pos_emb is not None:
             raise PolyaccelError(
                 "DistributedAttention was given rotary_pos_emb, which is not applied between the exchanges",
-                hint="rotate queries and keys before: each rank knows the positions of its tokens",
+                hint="rotate queries and keys before: each rank has the positions of its tokens",
             )
         out: Tensor = self._attention(query, key, value, *args, **kwargs)
         return out
@@ -188,7 +188,7 @@ class UlyssesSPAttentionHF(nn.Module):
 
 
 class UlyssesSPDataLoaderAdapter:
-    """The batches of a loader, whose ranks have batches of their own, dealt to all ranks of `sp_group`: of each rank's
+    """The batches of a loader, whose ranks have their own batches, dealt to all ranks of `sp_group`: of each rank's
     batch in turn every rank gets its tokens. `labels` become `shift_labels`, shifted before the cut."""
 
     def __init__(self, dl: Iterable[Any], sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -203,8 +203,8 @@ class UlyssesSPDataLoaderAdapter:
         communicator = self._communicator
         for batch in self.dl:
             own = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-            told = communicator.all_gather_object({name: list(one.shape) for name, one in own.items()})
-            for owner, shapes in enumerate(told):
+            gathered = communicator.all_gather_object({name: list(one.shape) for name, one in own.items()})
+            for owner, shapes in enumerate(gathered):
                 yield self._part(self._broadcast(own, shapes, owner))
 
     def _broadcast(self, own: Mapping[str, Tensor], shapes: Mapping[str, list[int]], owner: int) -> dict[str, Tensor]:
@@ -224,8 +224,8 @@ class UlyssesSPDataLoaderAdapter:
         if mask is not None and not bool(mask.all()):
             raise PolyaccelError(
                 "a batch has an attention_mask with padding, which DeepSpeed's recipe cannot express",
-                hint="pack documents and say so by position_ids, or set the key sequence_parallel_size and leave the "
-                "recipe out: polyaccel then cuts padded batches too",
+                hint="pack documents and mark them by position_ids, or set the key sequence_parallel_size and leave "
+                "the recipe out: polyaccel then cuts padded batches too",
             )
         rows, length = whole["input_ids"].shape
         if "position_ids" not in whole:
@@ -239,12 +239,12 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def marks_of_parts(communicator: Communicator, positions: Tensor | None, lengths: list[int]) -> DocumentMask:
-    """Documents of the whole sequence, of which each rank knows the positions of its own tokens. Collective."""
+    """Documents of the whole sequence, of which each rank has the positions of its own tokens. Collective."""
     if positions is None:
         return DocumentMask(sum(lengths))
     return DocumentMask.of_positions(gather_tokens(communicator, positions, lengths))
 
 
 def ulysses_settings(core: str) -> SequenceSettings:
-    """sdpa is computed block by block, without masks; the other names mean what they say."""
+    """sdpa is computed block by block, without masks; the other names have their usual meaning."""
     return SequenceSettings("ulysses", "blockwise" if core in ("sdpa", "") else core)

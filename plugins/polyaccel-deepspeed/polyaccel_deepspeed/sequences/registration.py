@@ -1,5 +1,5 @@
 """Attention of transformers' models whose batches the script has cut: each rank sees its own tokens alone, so lengths
-and positions are told to the other ranks, once a forward pass."""
+and positions are sent to the other ranks, once a forward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORIGINAL = "polyaccel_original_"
 
 @dataclass
 class _Asked:
-    """The arguments with which a model asked for a mask, and the mask over ranks, once a layer has said its lengths."""
+    """The arguments with which a model asked for a mask, and the mask over ranks, once a layer has sent its lengths."""
 
     arguments: dict[str, Any]
     mask: SequenceMask | None = None
@@ -79,7 +79,7 @@ class Registration:
             found: tuple[Tensor, Any] = attention(module, query, key, value, mask, scaling=scaling, **named)
             return found
         if asked.mask is None:
-            # What the model says of its mask depends on this rank's positions, so the layer is asked.
+            # The model's own mask depends on this rank's positions, so the layer is asked.
             is_causal = getattr(module, "is_causal", True)
             rule = AttentionRule(is_causal, named.get("sliding_window") if is_causal else None)
             asked.mask = self._mask(asked.arguments, rule, query, named.get("position_ids"))

@@ -1,5 +1,5 @@
 """Computation in tiles by DeepSpeed's names (ALST). `shards` there are tiles here; `compute_params` are the parameters
-that a function uses beside those of the module that it is given."""
+that a function uses in addition to those of the module that it is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A training script of Accelerate's, for `accelerate launch` with a DeepSpeed plugin: nothing in it knows polyaccel.
+"""A training script of Accelerate's, for `accelerate launch` with a DeepSpeed plugin: nothing in it refers to
+polyaccel.
 
 `--stage`, `--accumulation`, `--out`; rank 0 writes the losses and the final weights' sums to OUT/result.json.
 """

@@ -1,4 +1,4 @@
-"""Runs a client's script as its user does, in processes of its own, and reads what it found."""
+"""Runs a client's script as its user does, in separate processes, and reads what it found."""
 
 from __future__ import annotations
 

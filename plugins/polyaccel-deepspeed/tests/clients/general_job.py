@@ -1,7 +1,7 @@
 """One of Accelerate's packaged test scripts that are about no client in particular, as a job under DeepSpeed.
 
-`general_job.py NAME`, with ranks that meet over gloo. `test_script` and `test_sync` leave parts out under DeepSpeed,
-which are run here where they ask what an engine can answer. Changed are:
+`general_job.py NAME`, with ranks over gloo. `test_script` and `test_sync` leave parts out under DeepSpeed, which are
+run here where they ask what an engine can answer. Changed are:
 
 - `test_script`, trainings in bf16 and fp16: an engine's parameters have that type then, and the script wants those of
   a training in float32.
@@ -11,7 +11,7 @@ which are run here where they ask what an engine can answer. Changed are:
   three parts about what it overrides are left out; and its class of a DeepSpeed config, which the script compares with
   a copy that was pickled, compares by contents.
 
-Its last words are `whole: NAME`, and in between it says what of `test_sync` was done.
+Its last words are `whole: NAME`, and in between it prints what of `test_sync` was done.
 """
 
 from __future__ import annotations

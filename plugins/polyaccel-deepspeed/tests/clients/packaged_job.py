@@ -2,7 +2,7 @@
 
 `packaged_job.py NAME FOLDER [arguments of the script]`: FOLDER has a tiny model and its tokenizer (`save_model`), and
 the configs zero2.json and zero3.json for the script that names such files of Accelerate's repository. The data set
-GLUE/MRPC is a drawn one, its metric is computed here, and ranks meet over gloo.
+GLUE/MRPC is a drawn one, its metric is computed here, and ranks use gloo.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Metric:
 
 
 def meet_over_gloo() -> None:
-    """Under DeepSpeed Accelerate knows the backends of GPUs only."""
+    """Under DeepSpeed Accelerate supports the backends of GPUs only."""
     prepare = accelerate.PartialState._prepare_backend
     accelerate.PartialState._prepare_backend = lambda self, cpu=False, sagemaker_dp=False, backend=None: prepare(
         self, cpu, sagemaker_dp, backend or "gloo"

@@ -1,4 +1,4 @@
-"""PEFT's LoRA or AdaLoRA in a loop of Accelerate's; saved, merged, and loaded again: it knows no polyaccel.
+"""PEFT's LoRA or AdaLoRA in a loop of Accelerate's; saved, merged, and loaded again: it does not refer to polyaccel.
 
 `peft_job.py KIND STAGE OUT --base DIR`; KIND is `lora` or `adalora`, and stage -1 is the same job without DeepSpeed, on
 one process, whose micro-batch is that of two ranks. Rank 0 writes what came out to OUT/result.json.

@@ -1,4 +1,5 @@
-"""A Trainer whose model comes from `from_pretrained`, is resized, trained, asked and saved: it knows no polyaccel.
+"""A Trainer whose model comes from `from_pretrained`, is resized, trained, asked and saved: it does not refer to
+polyaccel.
 
 `--base DIR --out DIR [--config FILE] [--checkpointing reentrant] [--resume CHECKPOINT]`; rank 0 writes what came out to
 OUT/result.json. A single process has the micro-batch of two ranks; without `--config` it is a job of plain torch.
@@ -47,7 +48,7 @@ def loaded(model: Any) -> list[float]:
 
 
 def texts(model: Any) -> list[list[int]]:
-    """What the model says after two beginnings: each rank one, of its own length, or one rank both."""
+    """The model's output after two beginnings: each rank one, of its own length, or one rank both."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     own = []
     for number in range(rank, RANKS, ranks):
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--resume")
     given = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    arguments = TrainingArguments(  # made before the model, so that transformers knows the stage when it loads
+    arguments = TrainingArguments(  # made before the model, so that transformers has the stage when it loads
         output_dir=str(given.out / "run"),
         deepspeed=given.config,
         ddp_backend="gloo" if given.config else None,

@@ -116,7 +116,8 @@ def main() -> None:
     result = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "found": [evaluated["eval_loss"], evaluated["eval_exact"]],
-        # Their number is no multiple of two ranks' micro-batches, and this Trainer keeps what fills up the last ones.
+        # Their number is not a multiple of two ranks' micro-batches, and this Trainer keeps what fills up the last
+        # ones.
         "greedy": words(trainer.predict(some).predictions)[: len(some)],
         "beams": words(trainer.predict(some, num_beams=3).predictions)[: len(some)],
     }

@@ -1,7 +1,7 @@
-"""A Trainer of transformers' with a DeepSpeed config of "auto"s: nothing in it knows polyaccel.
+"""A Trainer of transformers' with a DeepSpeed config of "auto"s: nothing in it refers to polyaccel.
 
 `--config FILE --out DIR [--classify] [--plain] [--resume CHECKPOINT]`; rank 0 writes the losses to OUT/result.json. A
-GPT-2 learns sentences, or a BERT (`--classify`) to tell two kinds of them apart. `--plain` is the same job without
+GPT-2 learns sentences, or a BERT (`--classify`) to distinguish two kinds of them. `--plain` is the same job without
 DeepSpeed, on one process, whose micro-batch is that of two ranks.
 """
 

@@ -1,4 +1,5 @@
-"""TRL's DPO, or GRPO with generation, on a model from a folder, with PEFT's LoRA or without: it knows no polyaccel.
+"""TRL's DPO, or GRPO with generation, on a model from a folder, with PEFT's LoRA or without: it does not refer to
+polyaccel.
 
 `trl_policy_job.py METHOD STAGE OUT --base DIR [--lora] [--sharded]`; stage -1 is the same job without DeepSpeed, on one
 process, whose micro-batch is that of two ranks. Rank 0 writes what was logged to OUT/result.json.
@@ -23,7 +24,7 @@ KEYS = ("loss", "grad_norm", "reward", "kl", "rewards/margins", "rewards/accurac
 
 
 def save_model(folder: Path) -> None:
-    """What every job starts from, its tokenizer beside it."""
+    """What every job starts from, its tokenizer next to it."""
     set_seed(3)
     shape = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                         num_key_value_heads=2, vocab_size=len(WORDS) + 2, max_position_embeddings=64,
