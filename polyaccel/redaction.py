@@ -1,6 +1,6 @@
 """What may be printed of variables, settings and command lines: the values of secrets are hidden.
 
-The name says what is a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, --db-password, `api_key`. All that
+The name shows what is a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, --db-password, `api_key`. All that
 prints variables or command lines (plans, reports, logs, errors) prints what these functions return.
 """
 
@@ -21,7 +21,7 @@ _ASSIGNED = re.compile(r"""(?<![\w-])(-{0,2}[A-Za-z_][\w.-]*)(=)("[^"]*"|'[^']*'
 _OPTION = re.compile(r"""(?<!\S)(--?[A-Za-z][\w.-]*)([ \t]+)("[^"]*"|'[^']*'|[^\s"'-]\S*)""")
 _IN_ADDRESS = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+@")
 _LEAST_LENGTH = 6
-"""A shorter value may be a switch such as 1 or true, which stands in many texts."""
+"""A shorter value may be a switch like 1 or true, which stands in many texts."""
 
 
 def is_secret(name: str) -> bool:
