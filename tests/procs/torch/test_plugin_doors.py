@@ -172,7 +172,7 @@ for section in {wrong!r}:
         "checkpoint.storage = 'volt': no storage plugin is called 'volt'; installed: file (polyaccel",
         "checkpoint.storage.vault.shelv = 1: is not an option",
         "monitors.lossses = 'lossses': no monitor plugin is called 'lossses'; installed: comet (polyaccel",
-        "monitors.jsonl.indent = 2: is not an option",
+        "monitors.jsonl.indent = 2: has no such option",
         "zero_optimization.offload_optimizer.device = 'atic': no tier plugin is called 'atic'; installed: attic (curio",
     ):
         assert told in said

@@ -127,7 +127,7 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     monitor.close()
     with pytest.raises(InvariantError, match="before it was opened"):
         monitor.write(METRICS)
-    with pytest.raises(ConfigError, match=r"jsonl\.interval = 5: is not an option"):
+    with pytest.raises(ConfigError, match=r"jsonl\.interval = 5: has no such option"):
         monitor.open(tmp_path, {"interval": 5})
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be written"):
