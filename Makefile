@@ -137,14 +137,14 @@ mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a co
 
 environment: $(STAMP)
 
-check: $(STAMP) ## answer in a minute: style, types, the imports between rooms, and the quick part of tests/unit
+check: $(STAMP) ## answer in a minute: style, types, the imports between packages, and the quick part of tests/unit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
-lint: $(STAMP) ## check style, types and the imports between rooms
+lint: $(STAMP) ## check style, types and the imports between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
