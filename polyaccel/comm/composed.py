@@ -1,6 +1,6 @@
 """Dispatch of collectives: assigns sequence numbers and emulates the operations that a backend lacks.
 
-[Note: What the base makes]
+[Note: Composed operations]
 A backend states what it does natively, so an operation that is added later breaks none. Uneven parts of an all-gather
 and of a reduce-scatter are padded to the longest and go as equal parts, which leaves the order of additions as it is.
 An all-to-all, a gather and a scatter are made of messages, all of them under way at once; so is a batch. These
@@ -34,7 +34,7 @@ class ComposedCollectives(ABC):
     backend: str
     accelerator: Accelerator
     native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS
-    """The operations that `start` takes. See [Note: What the base makes]."""
+    """The operations that `start` takes. See [Note: Composed operations]."""
     native_uneven_ops: ClassVar[frozenset[Operation]] = frozenset()
     """Those of them that `start` also takes with `counts`."""
     supports_strided: bool = False

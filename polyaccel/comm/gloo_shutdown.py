@@ -1,6 +1,6 @@
 """The end of a process with process groups of torch.
 
-[Note: Gloo's threads]
+[Note: Gloo thread shutdown]
 A thread of gloo tells that a collective is done, and only then lets go of its tensors. Where those are Python's objects
 and nobody else's any more, it needs the interpreter's lock for that; Python ends a thread that asks for it while the
 interpreter ends, and C++ aborts the process for it: "terminate called without an active exception", one time in many on

@@ -1,6 +1,6 @@
 """Objects between ranks: plain values as bytes, and nothing that a receiver would have to run.
 
-[Note: No pickle of a peer]
+[Note: Pickle-free messages]
 Whoever can reach a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend reads one:
 values travel as `polyaccel.core.tagged_json` writes them, and whatever arrives becomes a plain value or a CommError.
 Users' own object collectives carry other values only where ranks share a secret (`comm.api.objects`).
@@ -23,7 +23,7 @@ _FRAME_NBYTES = 2048  # most objects fit into one frame, which needs one collect
 
 
 class ObjectCollectives(ComposedCollectives):
-    """The part of a `Communicator` that carries values other than buffers. See [Note: No pickle of a peer]."""
+    """The part of a `Communicator` that carries values other than buffers. See [Note: Pickle-free messages]."""
 
     ranks: tuple[int, ...]
 

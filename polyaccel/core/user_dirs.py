@@ -1,6 +1,6 @@
 """Per-user directories and files that are safe in world-writable locations such as /tmp.
 
-[Note: Planted links]
+[Note: Planted symbolic links]
 In a folder that others share, such as the one for temporary files, they can make any name first: a link where our file
 would be, which a write follows, or a folder of theirs, in which they exchange our files. So a folder counts only if it
 is no link, is this user's and nobody else may write to it; and a file is made under a name that does not exist yet,

@@ -1,12 +1,12 @@
 """Save and resume a run, for every frontend: names of its parts, comparison, reads of slices, counters.
 
-[Note: A refused load]
+[Note: All-or-nothing load]
 A load changes nothing on any rank before every rank has found all that it is going to take over: names and shapes fit,
 plain values are what their owners take, and every piece of a file that will be read has its checksum. Only then does it
 bring the pieces into the buffers of the engine: from the memory that they were verified in where they all fit, else by
-a second reading, verified too ([Note: Passes] in `checkpoint.load.cooperative.reading`). What fails there (a file that
-changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved until a
-load has succeeded.
+a second reading, verified too ([Note: Two-pass load] in `checkpoint.load.cooperative.reading`). What fails there (a
+file that changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved
+until a load has succeeded.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class TrainingRun:
     def load_together(self, saved: CheckpointReader, check: Callable[[], LoadPlan]) -> None:
         """Take over the checkpoint `saved` on all ranks or on none; gradients are forgotten. Collective.
 
-        `check` changes nothing, and raises for whatever would make the takeover fail. See [Note: A refused load].
+        `check` changes nothing, and raises for whatever would make the takeover fail. See [Note: All-or-nothing load].
         Raises CheckpointError on every rank, whichever rank refused.
         """
         tag, found = saved.tag, list[LoadPlan]()

@@ -34,8 +34,8 @@ def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
     device of the arguments.
 
     Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. The backward pass runs the
-    function again (see [Note: Recomputation] in `torch_operation_of_jax`). `torch.compile` leaves it as it is and
-    compiles the model around it. Transforms of `torch.func` are refused.
+    function again (see [Note: Recomputed JAX backward] in `torch_operation_of_jax`). `torch.compile` leaves it as it is
+    and compiles the model around it. Transforms of `torch.func` are refused.
 
     Raises ShardingError for leaves that are no arrays or whose names clash; a call does for a function that closed over
     parameters in place of using its first argument.

@@ -1,11 +1,11 @@
 """A module of torch as a function of JAX.
 
-[Note: Modules with a will of their own]
+[Note: Impure modules]
 JAX needs a function whose result depends on its arguments alone. So before a form of arguments is compiled, the module
 runs once on zeros: its results' shapes are learnt, and a module that draws random numbers or changes a buffer (batch
 norm in training) is refused. Whether it trains or evaluates is a constant of the program like the shapes.
 
-[Note: One at a time]
+[Note: Serialized module calls]
 A module computes with the parameters that are in it, so JAX's are put there for the time of a call, its backward
 included, which may run parts of the module again (`torch.utils.checkpoint`). JAX calls from many threads, within one
 program too, so every call holds the module and its children for itself.
@@ -83,7 +83,7 @@ class TorchFunction:
 
     def __call__(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
         """The module's result. Raises PolyaccelError for parameters of other names, and for a module that JAX cannot
-        have: see [Note: Modules with a will of their own]."""
+        have: see [Note: Impure modules]."""
         if set(params) != set(self._names):
             odd = sorted(set(params) ^ set(self._names))
             raise PolyaccelError(
@@ -167,7 +167,7 @@ _turns_lock = Lock()
 
 @contextmanager
 def _held(module: nn.Module) -> Iterator[None]:
-    """Keep other threads from calling `module` or a part of it. See [Note: One at a time]."""
+    """Keep other threads from calling `module` or a part of it. See [Note: Serialized module calls]."""
     with _turns_lock:
         turns = [_turns.setdefault(part, RLock()) for part in sorted(module.modules(), key=id)]  # one order for all
     with ExitStack() as held:

@@ -1,6 +1,6 @@
 """The engine that JAX users hold, whatever its parameters rest on: steps, checkpoints, figures.
 
-[Note: Cotangents]
+[Note: Loss cotangent]
 A micro-batch's loss is differentiated as it is, with a cotangent of 1, as by plain `jax.grad`: a backward pass of the
 user's own (`jax.custom_vjp`) may clip or normalize its cotangent, and must get the one that it was written for.
 Gradients accumulate as a sum, and the update divides it by the number of micro-batches: one rounding, in the update's
@@ -245,7 +245,7 @@ class JaxEngine(Engine):
 
     @property
     def _loss_factor(self) -> float:
-        """The cotangent of a micro-batch's loss. See [Note: Cotangents]."""
+        """The cotangent of a micro-batch's loss. See [Note: Loss cotangent]."""
         scaler = self.loss_scaler
         return scaler.loss_scale / self.gradient_accumulation_steps() if scaler.is_active else 1.0
 

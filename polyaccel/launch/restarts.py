@@ -1,6 +1,6 @@
 """A job that is started again when it fails: its ranks anew, its keeper the same.
 
-[Note: What a restart has]
+[Note: State kept over restarts]
 Each start is a job of its own, with another id and another port, after nothing of the one before is left. What they
 have in common is the secret and the keeper of each host, in which ranks find what those before them have handed over.
 The ranks may be fewer: a rank that a signal killed may have taken something with it that is not there for the next one,

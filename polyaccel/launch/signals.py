@@ -1,6 +1,6 @@
 """The signals that a launcher passes on to its ranks, and how it collects them.
 
-[Note: Which signals are passed on]
+[Note: Forwarded signals]
 `ENDING` ask a job to end; they go to the process groups of all ranks. `NOTICES` are all others that schedulers send
 and whose default would end the launcher alone: SIGUSR1 and SIGUSR2 (Slurm's --signal, submitit), SIGXCPU (Grid
 Engine), timers, real-time signals. They go to the ranks' own processes, and a rank's handler says what they mean; a
@@ -34,7 +34,7 @@ def _notices() -> tuple[int, ...]:
 
 NOTICES = _notices()
 PASSED_ON = (*map(int, ENDING), *NOTICES)
-"""See [Note: Which signals are passed on]."""
+"""See [Note: Forwarded signals]."""
 
 
 class SignalInbox:

@@ -1,6 +1,6 @@
 """A rank's folder on a disk that jobs share: deleted when the rank is done, and by a later job where the rank died.
 
-[Note: Owners]
+[Note: Offload folder locks]
 Folder `polyaccel-<run id>/rank<r>` belongs to the process that holds the lock of the file `rank<r>.lock` beside it. The
 system gives a lock back when its process dies, however it dies, so a lock that can be taken marks a folder whose owner
 is dead; a process id would not, for ids are used again and mean nothing on another host. A lock file may be removed

@@ -4,7 +4,7 @@ The *device* tier keeps everything in the accelerator's own memory, *host* in th
 `Tier.compute` is the accelerator whose kernels reach the lent buffers. They do the update, so states are never moved to
 the device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
 
-[Note: Buffers that rest elsewhere]
+[Note: Non-resident buffers]
 `allocate` returns a `Buffer` under every tier, which can be cut, filled, copied from and to, and saved as bytes at any
 time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and
 `raw` and `data_ptr` raise InvariantError: kernels get the buffers that `stream_groups` yields instead.
@@ -75,7 +75,7 @@ class Tier(ABC):
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
     is_resident: ClassVar[bool] = True
-    """Whether buffers are always where kernels of `compute` reach them. See [Note: Buffers that rest elsewhere]."""
+    """Whether buffers are always where kernels of `compute` reach them. See [Note: Non-resident buffers]."""
 
     @classmethod
     def probe(cls) -> Probe:

@@ -4,7 +4,7 @@ An `Op` is the name of an operation with a typed signature. A `KernelTable` maps
 device; the step looks kernels up in the accelerator's table and never asks for the device's name.
 `polyaccel.ops.reference` says in float64 numpy what each op means, and the testkit compares every kernel with it.
 
-[Note: Slices and rounding]
+[Note: Slice-independent rounding]
 A kernel's result for an element must not depend on where the buffer starts or ends (masked tails, the same use of
 fused multiply-add everywhere), for then stages that cut parameters differently stay bitwise equal.
 
@@ -17,7 +17,7 @@ Only 16-bit weights are rounded in this way: `out`, and `master` where that has 
 rounded to the nearest number, and so are infinities, NaN and values beyond the type's largest number. A value that the
 type can hold is kept. A float64 value is rounded to float32 first.
 
-[Note: Matrix products]
+[Note: Matrix product kernels]
 Matrix products are part of the model's graph, whose memory the framework manages. Their kernels therefore take and
 return arrays of the framework (torch tensors, numpy arrays), and an accelerator may have none: the framework's own
 products are the fallback. `Accelerator.matrix_kernels` gives a table of the products that are worth replacing.
@@ -326,8 +326,8 @@ MATRIX_OPS: tuple[Op[Any], ...] = (
     *(LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD),
     *(MATMUL, MATMUL_LEFT_GRAD, MATMUL_RIGHT_GRAD),
 )
-"""The ops of `Accelerator.matrix_kernels` that replace products of the framework where they are faster. See [Note:
-Matrix products]."""
+"""The ops of `Accelerator.matrix_kernels` that replace products of the framework where they are faster. See
+[Note: Matrix product kernels]."""
 
 GROUPED_OPS: tuple[Op[Any], ...] = (GROUPED_LINEAR, GROUPED_INPUT_GRAD, GROUPED_WEIGHT_GRAD)
 """The ops that `Accelerator.matrix_kernels` may hold too, all of them or none: experts compute by them, whatever the

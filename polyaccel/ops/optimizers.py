@@ -6,7 +6,7 @@ keeps, on arrays of any library. It stands a third time in csrc/kernels/updates.
 arrays. To add an optimizer, add a row here, its formula there, and its parameters to `polyaccel.config`; staging,
 casts, rounding, cutting and tests are the same for all.
 
-[Note: One formula, the same bits]
+[Note: Bit-exact formulas]
 `arrays` rounds each operation once, in the order in which csrc and Triton compute. numpy's results, csrc's and Triton's
 are the same bits therefore; torch's and JAX's own compilers may fuse a product and a sum.
 """

@@ -2,7 +2,7 @@
 far it has come, and goes on from there after a restart, at another world size too. And batches on their way: to the
 device, into another type, and the loss that a module makes of them.
 
-[Note: Positions]
+[Note: Loader positions]
 Every epoch has one global order of samples, a function of seed and epoch only. Micro-batch k of all ranks together is
 the next `micro_batch_size * world_size` samples of it, dealt out in turn: sample i of them goes to rank
 i % world_size, as torch's DistributedSampler does. So how far an epoch has come is one integer, counted in samples of

@@ -1,6 +1,6 @@
 """The model's linear layers over the accelerator's own matrix products, where it has faster ones than torch.
 
-[Note: What stays as it is]
+[Note: Unchanged linear layers]
 A layer keeps its class, its parameters and its state dict; it has a `forward` of its own among its attributes, which
 goes with no copy or pickle of it. Whatever is not a plain float32 product on this device goes the ordinary way: other
 types, autocast, tensor subclasses, compiling and tracing, functorch's transforms, forward-mode differentiation, a
@@ -92,7 +92,7 @@ class MatmulKernels:
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
     def suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether the product may go another way. See [Note: What stays as it is]."""
+        """Whether the product may go another way. See [Note: Unchanged linear layers]."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return False
         for each in (x, weight, bias):

@@ -1,6 +1,6 @@
 """Host memory: where an allocation starts in it, how much this process has, and what malloc does with freed blocks.
 
-[Note: Staggered starts]
+[Note: Staggered allocation]
 An optimizer reads four equally long buffers side by side. The system places large allocations next to each other, so
 lengths that are powers of two put the four streams 4 KiB apart modulo 64 KiB, where the processor's prefetchers disturb
 one another: Adam over 16 M elements ran at 31 GB/s there and at 50 GB/s elsewhere (one EPYC core). So each large host
@@ -50,7 +50,7 @@ def spare_nbytes(nbytes: int) -> int:
 def aligned_shift(address: int, nbytes: int) -> int:
     """How many bytes behind `address` an allocation of `nbytes` starts: aligned, and staggered when it is large.
 
-    See [Note: Staggered starts].
+    See [Note: Staggered allocation].
     """
     if nbytes < _LARGE_NBYTES:
         return -address % ALIGNMENT_NBYTES

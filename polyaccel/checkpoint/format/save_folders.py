@@ -1,6 +1,6 @@
 """The folders that saves are written into: whose they are, and which of them nobody will finish or read.
 
-[Note: Two jobs]
+[Note: Concurrent saves]
 Several jobs may save into one directory, even under one tag. Each writes into a folder of a name that no other has,
 and into that, first of all, a note of the process that saves. The tag is what its marker names, so the last one to
 commit has it. A folder may be deleted when its owner is dead, or does not save any more, *and then* the marker names
@@ -156,7 +156,7 @@ def _clear_tag(storage: Storage, tag: str) -> None:
         if not files:
             storage.clear_unfinished(path, if_empty=True)
         elif all(_OURS.fullmatch(name) for name in files) and _living_owner(storage, path) is None:
-            commit = read_commit(storage, tag)  # after the owner: see [Note: Two jobs]
+            commit = read_commit(storage, tag)  # after the owner: see [Note: Concurrent saves]
             if commit is None or commit.save != folder:
                 discard(storage, tag, folder)
     storage.clear_unfinished(tag, if_empty=True)

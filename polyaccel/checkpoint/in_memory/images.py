@@ -1,6 +1,6 @@
 """The memory of parts: two images of each rank's, and how much all of them may take.
 
-[Note: Two generations]
+[Note: Replica generations]
 A rank has two images of its parts, and two of those of each rank whose copies it takes. While one holds the part of the
 last replica that *every* rank has finished, the next part goes into the other. Which step that last one is, the ranks
 agree on when they begin the next: each says which part it has finished, its own with its keeper and the neighbours'
@@ -68,7 +68,7 @@ class MemoryBudget:
 
 
 class DoubleBuffer:
-    """The two images of the parts of rank `of_rank`. See [Note: Two generations]."""
+    """The two images of the parts of rank `of_rank`. See [Note: Replica generations]."""
 
     def __init__(self, of_rank: int, room: MemoryBudget) -> None:
         self._of_rank, self._room = of_rank, room

@@ -1,6 +1,6 @@
 """Values that a user's own function makes of a checkpoint: `load_checkpoint(..., custom_load_fn=...)`.
 
-[Note: A user's own loading]
+[Note: User-defined loading]
 The function gets every parameter and buffer of the checkpoint, whole and under the saved names, and a copy of what is
 trained, which it changes as it likes. Only then are its values compared with the model and taken over, like those of a
 checkpoint: a function that raises, on any rank, leaves the engine as it was. Optimizer states are the checkpoint's, for
@@ -70,7 +70,7 @@ class GivenValues:
 
 class CustomLoadReader:
     """`reader`, but parameters and buffers are `given`; of optimizer states only those are there whose shape is that of
-    the parameter here, in `shapes`. See [Note: A user's own loading]."""
+    the parameter here, in `shapes`. See [Note: User-defined loading]."""
 
     def __init__(self, reader: RenamedReader, given: GivenValues, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._reader, self._given = reader, given

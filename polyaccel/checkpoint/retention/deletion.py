@@ -1,6 +1,6 @@
 """The deletion of the tags that a rule does not keep.
 
-[Note: Deletion]
+[Note: Checkpoint deletion]
 A deletion is a save backwards. The commit marker goes first, in one durable call: from then on the tag is no
 checkpoint to anybody, whatever of its files is still there. Then its save goes, then the empty folder. A deletion that
 is cut short after the marker leaves what a save that was cut short leaves, a folder that no marker names, which the
@@ -114,7 +114,8 @@ def _plan(
 
 
 def _delete(storage: Storage, commit: Commit) -> bool:
-    """Delete the checkpoint that `commit` names, in the order of [Note: Deletion]. Returns whether it was deleted."""
+    """Delete the checkpoint that `commit` names, in the order of [Note: Checkpoint deletion]. Returns whether it was
+    deleted."""
     tag = commit.tag
     if save_folders(storage, tag) != (commit.save,) or read_commit(storage, tag) != commit:
         return False

@@ -1,6 +1,6 @@
 """The storage `fsspec`: checkpoints in an object store, such as `s3://bucket/runs`.
 
-[Note: Objects instead of renames]
+[Note: Atomic object uploads]
 An object store has no rename, and needs none: an object appears whole, with the request that ends its upload, or not at
 all. A small file is one put. A larger one is uploaded in parts, which nobody sees, and the last request makes them the
 object; a write that fails takes its parts back. The commit marker is such an object, so a checkpoint exists from one

@@ -1,6 +1,6 @@
 """Adding up the ranks' pieces on this rank, in rank order, with the accelerator's own kernels.
 
-[Note: Order of a reduction]
+[Note: Reduction order]
 Element by element the result is ((p0 + p1) + p2) + ..., whatever the sizes and whoever computes it, so that an
 all-reduce, a reduce-scatter and any cutting into buckets give the same bits. 16-bit floats are added in float32 and
 rounded once. The first addition may be done as p1 + p0, which is the same in IEEE arithmetic.
@@ -20,7 +20,7 @@ _CHUNK_NUMEL = 1 << 16  # 256 KiB of float32: a wide sum stays in the cache of a
 
 
 def reduce_parts(accelerator: Accelerator, parts: Sequence[Buffer], out: Buffer, op: ReduceOp) -> None:
-    """Write op(parts[0], parts[1], ...) to `out`, in rank order (see [Note: Order of a reduction]).
+    """Write op(parts[0], parts[1], ...) to `out`, in rank order (see [Note: Reduction order]).
 
     Every part has `out`'s element type and size. `out` is memory of its own or exactly one of the first two parts.
     AVG divides by the number of parts.

@@ -1,6 +1,6 @@
 """Ranks that an MPI's launcher started: mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, and PMIx.
 
-[Note: Only where a launcher says so]
+[Note: MPI import condition]
 Importing `mpi4py.MPI` starts MPI, and without a launcher that aborts or hangs on some machines. So the ranks come from
 the launcher's variables, and only where those are set is mpi4py imported: to verify them, and to agree on where to
 meet. Slurm's own tasks have PMI variables too (`srun --mpi=pmi2`), but nobody there need have MPI: they are Slurm's,
@@ -106,7 +106,7 @@ def checked_place(request: Request) -> LaunchedRank:
 
 
 def _seen(request: Request) -> list[MpiVariables]:
-    """The launchers whose ranks are set. See [Note: Only where a launcher says so]."""
+    """The launchers whose ranks are set. See [Note: MPI import condition]."""
     env = request.environ
     in_step = slurm.look(request).applies
     return [

@@ -1,6 +1,6 @@
 """Calls under way over MPI: nobody carries them on but whoever waits, or asks whether one is done.
 
-[Note: Progress over MPI]
+[Note: MPI progress]
 MPI libraries move messages inside MPI calls only, and a helper thread that makes such calls all the time would take a
 core from the computation. So nothing progresses in the background here: every wait, and every `is_done`, takes all
 calls of this process one step further, on whichever group and in whichever order they were started. That is what lets

@@ -69,7 +69,7 @@ class RendezvousGroup:
         """32 bytes that the members have in common, new at each call. Collective.
 
         A stranger cannot know them where the ranks share a secret: POLYACCEL_JOB_SECRET, or a file of this user's on
-        one host (see [Note: A secret among one user's ranks]). Elsewhere who reads the store can.
+        one host (see [Note: Per-user job secret]). Elsewhere who reads the store can.
         """
         own = auth.job_secret_from_env(os.environ)
         said = self.exchange([own is not None, secrets.token_hex(auth.MAC_NBYTES) if self.rank == 0 else ""])

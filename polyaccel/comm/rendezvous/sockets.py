@@ -1,6 +1,6 @@
 """A TCP connection between every two members, on the job's own network and with nobody else.
 
-[Note: Who is a member]
+[Note: Member authentication]
 Anybody who can reach a port can connect to it. So a rank listens only where the others reach it: on the loopback where
 all are on one host, else on the interface that faces the place where they met. And both ends show that they know the
 members' token before anything else is read: the caller sends its rank and a seal over both ends' marks, which were

@@ -2,7 +2,7 @@
 
 One mesh axis, `AXIS`; a device's place on it is its rank, those of a process side by side.
 
-[Note: Where JAX's processes meet]
+[Note: JAX coordinator address]
 JAX has a service of its own by which its processes find each other and learn of each other's end. Its port is a free
 one that rank 0 picks and broadcasts, for MASTER_PORT is taken by the communicator. It must be started
 before JAX has looked for devices, which the first array does: `polyaccel.jax.init_distributed` does it early.
@@ -43,7 +43,7 @@ def init_distributed(**arguments: Any) -> None:
 
 
 def join_processes(communicator: Communicator) -> None:
-    """Make the processes of `communicator` one for JAX, if they are not. See [Note: Where JAX's processes meet].
+    """Make the processes of `communicator` one for JAX, if they are not. See [Note: JAX coordinator address].
 
     Collective. Raises CommError where JAX has other ranks, has looked for its devices already, or does not meet.
     """

@@ -1,6 +1,6 @@
 """What ranks and the keeper say to each other over a socket without a file: who is there, then requests and answers.
 
-[Note: Who may speak to the keeper]
+[Note: Keeper authentication]
 The socket's name is abstract, so nothing of it stays on a disk; any process of the host can connect to it, and when the
 keeper has died anybody can take the name. So both sides look at the user whom the system names as the other's, and both
 prove that they know the job's secret: each sends a random number, and seals both numbers. Nothing that a peer sends is

@@ -1,6 +1,6 @@
 """The launcher `torchelastic`: it starts the ranks of this host whenever the elastic agent beside it says so.
 
-[Note: Who does what on an elastic host]
+[Note: Roles on an elastic host]
 The agent is torch's, in a process of its own (`agent`): with those of the other hosts it agrees on which hosts there
 are, on their numbers and on where their ranks meet. Then it sends the launcher the job with exactly these hosts, and
 the launcher stays with this host's ranks as `polyaccel run --node-rank` does, until they have ended or the agent wants

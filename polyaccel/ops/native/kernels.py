@@ -1,7 +1,7 @@
 """The compiled ops on host memory: one pass over a slice for every optimizer, whatever the element types.
 
 The kernels are in csrc/kernels; this module puts their arguments together. They agree bitwise with
-`polyaccel.ops.numpy.kernels` on every instruction set and for any number of threads ([Note: One rounding an operation]
+`polyaccel.ops.numpy.kernels` on every instruction set and for any number of threads ([Note: One rounding per operation]
 in csrc/kernels/updates.h). Calls that they do not cover, above all updates in float64, go to the fallback table.
 """
 

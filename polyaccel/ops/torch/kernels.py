@@ -1,16 +1,16 @@
 """The ops on torch tensors, on any device that torch knows.
 
-[Note: Sweeps]
+[Note: Chunked optimizer sweep]
 An optimizer step is one sweep over the slice in chunks that stay in cache. Where everything has the computing type
 already, a chunk is updated in place; otherwise (16-bit gradients, a gradient scale, 16-bit states) it is staged in
 scratch tensors, so that unscaling, casting and writing the parameters cost no pass over memory of their own.
 
 [Note: Rounding in torch kernels]
-See also [Note: Slices and rounding] in `polyaccel.ops.base`. torch's vectorised loops fuse multiply and add where their
-scalar tails may not, so a multi-element expression could round differently near the end of a slice or of a thread's
-share. Hence: operations here round once (multiply, add, divide, square root; never `addcmul`, `lerp`, `add(alpha)`),
-and the fused Adam, which does fuse, is given only whole vectors: its tail is staged in padded scratch. Its threads
-share out whole cache lines, so their number does not matter either.
+See also [Note: Slice-independent rounding] in `polyaccel.ops.base`. torch's vectorised loops fuse multiply and add
+where their scalar tails may not, so a multi-element expression could round differently near the end of a slice or of a
+thread's share. Hence: operations here round once (multiply, add, divide, square root; never `addcmul`, `lerp`,
+`add(alpha)`), and the fused Adam, which does fuse, is given only whole vectors: its tail is staged in padded scratch.
+Its threads share out whole cache lines, so their number does not matter either.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def load_run(
     wanted: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
     """Take over what is `wanted` of a checkpoint's state. Collective. Returns its path and the client state. About
-    `custom`, see [Note: A user's own loading] in `checkpoint.load.custom_load`.
+    `custom`, see [Note: User-defined loading] in `checkpoint.load.custom_load`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
@@ -137,7 +137,7 @@ def _check(
     buffers_of_stages: Collection[str],
     elsewhere: Collection[str],
 ) -> LoadPlan:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resume`.
+    """Check and verify what this rank will take over from `saved`; see [Note: All-or-nothing load] in `engine.resume`.
     `base` has the checksums of parameters that `saved` may have left out. `members` has the parameters of all stages of
     a pipeline with their optimizer groups, `buffers_of_stages` the names of their buffers, `elsewhere` those of
     parameters, also the second names of tied ones."""

@@ -1,6 +1,6 @@
 """An engine's states put into host memory between phases (to generate with another program, say) and back again.
 
-[Note: The same memory comes back]
+[Note: In-place state reload]
 Buffers are views of one another in many places: parameters of buckets, master weights of parameters, slices of both. So
 nothing is exchanged: the storage under a buffer is copied to the host and emptied, and every view is good again when it
 is refilled. Memory that is not torch's own to empty (a communicator's registered memory, a file) stays where it is.
@@ -47,8 +47,8 @@ class _Moved(NamedTuple):
 
 
 class OffloadedStates:
-    """The states of `zero` that were taken off its device, and the way back; `adapter` is told what is away. See [Note:
-    The same memory comes back]."""
+    """The states of `zero` that were taken off its device, and the way back; `adapter` is told what is away. See
+    [Note: In-place state reload]."""
 
     def __init__(self, zero: ZeroEngine, adapter: TorchAdapter) -> None:
         self._zero = zero

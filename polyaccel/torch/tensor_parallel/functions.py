@@ -1,6 +1,6 @@
 """What goes between replicated and cut tensors, as functions that autograd knows.
 
-[Note: Replicated and shared]
+[Note: Replicated and split tensors]
 A *replicated* tensor is alike on all ranks, and so is its gradient: each rank has the whole one, as if it were alone. A
 *part* is a rank's own piece of a tensor along one dimension, and its gradient is the same piece of the gradient. What
 every rank uses for computations of its own is *shared*: its gradient is the sum of what the ranks find. Each function
@@ -64,7 +64,8 @@ def shared_weight(weight: Tensor, ranks: TensorRanks) -> Tensor:
     """A weight that is whole on every rank, for what each rank computes by itself.
 
     Nothing is exchanged: the engine takes the mean of such a weight's gradients over the ranks, and what each rank
-    found is multiplied with their number. See [Note: Means over ranks] in `polyaccel.torch.sharding.tensor_shard`.
+    found is multiplied with their number. See [Note: Gradient means over ranks] in
+    `polyaccel.torch.sharding.tensor_shard`.
     """
     if ranks.size == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight

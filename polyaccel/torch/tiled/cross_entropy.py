@@ -1,6 +1,6 @@
 """Logits and their cross-entropy in tiles of tokens (the idea of Liger's and ALST's fused losses).
 
-[Note: Gradients in the forward pass]
+[Note: Loss gradients in forward]
 The loss is the end of a model: the gradient of a tile's logits follows from the tile alone, but for one factor that all
 tiles have in common. So the forward pass computes the gradients of the sum of all losses and adds them up, and no
 logits outlive their tile; the backward pass multiplies by the factor. Nothing is computed twice, and the weight is not
@@ -79,7 +79,7 @@ def tiled_cross_entropy(
 
 
 class _TiledLoss(Function):
-    """The sum of the losses of all rows. See [Note: Gradients in the forward pass]."""
+    """The sum of the losses of all rows. See [Note: Loss gradients in forward]."""
 
     @staticmethod
     def forward(

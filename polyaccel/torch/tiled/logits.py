@@ -1,6 +1,6 @@
 """The head of a model of transformers, whose logits are not computed before the loss is known.
 
-[Note: Logits to come]
+[Note: Lazy logits]
 In a pass with a loss the head gives `LazyLogits`: a tensor with everything but values, which knows the hidden states.
 What a model does with each logit by itself before the loss (a scale, a soft cap, another type) is written down and done
 to each tile later; whatever else asks for values is an error that names it. The model's loss function then calls the
@@ -35,7 +35,7 @@ _LOGITS = _Values()
 
 
 class LazyLogits(Tensor):
-    """Logits of `hidden` by `head`, after `operations`. See [Note: Logits to come]."""
+    """Logits of `hidden` by `head`, after `operations`. See [Note: Lazy logits]."""
 
     head: TiledHead
     hidden: Tensor

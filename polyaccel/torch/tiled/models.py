@@ -48,7 +48,7 @@ class TiledModel:
 
 
 class _TiledModelLoss:
-    """The loss of a model of transformers. See [Note: Logits to come]."""
+    """The loss of a model of transformers. See [Note: Lazy logits]."""
 
     def __init__(self, model: nn.Module, settings: TileSettings) -> None:
         self._model = _with_causal_loss(model)

@@ -2,7 +2,7 @@
 
 `LocalWorld` is strict rather than fast: it is where the logic of everything above is tested.
 
-[Note: What a local collective promises]
+[Note: Local collective semantics]
 An asynchronous call returns before the others arrive, and its result appears in `wait()` and not earlier. Until then
 the work owns its buffers: whatever it will overwrite is filled with NaN, and writing to an input before `wait()` is a
 CommError there. What an in-place reduce-scatter leaves undefined is NaN afterwards. Calls that do not agree are errors
@@ -100,7 +100,7 @@ class LocalWork(Work):
 
 
 class LocalCommunicator(Communicator):
-    """One thread's membership of a `LocalWorld` or of a part of it. See [Note: What a local collective promises]."""
+    """One thread's membership of a `LocalWorld` or of a part of it. See [Note: Local collective semantics]."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
     native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS

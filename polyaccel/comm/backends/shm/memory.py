@@ -1,6 +1,6 @@
 """Memory that the ranks of a host map together.
 
-[Note: Memory without a name]
+[Note: Unnamed shared memory]
 Nothing here has a name in /dev/shm: every piece is a memfd, which a peer opens through /proc/PID/fd while its owner
 lives and holds by a descriptor or a mapping from then on. The system takes the pages back when the last process that
 maps them ends, however it ends, so there is nothing to leave behind and nothing to clean up; nor does the size of
@@ -125,7 +125,7 @@ class AddressBook:
 
 
 class Heap:
-    """This process's own file of shared memory. See [Note: Memory without a name]."""
+    """This process's own file of shared memory. See [Note: Unnamed shared memory]."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(_TOKEN_NBYTES // 2)

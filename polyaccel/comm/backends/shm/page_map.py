@@ -1,6 +1,6 @@
 """Which pages of a copy-on-write mapping this process has written to, as Linux tells it.
 
-[Note: Three answers]
+[Note: Page map states]
 A page that was written to belongs to no file any more, and the page map (`/proc/self/pagemap`) says so of each page: it
 is read (a millisecond for 4 MiB), or, since Linux 6.7, searched by the system itself (PAGEMAP_SCAN, a millisecond for
 20 to 140 MiB, as it looks up whose each page is). The third answer costs a millisecond for 4 GiB: pages are protected
