@@ -57,7 +57,7 @@ def contracts() -> str:
 
 
 def needs() -> str:
-    """The list of what torch must know of a device, as a table."""
+    """Return the list of what torch must have of a device, as a table."""
     lines = ["| what | what for | without it |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {need.name} | {need.used_for} | {need.without} |" for need in NEEDS)])
 
