@@ -217,7 +217,7 @@ def test_damage_that_one_rank_alone_sees_is_an_error_on_all(
         engine.load_checkpoint(str(tmp_path), tag="first")
         assert digest(engine) == first
 
-    with TABLE.case("damage that one rank alone sees", REFUSED):
+    with TABLE.case("damage that only one rank reads", REFUSED):
         on_threads(3, work, parity_model)
 
 

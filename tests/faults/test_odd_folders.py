@@ -168,7 +168,7 @@ def test_an_owner_that_cannot_be_read_is_in_nobody_s_way(contents: bytes | None,
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """Here a file stands where the folder should be; rights are no hindrance to root."""
     (tmp_path / "saves").write_text("a file")
-    with TABLE.case("a file in the place of the folder", Ends("names the file, and says to look at it", "as before")):
+    with TABLE.case("a file in the place of the folder", Ends("names the file, with a hint", "as before")):
         for in_background in (False, True):
             with pytest.raises(CheckpointError, match="saves") as caught:
                 save(tmp_path / "saves", 1.0, in_background=in_background)
