@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 MEDIAN, NINE_OF_TEN = 14, 25
 """Words that half of the sentences, and nine of ten, have at most."""
 SECTION = re.compile(r"(Args|Attributes|Examples?|Notes?|Raises|Returns|Yields):$")
-ITEM = re.compile(r"([-*+]|\d+\.|:)\s+")
+ITEM = re.compile(r"^([-*+]|\d+\.|:)\s+")
 INLINE = (
     (re.compile(r"<!--.*?-->"), " "),
     (re.compile(r"!\[[^\]]*\]\([^)]*\)"), " "),
@@ -166,8 +166,8 @@ def test_code_tables_and_headings_are_no_sentences() -> None:
 
 
 def test_an_item_of_a_list_is_a_sentence_by_itself() -> None:
-    page = "Both:\n- one thing\n  and more\n- another\n\n    more of it\n\nThe end.\n\n    code()\n"
-    assert [*blocks_of_markdown(page)] == ["Both:", "one thing and more", "another", "more of it", "The end."]
+    page = "Both: two\n- one thing\n  and more\n- another\n\n    more of it\n\nThe end.\n\n    code()\n"
+    assert [*blocks_of_markdown(page)] == ["Both: two", "one thing and more", "another", "more of it", "The end."]
 
 
 def test_an_item_of_a_section_is_a_sentence_by_itself() -> None:
