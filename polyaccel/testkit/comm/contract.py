@@ -132,6 +132,7 @@ class CommContract(ABC):
     def test_split(self) -> None:
         """Groups of some ranks work beside that of all, and a group can be split again: meshes are made so."""
         self.check(sub_groups_work_beside_their_parent)
+        self.check(groups_of_groups_that_overlap_work, world_sizes=self.world_sizes[-1:])
 
     def test_many_in_flight(self) -> None:
         """Many calls under way at once, waited for in another order, keep their own data: the engine overlaps
@@ -323,6 +324,28 @@ def nonsense_is_refused_on_the_spot(comm: Communicator) -> int:
         checks += refused(PolyaccelError, lambda: functions.all_reduce(torn, group=comm), "what is not contiguous")
     checks += refused(CommError, lambda: comm.broadcast(floats, n), "a root outside the group")
     checks += refused(CommError, lambda: comm.split([0, 0]), "a group with a rank twice")
+    comm.barrier()
+    return checks
+
+
+def groups_of_groups_that_overlap_work(comm: Communicator) -> int:
+    """Ranks that are in unequally many groups still form the next one together."""
+    n, checks = comm.world_size, 1
+    first, second = list(range(n - 1)) or [0], list(range(1, n)) or [0]
+    groups = [comm.split(first), comm.split(second)]
+    for group in list(groups):
+        if group is not None and group.world_size > 2:
+            groups += [group.split([0, 1]), group.split([1, group.world_size - 1])]
+    groups.append(comm.split(list(range(n))))
+    for group in groups:
+        if group is not None:
+            shared = group.all_gather_object(comm.rank)
+            if [group.ranks[place] for place in range(group.world_size)] != [comm.ranks[rank] for rank in shared]:
+                raise AssertionError(f"the group {list(group.ranks)} has the ranks {shared}")
+            checks += 1
+    for group in groups:
+        if group is not None and group is not comm:
+            group.close()
     comm.barrier()
     return checks
 
