@@ -130,7 +130,7 @@ class TorchCommunicator(Communicator):
         elif kind is Operation.RECV:
             begin = partial(dist.irecv, target, peer, group)
         else:
-            begin = partial(dist.batch_isend_irecv, [self._message(part) for part in collective.parts])
+            begin = partial(_start_messages, [self._message(part) for part in collective.parts])
         return self._work(collective, begin, source, target)
 
     def _all_reduce_nothing(self, collective: Collective) -> Work:
@@ -218,6 +218,15 @@ class TorchCommunicator(Communicator):
             hint="look for the first error among the ranks: a rank that ends closes its connections" if missing else "",
             missing_ranks=missing,
         )
+
+
+def _start_messages(messages: list[dist.P2POp]) -> list[Any]:
+    """Start all messages of one group at once."""
+    if type(messages[0].group) is dist.ProcessGroup:
+        works: list[Any] = dist.batch_isend_irecv(messages)
+        return works
+    # A backend that is a group itself: torch 2.14 looks for the backend inside of it and finds none.
+    return [one.op(one.tensor, one.peer, one.group) for one in messages]
 
 
 _splits: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
