@@ -14,7 +14,10 @@ from polyaccel.redaction import HIDDEN, is_secret
 class PolyaccelError(Exception):
     """Base of everything polyaccel raises on purpose.
 
-    `message` says what happened, `hint` what to do about it, `value` is the offending value (None when there is none).
+    Args:
+        message: What failed: `<what failed>: <value>`, lower case, without a full stop.
+        hint: What to do about it, beginning with an imperative; "" without one.
+        value: The offending value, as the user wrote it; None without one.
     """
 
     def __init__(self, message: str, *, hint: str = "", value: object = None) -> None:
@@ -33,7 +36,14 @@ _MOST_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in a config: the dotted key, its value, what was expected, and the hint."""
+    """One thing wrong in a config.
+
+    Attributes:
+        key: Dotted key.
+        value: Value that the user wrote. Messages hide a secret one.
+        expected: What was expected, as a clause.
+        hint: What to do about it, beginning with an imperative; "" without one.
+    """
 
     key: str
     value: object
@@ -56,7 +66,12 @@ def _shown(value: object) -> str:
 
 
 class ConfigError(PolyaccelError, ValueError):
-    """A config that cannot be used. Lists every problem found, not only the first."""
+    """A config that cannot be used. Lists every problem found, not only the first.
+
+    Args:
+        problems: All problems.
+        source: Where the config was read, for the message.
+    """
 
     def __init__(self, problems: Sequence[Problem], *, source: str = "config") -> None:
         self.problems = tuple(problems)
@@ -85,8 +100,14 @@ class ShardingError(PolyaccelError, ValueError):
 
 
 class CommError(PolyaccelError, RuntimeError):
-    """A collective failed, or ranks called different ones. `missing_ranks` are the global ranks known not to have taken
-    part, and the `value` where no other is given."""
+    """A collective failed, or ranks called different ones.
+
+    Args:
+        message: See `PolyaccelError`.
+        missing_ranks: Global ranks known not to have taken part.
+        hint: See `PolyaccelError`.
+        value: See `PolyaccelError`. None stands for `missing_ranks`, if there are any.
+    """
 
     def __init__(
         self, message: str, *, missing_ranks: Sequence[int] = (), hint: str = "", value: object = None

@@ -20,8 +20,9 @@ API_PAGE = ROOT / "docs" / "reference" / "api.md"
 CONTRACTS_PAGE = ROOT / "docs" / "reference" / "contracts.md"
 _OBJECT = re.compile(r"^::: (polyaccel[\w.]*)$", re.MULTILINE)
 _ROW = re.compile(r"^\| `(polyaccel[\w.]*)` \|", re.MULTILINE)
+_IMPLEMENTS = re.compile(r"Implement `\w+Fn`")
+"""A kernel, whose parameters the protocol in polyaccel.ops.base describes."""
 _TESTKIT = "polyaccel.testkit."
-_CALLED = ("__init__", "__call__")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -127,7 +128,8 @@ def _defined(module: str, name: str) -> tuple[str, ast.ClassDef | Function] | No
 
 def _class_gaps(module: str, node: ast.ClassDef) -> Iterator[str]:
     doc = split(ast.get_docstring(node))
-    if not doc.prose:
+    is_signature = [item.name for item in node.body if isinstance(item, Function)] == ["__call__"]
+    if not doc.prose and not is_signature:
         yield ": docstring"
     for name in _fields(node):
         if name not in doc.named.get("Attributes", {}) and name not in doc.named.get("Args", {}):
@@ -175,6 +177,8 @@ def _function_gaps(node: Function, text: str | None) -> Iterator[str]:
     doc = split(text)
     if not doc.prose:
         yield ": docstring"
+        return
+    if _IMPLEMENTS.match(doc.prose):
         return
     marks = {ast.unparse(mark) for mark in node.decorator_list}
     parameters = list(_parameters(node))

@@ -46,15 +46,35 @@ class ComposedCollectives(ABC):
 
     @abstractmethod
     def start(self, collective: Collective) -> Work:
-        """Start one of the operations that this communicator does natively; the work is done unless `async_op`.
+        """Start one of the operations of `native_ops`. Called by `call`, which has numbered it.
 
-        Called by `call`, which has numbered it. `collective.check` refuses what no backend can mean; errors later than
-        that name the collective and the global ranks that did not take part. The work owns the buffers until waited
-        for, and marks what it wrote (`Buffer.bump_version`).
+        The implementation calls `collective.check` first. Errors later than that name the collective and the global
+        ranks that did not take part. It marks the buffers that it wrote (`Buffer.bump_version`).
+
+        Args:
+            collective: The call. Its `counts` are set only for `native_uneven_ops`.
+
+        Returns:
+            The work, done unless `async_op`. It owns the buffers until `wait`.
+
+        Raises:
+            ShardingError: Buffers do not fit, before anything is sent.
+            CommTimeout: Ranks did not come in time. `wait` raises it too.
+            CommError: Every other failure. `wait` raises it too.
         """
 
     def call(self, collective: Collective) -> Work:
-        """Number a collective and start it, natively or made of others. Raises CommError where neither is possible."""
+        """Number a collective and start it, natively or composed of others.
+
+        Args:
+            collective: The call; its `number` is set.
+
+        Returns:
+            The work, done unless `async_op`.
+
+        Raises:
+            CommError: The backend has neither the operation nor those that it could be composed of.
+        """
         kind = collective.operation
         if collective.number is None:
             collective.number = self.last_number() if kind in MESSAGES else self.next_number()
@@ -77,7 +97,8 @@ class ComposedCollectives(ABC):
         return ended(work, collective)
 
     def next_number(self) -> int | None:
-        """The number of the next collective; None where a wrapped communicator gives the numbers."""
+        """Return the number of the next collective and count it; None where a wrapped communicator assigns the
+        numbers."""
         if self._part_of is not None:
             return self._part_of
         number = self._numbers_given
@@ -85,12 +106,19 @@ class ComposedCollectives(ABC):
         return number
 
     def last_number(self) -> int | None:
-        """The number of the last collective, -1 before the first: messages have it, for ranks that do not take part
-        would fall behind."""
+        """Return the number of the last collective, -1 before the first. Messages use it: ranks outside of a message do
+        not count it."""
         return self._numbers_given - 1 if self._part_of is None else self._part_of
 
     def inside(self, number: int | None) -> AbstractContextManager[None]:
-        """Every call until the end of this context is part of call `number`, and has its number."""
+        """Give every call inside a context the number of one call, which they are part of.
+
+        Args:
+            number: Number of the outer call. An enclosing `inside` takes precedence.
+
+        Returns:
+            The context.
+        """
         return self._inside(number)
 
     @contextmanager

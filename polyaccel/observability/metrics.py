@@ -23,7 +23,11 @@ Event = tuple[str, float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Something is wrong with a run: `kind` is loss, grad_norm, replicas, straggler, data or memory."""
+    """A problem of a run, found by a threshold.
+
+    Attributes:
+        kind: "loss", "grad_norm", "replicas", "straggler", "data" or "memory".
+    """
 
     kind: str
     step: int
@@ -59,7 +63,11 @@ class ExpertFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFigures:
-    """This rank's collectives of one operation in a step."""
+    """This rank's collectives of one operation in a step.
+
+    Attributes:
+        calls: Number of collectives.
+    """
 
     calls: int
     sent_nbytes: int
@@ -72,9 +80,13 @@ class CallFigures:
 class StepMetrics:
     """One optimizer step as one rank saw it. None where a figure was not taken.
 
-    `loss` is the mean over the step's micro-batches, unscaled. `lr` has one entry for each optimizer group. `grad_norm`
-    is the global norm *before* clipping, `grad_norm_clipped` the norm of the gradients that the optimizer got; both
-    unscaled.
+    Attributes:
+        loss: Mean over the step's micro-batches, unscaled.
+        lr: Learning rate of each optimizer group.
+        grad_norm: Global norm *before* clipping, unscaled.
+        grad_norm_clipped: Global norm of the gradients that the optimizer got, unscaled.
+        loss_scale: Factor of the loss in the backward pass.
+        tokens_per_s: Tokens of all ranks a second.
     """
 
     step: int
@@ -91,7 +103,7 @@ class StepMetrics:
     step_time_s: float | None = None
     """Seconds since the step before, without evaluation and without saving and loading checkpoints."""
     samples_per_s: float | None = None
-    """Of all ranks together, as `tokens_per_s`."""
+    """Samples of all ranks a second."""
     tokens_per_s: float | None = None
     tflops: float | None = None
     """Floating-point operations of the model that each rank did in a second, in 10^12. None unless
@@ -119,9 +131,12 @@ class StepMetrics:
     has ended, which is the one before as a rule. What is no part of a step is `outside`."""
 
     def scalars(self) -> Iterator[Event]:
-        """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the
-        fields; `lr_1` is the second group's, `phase_s/backward` a phase's, `experts/LAYER/balance` a layer's,
-        `collectives/all_gather/calls` an operation's."""
+        """List the figures that were taken, for a dashboard of curves.
+
+        Yields:
+            (tag, value, step). Tags are the names of the fields; `lr_1` is the second group's, `phase_s/backward` a
+            phase's, `experts/LAYER/balance` a layer's, `collectives/all_gather/calls` an operation's.
+        """
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in ("step", "skipped") or value is None:
@@ -138,15 +153,19 @@ class StepMetrics:
                 yield each.name, float(value), self.step
 
     def as_record(self) -> dict[str, Any]:
-        """The figures under their names, ready for strict JSON; see `json_safe` for those that are not finite."""
+        """Return the figures by name, ready for strict JSON. See `json_safe` for those that are not finite."""
         return json_safe(asdict(self))
 
 
 def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`record` with every NaN and infinity, which JSON has no word for, replaced by None.
+    """Replace every NaN and infinity, which JSON cannot express, by None.
 
-    Where there was one, the new key `nonfinite` maps the dotted place to `nan`, `inf` or `-inf`, so that a reader can
-    tell an overflow from a figure that was not taken.
+    Args:
+        record: Values for JSON, nested at will. It stays as it is.
+
+    Returns:
+        A copy. Where a value was replaced, the new key `nonfinite` maps its dotted place to `nan`, `inf` or `-inf`, so
+        that a reader can distinguish an overflow from a figure that was not taken.
     """
     nonfinite: dict[str, str] = {}
 
@@ -169,22 +188,39 @@ class MetricSink(Protocol):
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody writes down what is handed over."""
+        """Whether a monitor writes what is handed over."""
 
     def write(self, metrics: StepMetrics) -> None:
-        """Hand over the figures of a step. Does not wait for anybody."""
+        """Hand over the figures of a step. Does not block.
+
+        Args:
+            metrics: Figures of the step.
+        """
 
     def write_events(self, events: Iterable[Event]) -> None:
-        """Hand over figures of the user's own, as (tag, value, step). Does not wait for anybody."""
+        """Hand over the user's own figures. Does not block.
+
+        Args:
+            events: (tag, value, step) of each.
+        """
 
     def add_picture(self, name: str, draw: Callable[[], str]) -> None:
-        """Write the SVG picture that `draw` gives as the file `name` into the run's folder, where there is one."""
+        """Write an SVG picture into the run's folder, where there is one.
+
+        Args:
+            name: Name of the file.
+            draw: Returns the SVG text. Called only where there is a folder.
+        """
 
     def write_alarm(self, alarm: Alarm) -> None:
-        """Hand over what is wrong with the run. Does not wait for anybody."""
+        """Hand over a problem of the run. Does not block.
+
+        Args:
+            alarm: The problem.
+        """
 
     def close(self) -> None:
-        """Let all be written that was handed over. May be called twice."""
+        """Write everything that was handed over. May be called twice."""
 
 
 class Monitor(ABC):
@@ -196,44 +232,73 @@ class Monitor(ABC):
 
     @classmethod
     def probe(cls) -> Probe:
-        """Whether it could be used here: whether the packages that it needs are installed, say. Opens nothing."""
+        """Return whether the monitor could be used here, such as whether its packages are installed. Opens nothing."""
         return Probe(usable=True, reason="needs nothing")
 
     @abstractmethod
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Begin, or go on with, the run whose files are in `directory`. Raises ConfigError for unusable `options`."""
+        """Begin or continue a run. Called once in the main thread of rank 0; the other methods run in the monitor's own
+        thread.
+
+        Args:
+            directory: Folder of the run's files, which may not exist yet.
+            options: Options of the plugin, as the user wrote them.
+
+        Raises:
+            ConfigError: An option is unknown or invalid.
+        """
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write down one step. A monitor without a method of its own writes the figures as events."""
+        """Write one step. The default writes the figures as events.
+
+        Args:
+            metrics: Figures of the step. Losses may be NaN.
+        """
         self.write_events(metrics.scalars())
 
     @abstractmethod
     def write_events(self, events: Iterable[Event]) -> None:
-        """Write down figures of the user's own, as (tag, value, step)."""
+        """Write the user's own figures.
+
+        Args:
+            events: (tag, value, step) of each, as any iterable.
+        """
 
     def write_alarm(self, alarm: Alarm) -> None:
-        """Write down what is wrong with the run. A monitor without a method of its own writes its figure."""
+        """Write a problem of the run. The default writes its figure as an event.
+
+        Args:
+            alarm: The problem.
+        """
         self.write_events([alarm.event])
 
     @abstractmethod
     def close(self) -> None:
-        """Write out metrics that are left. May be called twice, and without `open`."""
+        """Write buffered metrics. May be called twice, and without `open`."""
 
     def read(self, directory: Path, options: Mapping[str, Any]) -> Iterable[tuple[str, float | None, int]] | None:
-        """What closed monitors have written for the run in `directory`, as (tag, value, step): the loss of each step
-        under the tag `loss`, and events. A value that was not finite may be None. Other figures may be among them.
+        """Read back what closed monitors have written for a run. Tests use it.
 
-        Tests read by it; None from a monitor that cannot read what it has written.
+        Args:
+            directory: Folder of the run's files.
+            options: Options of the plugin.
+
+        Returns:
+            (tag, value, step): the loss of each step under the tag `loss`, and events. A value that was not finite may
+            be None. Other figures may be among them. None where the monitor cannot read what it has written.
         """
         return None
 
 
 class JsonlMonitor(Monitor):
-    """Appends to `metrics.jsonl`, or `file_name`, in the run's directory: one JSON object a line, flushed line by line.
+    """Appends one JSON object a line to a file in the run's directory, flushed line by line.
 
-    A step is its `StepMetrics.as_record()`; an event is `{"tag": ..., "value": ..., "step": ...}`, and an alarm an
-    event that has its sentence as `alarm`, and `ranks`, too. A resumed run goes on in the same file, so steps after the
-    checkpoint appear twice and the later line counts.
+    A step is its `StepMetrics.as_record()`. An event is `{"tag": ..., "value": ..., "step": ...}`. An alarm is an event
+    with its sentence as `alarm`, and `ranks`. A resumed run continues in the same file, so steps after the checkpoint
+    appear twice and the later line counts.
+
+    Args:
+        file_name: Name of the file.
     """
 
     name = "jsonl"
@@ -244,8 +309,15 @@ class JsonlMonitor(Monitor):
         self._file: TextIO | None = None
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Make the directory and the file where they are missing. A last line that a killed run left half written is
-        cut off. Raises ConfigError for any option (it has none) and when the file cannot be opened."""
+        """Create the directory and the file if needed. An unfinished last line, of a killed run, is cut off.
+
+        Args:
+            directory: Folder of the run's files.
+            options: There are none.
+
+        Raises:
+            ConfigError: An option was given, or the file cannot be opened.
+        """
         if options:
             raise ConfigError([Problem(f"jsonl.{key}", value, "has no such option") for key, value in options.items()])
         self.close()
@@ -289,7 +361,11 @@ class JsonlMonitor(Monitor):
 
 
 def cut_unfinished_line(path: Path) -> None:
-    """Cut `path` off after its last line end, if it exists."""
+    """Truncate a file after its last line end. Does nothing if it does not exist.
+
+    Args:
+        path: The file.
+    """
     if not path.exists():
         return
     with path.open("r+b") as file:

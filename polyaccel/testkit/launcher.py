@@ -27,7 +27,8 @@ class LauncherContract(ABC):
     """The tests that every launcher passes."""
 
     @abstractmethod
-    def make(self) -> Launcher: ...
+    def make(self) -> Launcher:
+        """Return a new launcher."""
 
     def test_probes(self) -> None:
         """The probe says whether the launcher could be used here, and why: `doctor` shows it."""

@@ -44,11 +44,16 @@ class MonitorContract(ABC):
     """The options that `opened` gives it."""
 
     @abstractmethod
-    def make(self) -> Monitor: ...
+    def make(self) -> Monitor:
+        """Return a new monitor, not open."""
 
     @contextmanager
     def opened(self) -> Iterator[Monitor]:
-        """A monitor that is open in an empty folder."""
+        """Open a monitor in an empty folder, and close it at the end of the context.
+
+        Yields:
+            The monitor.
+        """
         with tempfile.TemporaryDirectory() as folder:
             monitor = self.make()
             monitor.open(Path(folder, "run"), self.options)

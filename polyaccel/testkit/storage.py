@@ -26,7 +26,7 @@ class StorageContract(ABC):
 
     @abstractmethod
     def make(self) -> Storage:
-        """A storage over the same empty, or not yet existing, place in every call of one test."""
+        """Return a storage over the same empty, or not yet existing, place in every call of one test."""
 
     def test_probes(self) -> None:
         """The probe says whether the storage could be used here, and why: `doctor` shows it."""

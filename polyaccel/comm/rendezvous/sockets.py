@@ -38,9 +38,17 @@ class _Endpoint(NamedTuple):
 
 
 def connect_mesh(members: RendezvousGroup) -> dict[int, socket.socket]:
-    """A connected socket to every other rank, blocking and without a time limit of its own. Collective.
+    """Open a TCP connection to every other rank. Collective; blocks.
 
-    Raises CommTimeout naming the ranks that did not connect in time, CommError for one that has ended.
+    Args:
+        members: The ranks, which exchange their addresses and a token.
+
+    Returns:
+        By rank a connected socket, blocking and without a time limit. The caller closes it.
+
+    Raises:
+        CommTimeout: Ranks did not connect in time; `missing_ranks` names them.
+        CommError: A rank has ended.
     """
     token = members.agree_on_token()
     networks = members.exchange(_network())

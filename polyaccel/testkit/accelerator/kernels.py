@@ -29,7 +29,8 @@ class KernelsContract(ABC):
     """Claimed types compute, and kernels mean what `polyaccel.ops` says. A part of `AcceleratorContract`."""
 
     @abstractmethod
-    def make(self) -> Accelerator: ...
+    def make(self) -> Accelerator:
+        """Return a new accelerator."""
 
     def test_claimed_types_compute(self) -> None:
         """Every element type that `dtypes` claims adds, and floating ones scale: the engine takes any of them at its

@@ -38,11 +38,28 @@ class CommFaultContract(ABC):
 
     @abstractmethod
     def pool(self, world_size: int, comm_timeout_s: float, grace_s: float) -> RankPool:
-        """New ranks whose collectives end after `comm_timeout_s`. Once one has failed, the pool waits `grace_s` for the
-        others' answers."""
+        """Make new ranks, which a test may lose.
+
+        Args:
+            world_size: Number of ranks.
+            comm_timeout_s: Time limit of their collectives, in seconds.
+            grace_s: Seconds that the pool waits for the answers of the others once a rank has failed.
+
+        Returns:
+            The pool, which the caller closes.
+        """
 
     def run(self, pool: RankPool, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """`pool.run`; a subclass may put another communicator into `body`."""
+        """Run a function on each rank of a pool. A subclass may pass another communicator to `body`.
+
+        Args:
+            pool: The ranks.
+            body: Function of this module, called with the rank's communicator and `args`.
+            *args: Further arguments, which pickle.
+
+        Returns:
+            The results in rank order.
+        """
         return pool.run(body, *args)
 
     def test_a_rank_that_does_not_come_is_named(self) -> None:

@@ -49,7 +49,14 @@ class TorchBackend(CommBackend):
 
     @classmethod
     def probe_device(cls, library: str) -> Probe:
-        """Whether a device is here for a `library` that is: torch's builds for GPUs run on hosts without any too."""
+        """Probe the device that an installed library needs: torch's builds for GPUs run on hosts without any too.
+
+        Args:
+            library: Description of the library, which is the reason of a usable probe.
+
+        Returns:
+            The probe.
+        """
         if cls.device is not None:
             plugin: type[Accelerator] = load_plugin(
                 PluginGroup.ACCELERATORS, cls.device, Accelerator, Accelerator.API_VERSION
@@ -61,10 +68,16 @@ class TorchBackend(CommBackend):
 
     @classmethod
     def named(cls, name: str) -> type[CommBackend] | None:
-        """The backend that torch knows, or would by an entry point of REGISTRARS, as `name`; None if there is none.
+        """Return a backend that torch has under this name, or would have by an entry point of REGISTRARS.
 
         A package registers its backend when it is imported (`Backend.register_backend`), or by the entry point, a
-        function without arguments that does. Neither torch nor the package is imported here.
+        function without arguments. Neither torch nor the package is imported here.
+
+        Args:
+            name: torch's name of the backend.
+
+        Returns:
+            A class of that name; None where there is none.
         """
         dist: Any = sys.modules.get("torch.distributed")
         is_known = dist is not None and dist.is_available() and name in dist.Backend.backend_list
@@ -112,8 +125,14 @@ class TorchBackend(CommBackend):
         return StagedCommunicator(communicator, accelerator) if is_staged else communicator
 
     def register(self, accelerator: Accelerator) -> None:
-        """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be, and for an
-        accelerator whose memory the library does not read."""
+        """Register the backend with torch, if torch lacks it.
+
+        Args:
+            accelerator: Device of the buffers that will be sent.
+
+        Raises:
+            CommError: The backend cannot be registered, or does not read the accelerator's memory.
+        """
         devices = (self.device,) if self.device is not None else tuple(self.modules)
         device = accelerator.torch_device_type or accelerator.name
         if devices and device not in devices:
