@@ -1,6 +1,6 @@
-"""The exception tree. Every error carries the value that was wrong and says what cures it.
+"""The exception tree. Every error has the value that was wrong and a hint that says what to do.
 
-A user's mistake is one of these, never an assert; an `InvariantError` is ours.
+A user's mistake is one of these, never an assert; an `InvariantError` is a bug of polyaccel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PolyaccelError(Exception):
 
 
 _MOST_SHOWN = 100
-"""Problems that the message of a `ConfigError` tells; `problems` has all of them."""
+"""Problems that the message of a `ConfigError` shows; `problems` has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PluginConflict(PolyaccelError):
 
 
 class PluginContractError(PolyaccelError, TypeError):
-    """A plugin was found but could not be loaded, or is not what its entry-point group promises."""
+    """A plugin that cannot be loaded, or does not implement the contract of its entry-point group."""
 
 
 class ShardingError(PolyaccelError, ValueError):
@@ -121,7 +121,7 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class HostsDifferError(CommError):
-    """A backend cannot reach all of these ranks, and every one of them has found that out; another backend may."""
+    """A backend cannot reach all of these ranks, and every one of them has detected that; another backend may."""
 
 
 class LossScaleError(PolyaccelError, ArithmeticError):
@@ -142,4 +142,4 @@ class LaunchError(PolyaccelError, RuntimeError):
 
 
 class InvariantError(PolyaccelError, AssertionError):
-    """A bug of ours (or of a plugin): something that cannot happen did. Please report it with the values shown."""
+    """A bug of polyaccel or of a plugin: an impossible state. Please report it with the values shown."""

@@ -87,11 +87,14 @@ def _module(name: str) -> Iterator[str]:
             yield f"#### `{node.name}({bases})`" if bases else f"#### `{node.name}`"
             yield ""
             doc = split(ast.get_docstring(node))
-            yield _text(doc.prose)
-            yield ""
+            if doc.prose:
+                yield _text(doc.prose)
+                yield ""
             attributes = doc.named.get("Attributes", {})
             methods = [item for one in node.body for item in _function(one)]
             items = [*_signature(node, doc), *_values(node.body, attributes), *methods]
+            if attributes:  # a dataclass, whose `__init__` is not written
+                items += _sections(Docstring(named={"Raises": doc.named.get("Raises", {})}), margin="")
             if items:
                 yield from (*items, "")
 
@@ -148,14 +151,14 @@ def _function(node: ast.stmt) -> Iterator[str]:
     yield from _sections(doc)
 
 
-def _sections(doc: Docstring) -> Iterator[str]:
+def _sections(doc: Docstring, *, margin: str = "    ") -> Iterator[str]:
     """The sections of a docstring as a list below the item of its function."""
     for name, text in doc.named.get("Args", {}).items():
-        yield f"    - `{name}`: {_line(text)}"
+        yield f"{margin}- `{name}`: {_line(text)}"
     for section, text in doc.plain.items():
-        yield f"    - {section.lower()}: {_line(text)}"
+        yield f"{margin}- {section.lower()}: {_line(text)}"
     for name, text in doc.named.get("Raises", {}).items():
-        yield f"    - raises `{name}`: {_line(text)}"
+        yield f"{margin}- raises `{name}`: {_line(text)}"
 
 
 def _text(docstring: str | None) -> str:

@@ -1,8 +1,7 @@
-"""The contract of an accelerator plugin: `Accelerator`, and the small values that it hands out.
+"""The contract of an accelerator plugin. Read first: `Accelerator`, `Capabilities`.
 
 An accelerator is one kind of device as seen by one process. It has few abstract methods; everything else has a default
-here, so a method added later breaks no plugin. The abilities of a device are the fields of `Capabilities`, which are
-asked when the engine is composed and never inside a step.
+here, so a method added later breaks no plugin.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class MemoryStats:
     """Device memory of this process, in bytes. All are 0 where the device does not count.
 
     Attributes:
-        allocated_nbytes: Memory of live buffers.
+        allocated_nbytes: Memory of live tensors; on the host, resident bytes of the process.
         peak_nbytes: Largest `allocated_nbytes` since the last `reset_peak_memory`.
         reserved_nbytes: Memory that the allocator holds, free blocks included.
         total_nbytes: Memory of the device.
@@ -119,9 +118,9 @@ class Accelerator(ABC):
     name: ClassVar[str]
     """The entry point's name, which is also the value of `DS_ACCELERATOR`."""
     torch_device_type: ClassVar[str | None] = None
-    """The type part of the `torch.device` that modules live on; None when torch does not know the device."""
+    """The type part of the `torch.device` that modules live on; None when torch does not support it."""
     jax_platform: ClassVar[str | None] = None
-    """The platform by which JAX knows the device; None where that is the accelerator's own name, or JAX does not."""
+    """JAX's platform of the device; None where it is the accelerator's own name, or JAX does not support the device."""
     visible_devices_variable: ClassVar[str | None] = None
     """The environment variable that hides devices from a process, such as CUDA_VISIBLE_DEVICES."""
     exported_variables: ClassVar[tuple[str, ...]] = ()
@@ -137,7 +136,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """Return the abilities of the device. They stay the same."""
+        """Return the abilities of the device."""
 
     @abstractmethod
     def kernels(self) -> KernelTable:
@@ -257,7 +256,7 @@ class Accelerator(ABC):
             array: Contiguous array of any shape.
 
         Returns:
-            A flat view, which keeps the array's memory alive. Writing to it is undefined.
+            A flat view, which keeps the array's memory alive. The caller only reads it.
 
         Raises:
             PluginContractError: The device's memory has no such exchange. The default raises it always.
@@ -335,7 +334,7 @@ class Accelerator(ABC):
         return self.capabilities().default_comm
 
     def memory_allocated(self) -> int:
-        """Return the bytes of live buffers on the current device."""
+        """Return the bytes allocated on the current device."""
         return self.memory_stats().allocated_nbytes
 
     def max_memory_allocated(self) -> int:

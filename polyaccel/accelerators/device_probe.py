@@ -1,7 +1,7 @@
-"""The devices of this machine, found without importing torch: by their files, and by what torch was built for.
+"""Device detection without importing torch: by device files, and by what torch was built for.
 
-The `probe()` of every built-in accelerator is made of these functions. That a package can be imported proves nothing
-about a device.
+The `probe()` of every built-in accelerator consists of these functions. A package that can be imported does not prove
+that a device is present.
 """
 
 from __future__ import annotations

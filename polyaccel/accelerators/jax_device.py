@@ -1,8 +1,8 @@
-"""`JaxAccelerator`: a device whose memory is JAX's own.
+"""Base class of accelerators whose memory is JAX's own: `JaxAccelerator`.
 
 Functions of JAX train on it in native mode; modules of torch cannot. Buffers are handles to JAX's arrays
 (`polyaccel.accelerators.memory.jax`). Other abilities that it lacks are listed in its notes, as far as trying them
-tells. JAX is imported when a method needs it, never by importing this module, so that plugins can be listed and probed
+shows. JAX is imported when a method needs it, never by importing this module, so that plugins can be listed and probed
 in a process without it.
 """
 

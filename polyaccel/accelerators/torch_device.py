@@ -1,9 +1,7 @@
-"""`TorchAccelerator`: all that devices with memory of torch's have in common.
+"""Base class of accelerators whose memory torch manages. Read first: `TorchAccelerator`, `torch_device_of`.
 
-It works through torch's module of the device (`torch.cuda`, ...).
-
-torch is imported when a method needs it, never by importing this module, so that plugins can be listed and probed in a
-process without torch.
+It works through torch's module of the device (`torch.cuda`, ...). torch is imported when a method needs it, never by
+importing this module, so that plugins can be listed and probed in a process without torch.
 
 By torch's documentation of accelerators, the module of a device has: device_count, current_device, set_device,
 synchronize, Stream, Event, stream, current_stream, get_rng_state, set_rng_state, memory_allocated,
@@ -87,7 +85,7 @@ class TorchAccelerator(Accelerator):
 
     torch_device_type: ClassVar[str]
     extension: ClassVar[str | None] = None
-    """The package that teaches torch this device, when torch itself does not."""
+    """Package that adds this device to torch; None when torch has it."""
 
     @property
     def _torch(self) -> Any:

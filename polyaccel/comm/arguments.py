@@ -1,4 +1,4 @@
-"""The arguments of a collective: how a whole buffer is cut into the ranks' parts, and what no backend can mean."""
+"""Arguments of a collective: the ranks' parts of a whole buffer, and checks of what is invalid for every backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, ShardingError
 
 MOST_SHOWN = 8
-"""Counts, or messages of a batch, that a text shows."""
+"""Maximum number of counts, or of messages of a batch, that a text shows."""
 Counts = tuple[int, ...]
 
 
@@ -28,7 +28,7 @@ class StridedParts:
     """int64 on the host: for each rank `count` pairs (first element, elements), in the part's order."""
     count: int
     cuts_source: bool
-    """Whether it is the source that has its parts in pieces, or the target."""
+    """Whether the parts of the source are not contiguous, else those of the target."""
 
     def check(self, counts: Counts | None, world_size: int) -> None:
         """Refuse a table that does not fit.

@@ -1,5 +1,4 @@
-"""The contract of a comm plugin: `CommBackend` connects ranks, `Communicator` moves buffers between them, `Work` is a
-collective under way.
+"""The contract of a comm plugin. Read first: `CommBackend`, which connects ranks, and `Communicator`.
 
 A communicator belongs to one group of ranks and is used by one thread at a time. Every rank of the group calls the same
 collectives in the same order. Buffers are flat and contiguous; sizes are in elements.
@@ -42,8 +41,8 @@ class Rendezvous:
         world_size: Ranks of the job.
         local_rank: Rank among those of this host, from 0.
         local_world_size: Ranks of this host.
-        address: Host where the ranks join; None at world size 1.
-        port: TCP port there; None at world size 1.
+        address: Host where the ranks join; None at world size 1, or with `init_method`.
+        port: TCP port there; None where `address` is.
         source: Where the values were read, for messages.
     """
 
@@ -57,8 +56,7 @@ class Rendezvous:
     init_method: str | None = None
     """A torch-style URL (`file:///...`, `tcp://...`) that replaces address and port."""
     began_s: float | None = field(default=None, compare=False)
-    """When this process began to look for the others, by time.monotonic: their time limit counts from then, and where
-    this is None, from when they connect."""
+    """Start of the rendezvous by time.monotonic, from which its time limit counts; None: it counts from `connect`."""
 
     def deadline(self, timeout_s: float) -> Deadline:
         """Return the end of the time in which all ranks must have joined.
@@ -99,12 +97,13 @@ class StatusStore(ABC):
 class Communicator(ObjectCollectives):
     """One group of ranks. `rank` and `world_size` count inside the group; `ranks[i]` is the global rank of member i.
 
-    A backend provides `start`, `split` and `close`. Everything else is made of these. Whatever it is made of:
+    A backend provides `start`, `split` and `close`. Everything else is composed of these. Every implementation obeys
+    these rules:
 
-    - Sums of float16 and bfloat16 are made in float32 and rounded once, so that what is reduced in pieces, and at any
+    - Sums of float16 and bfloat16 are computed in float32 and rounded once, so that a reduction in pieces, and at any
       stage, has the same bits. `polyaccel.comm.collectives.reduction` does so.
-    - The buffers of a call do not overlap, but where it says "in place": then the part is exactly the view of the whole
-      at this rank's place. `Collective.check` refuses everything else.
+    - The buffers of a call do not overlap, except where it says "in place": then the part is exactly the view of the
+      whole at this rank's place. `Collective.check` refuses everything else.
     - Invalid arguments raise ShardingError before any communication. Ranks that do not come in time raise CommTimeout
       with `missing_ranks`. All other failures, such as a rank that has ended or a closed group, raise CommError and
       never an exception of the library below.
@@ -113,12 +112,12 @@ class Communicator(ObjectCollectives):
     ranks: tuple[int, ...]
     timeout_s: float
     deterministic: bool = False
-    """The order in which a reduction adds depends on nothing but the ranks: not on sizes, offsets or timing."""
+    """The order in which a reduction adds depends only on the ranks: not on sizes, offsets or timing."""
     summed_first: tuple[tuple[int, ...], ...] = ()
-    """Of a deterministic reduction: the ranks that are added first, in order, and whose sums, rounded to the element
-    type, are then added in order; empty where all ranks are added one after another."""
+    """Groups of ranks that a deterministic reduction adds first, in order. Their sums, rounded to the element type, are
+    then added in order. Empty: all ranks are added one after another."""
     sent_numel: int = 0
-    """Elements that this rank has sent to others so far (`Collective.sent_numel`); 0 where nobody counts."""
+    """Elements that this rank has sent to others so far (`Collective.sent_numel`); 0 where they are not counted."""
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -515,7 +514,7 @@ class CommBackend(ABC):
     API_VERSION: ClassVar[tuple[int, int]] = API_VERSION
     name: ClassVar[str]
     most_ranks: ClassVar[int | None] = None
-    """The most ranks that a group may have; None where nothing limits them."""
+    """Maximum number of ranks of a group; None for no limit."""
 
     @classmethod
     @abstractmethod

@@ -46,7 +46,7 @@ class Operation(str, Enum):
 
 
 MESSAGES = frozenset({Operation.SEND, Operation.RECV, Operation.BATCH})
-"""Operations between some ranks of a group, of which the other ranks know nothing."""
+"""Operations between some ranks of a group, in which the other ranks take no part."""
 EQUAL_PARTS = frozenset(
     {
         *(Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.BROADCAST),
@@ -58,7 +58,7 @@ ALL_OPERATIONS = EQUAL_PARTS | {Operation.GATHER, Operation.SCATTER, Operation.B
 UNEVEN_PARTS = frozenset(
     {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL, Operation.GATHER, Operation.SCATTER}
 )
-"""Operations whose parts may have sizes of their own."""
+"""Operations whose parts may have different sizes."""
 _ALL_REDUCE = Operation.ALL_REDUCE
 _EVERYBODYS = frozenset({Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL})
 _REDUCING = frozenset({Operation.ALL_REDUCE, Operation.REDUCE_SCATTER})
@@ -201,7 +201,7 @@ class Collective:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the ranks' parts have sizes of their own."""
+        """Whether the call gives the sizes of the ranks' parts."""
         return self.counts is not None
 
     def buffer_sent(self) -> Buffer:

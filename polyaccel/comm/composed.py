@@ -1,12 +1,11 @@
 """Dispatch of collectives: assigns sequence numbers and emulates the operations that a backend lacks.
 
-[Note: What the base makes]
-A backend states what it does natively, so an operation that is added later breaks none. Uneven parts of an all-gather
-and of a reduce-scatter are padded to the longest and go as equal parts, which leaves the order of additions as it is.
-An all-to-all, a gather and a scatter are made of messages, all of them under way at once; so is a batch. These
-messages share the order of the pair's other messages: what a rank sends another outside of them must stand at the same
-place among its collectives as the other's receive does. Nothing here needs a second round, hence no rank's `wait` is
-needed by another's.
+[Note: Emulated collectives]
+A backend states its native operations, so an operation that is added later breaks none. Uneven parts of an all-gather
+and of a reduce-scatter are padded to the longest and sent as equal parts, which keeps the order of additions. An
+all-to-all, a gather, a scatter and a batch become messages, all under way at once. These messages share the order of
+the pair's other messages: a message that a rank sends outside of them must have the same place among its collectives as
+the receive of the other rank. Nothing here needs a second round, hence no rank's `wait` depends on another's.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ _MESSAGES = frozenset({Operation.SEND, Operation.RECV})
 
 
 class ComposedCollectives(ABC):
-    """The part of a `Communicator` that turns calls into what its backend does natively."""
+    """The part of a `Communicator` that maps calls to native operations of its backend."""
 
     rank: int
     world_size: int
     backend: str
     accelerator: Accelerator
     native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS
-    """The operations that `start` takes. See [Note: What the base makes]."""
+    """Operations that `start` takes. See [Note: Emulated collectives]."""
     native_uneven_ops: ClassVar[frozenset[Operation]] = frozenset()
     """Those of them that `start` also takes with `counts`."""
     supports_strided: bool = False
-    """Whether `start` takes an all-to-all whose parts stand in pieces (`Collective.pieces`)."""
+    """Whether `start` takes an all-to-all of non-contiguous parts (`Collective.pieces`)."""
     coalesces_small_sends: bool = False
-    """Whether an all-to-all of uneven parts gains by a bound that all ranks know (`Collective.max_send_numel`)."""
+    """Whether an all-to-all of uneven parts is faster with `Collective.max_send_numel`."""
     _numbers_given: int = 0
     _part_of: int | None = None
 

@@ -1,9 +1,9 @@
-"""Objects between ranks: plain values as bytes, and nothing that a receiver would have to run.
+"""Object collectives: plain values as bytes, which a receiver never executes.
 
 [Note: No pickle of a peer]
-Whoever can reach a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend reads one:
-values travel as `polyaccel.core.tagged_json` writes them, and whatever arrives becomes a plain value or a CommError.
-Users' own object collectives carry other values only where ranks share a secret (`comm.api.objects`).
+Every process that reaches a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend
+reads one: values are sent as `polyaccel.core.tagged_json`, and received bytes become a plain value or a CommError.
+Users' own object collectives send other values only where ranks share a secret (`comm.api.objects`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from polyaccel.core import tagged_json
 from polyaccel.errors import CommError
 
 MOST_OBJECT_NBYTES = 1 << 30
-"""The longest message of `all_gather_bytes`: a length that a peer announces decides how much memory is asked for."""
+"""Maximum length of a message of `all_gather_bytes`: memory is allocated by the length that a peer announces."""
 _HEADER_NBYTES = 8
 _FRAME_NBYTES = 2048  # most objects fit into one frame, which needs one collective instead of two
 
 
 class ObjectCollectives(ComposedCollectives):
-    """The part of a `Communicator` that carries values other than buffers. See [Note: No pickle of a peer]."""
+    """The part of a `Communicator` that sends values other than buffers. See [Note: No pickle of a peer]."""
 
     ranks: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Works: collectives under way, ended, combined or deferred, and a thread that carries works through."""
+"""Works: collectives under way, ended, combined or deferred, and a thread that waits for works."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Flat device memory as the engine sees it.
+"""Flat device memory as the engine sees it: `Buffer`.
 
-A `Buffer` is one-dimensional, contiguous, of one element type. Kernels and communicators look inside (`raw`); the ZeRO
-step only cuts views, copies and fills. It stands below `ops` and `accelerators` because the first declares kernels on
-buffers and the second hands out both.
+A `Buffer` is one-dimensional, contiguous, of one element type. Kernels and communicators use the framework's array
+(`raw`); the ZeRO step only cuts views, copies and fills. It stands below `ops` and `accelerators` because the first
+declares kernels on buffers and the second allocates them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from polyaccel.errors import ShardingError
 class Buffer(ABC):
     """`numel` elements of `dtype` on `device`.
 
-    Code that writes through `raw` calls `bump_version`, so that frontends know when views that they handed out have
-    changed.
+    Code that writes through `raw` calls `bump_version`, so that frontends detect changes of views that they handed out.
     """
 
     numel: int
@@ -138,7 +137,7 @@ class Buffer(ABC):
 
 
 class WriteCount:
-    """How often a piece of memory was written; shared by a buffer and every view cut from it."""
+    """Number of writes to a piece of memory, shared by a buffer and every view cut from it."""
 
     __slots__ = ("value",)
 

@@ -1,4 +1,4 @@
-"""The nouns every room shares: element types, devices, parameters, plugin probes. No array framework."""
+"""Types that every package shares: element types, devices, parameters, plugin probes. No array framework."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The contract of a launcher plugin: `Launcher` runs a `Job`, which says what runs on which hosts; a `LaunchPlan` has
-the process of every rank of one host.
+"""The contract of a launcher plugin. Read first: `Launcher`, `Job`.
 
-Both are values: a test, or a dry run, reads them without starting a process, and a job travels to its hosts as JSON.
+A `Job` and the `LaunchPlan` of one host are values: a test, or a dry run, reads them without starting a process, and a
+job is sent to its hosts as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 
 JOB_ID = "POLYACCEL_JOB_ID"
-"""The variable with the id of the job that a process belongs to. Every process that a rank starts inherits it."""
+"""Variable with the id of a process's job. Every process that a rank starts inherits it."""
 
 DEFAULT_GRACE_S = 5.0
 DEFAULT_STOP_TIMEOUT_S = 60.0
@@ -214,7 +214,7 @@ def noop() -> None:
 
 
 class Launcher(ABC):
-    """A way to start ranks and to stay with them until the last has ended."""
+    """A way to start ranks and to wait until the last has ended."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""

@@ -1,4 +1,4 @@
-"""From a job to the processes of one of its hosts. `plan_host` runs on that host: it looks at its cores and ports."""
+"""Plan of a job's processes on one host: `plan_host`."""
 
 from __future__ import annotations
 

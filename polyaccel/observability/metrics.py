@@ -1,7 +1,7 @@
-"""The figures of a step: `StepMetrics`, and the monitors that write them down.
+"""Figures of a step and monitors that write them. Read first: `StepMetrics`, `Monitor`.
 
-A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the one that needs nothing. It is
-opened on rank 0 alone, in the main thread, and written to and closed by a thread that is its own.
+A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` needs no package. It is opened on
+rank 0 only, in the main thread. A separate thread writes to it and closes it.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class Alarm:
 
     kind: str
     step: int
-    """The optimizer step in which it was, or until which."""
+    """Optimizer step in which it was detected, or the last one of its window."""
     sentence: str
     """What is wrong, and its hint."""
     value: float
-    """The figure that passed its threshold, in the threshold's unit; NaN for one that is not finite."""
+    """Figure that passed its threshold, in the threshold's unit; NaN for one that is not finite."""
     ranks: tuple[int, ...] = ()
-    """The (global) ranks that are concerned; none where all are."""
+    """Global ranks that are concerned; empty for all."""
 
     @property
     def event(self) -> Event:
-        """The alarm for those who can only write figures."""
+        """The alarm as a figure, for monitors that can only write figures."""
         return f"alarms/{self.kind}", self.value, self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFigures:
-    """How the tokens of a step went to the experts of a layer; but for exchanges, those of all ranks together."""
+    """Tokens of a step by expert of a layer. All figures except exchanges are those of all ranks together."""
 
     tokens: tuple[int, ...]
-    """How many each expert computed."""
+    """Tokens that each expert computed."""
     dropped_share: float
-    """Of all choices, those that came to nothing because an expert was full."""
+    """Share of all choices that were dropped because an expert was full."""
     balance: float
-    """The most tokens of an expert divided by the mean; 1 is even."""
+    """Most tokens of an expert divided by the mean; 1 is even."""
     exchanged_nbytes: int
-    """What this rank sent to experts on others, and of what it computed back, in forward and backward passes."""
+    """Bytes that this rank sent in dispatch and combine, in forward and backward passes."""
     exchange_s: float
-    """How long this rank's exchanges took, with waiting for others."""
+    """Seconds of this rank's exchanges, waiting for others included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ class CallFigures:
 
     calls: int
     sent_nbytes: int
-    """What it sent to others."""
+    """Bytes that this rank sent to others."""
     waited_s: float
-    """How long the host did nothing but wait for them; that of the last rank to come is the shortest."""
+    """Seconds that the host only waited for them, shortest on the rank that comes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class StepMetrics:
     grad_norm_clipped: float | None = None
     loss_scale: float = 1.0
     skipped: bool = False
-    """The gradients were not finite on some rank, and the update was not applied."""
+    """Whether gradients were not finite on some rank, so that the update was not applied."""
     samples: int = 0
     """Samples of all ranks since training began."""
     step_time_s: float | None = None
@@ -106,29 +106,29 @@ class StepMetrics:
     """Samples of all ranks a second."""
     tokens_per_s: float | None = None
     tflops: float | None = None
-    """Floating-point operations of the model that each rank did in a second, in 10^12. None unless
-    `timers.throughput` counts them."""
+    """Floating-point operations of the model by each rank in a second, in 10^12. None unless `timers.throughput` counts
+    them."""
     model_flops_utilisation: float | None = None
-    """The same as a share of what the device does in a large product."""
+    """`tflops` as a share of the device's speed in a large matrix product."""
     peak_memory_nbytes: int | None = None
-    """The most device memory that this rank had in use."""
+    """Peak of device memory in use on this rank."""
     traffic_numel: int | None = None
     """Elements that this rank sent to others in this step."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
+    """Host seconds by phase (`PhaseTimer`), whose sum is `step_time_s`."""
     memory_nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Where monitors write or `memory_breakdown` is on, at the end of the step: bytes by purpose, in the words of
-    `polyaccel plan`, counted from this rank's buffers (of those that are there only inside a step the most so far), and
-    `in use`, all that the device has."""
+    """Bytes by purpose at the end of the step, in the terms of `polyaccel plan`, where monitors write or
+    `memory_breakdown` is on. They are counted from this rank's buffers; buffers that live only inside a step count with
+    their peak so far. `in use` is all memory in use on the device."""
     planned_nbytes: Mapping[str, int] = field(default_factory=dict)
-    """What the plan of the step foretold, in the same words: in the first step, and when it changes."""
+    """Bytes by purpose that the plan of the step predicted: in the first step, and when it changes."""
     experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
-    """By layer, where the config asks (`expert_parallel.log_load`)."""
+    """Figures by layer, with `expert_parallel.log_load`."""
     collectives: Mapping[str, CallFigures] = field(default_factory=dict)
-    """By operation."""
+    """Figures by operation."""
     device_phase_s: Mapping[str, float] = field(default_factory=dict)
-    """With `wall_clock_breakdown` or `alarms`, on a device with streams: its seconds by phase in the last step that it
-    has ended, which is the one before as a rule. What is no part of a step is `outside`."""
+    """Device seconds by phase in the last step that the device has ended, usually the one before. `outside` is time
+    that is not part of a step. With `wall_clock_breakdown` or `alarms`, on a device with streams."""
 
     def scalars(self) -> Iterator[Event]:
         """List the figures that were taken, for a dashboard of curves.
@@ -184,7 +184,7 @@ def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricSink(Protocol):
-    """Where an engine hands over figures: on rank 0 to monitors, on the others to nobody."""
+    """Destination of an engine's figures: the monitors on rank 0, nothing on the others."""
 
     @property
     def enabled(self) -> bool:
@@ -224,7 +224,7 @@ class MetricSink(Protocol):
 
 
 class Monitor(ABC):
-    """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
+    """A destination of metrics: a file or a dashboard. Constructing it must be cheap and must open nothing."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
@@ -237,8 +237,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Begin or continue a run. Called once in the main thread of rank 0; the other methods run in the monitor's own
-        thread.
+        """Begin or continue a run. Called in the main thread of rank 0; `write` and `close` run in a separate thread.
 
         Args:
             directory: Folder of the run's files, which may not exist yet.

@@ -1,13 +1,13 @@
-"""Where states rest between uses: a `Tier` holds buffers and lends them, group by group, to the kernels of a machine.
+"""The contract of a tier plugin: `Tier` stores buffers and lends them, group by group, to kernels.
 
 The *device* tier keeps everything in the accelerator's own memory, *host* in the host's, *nvme* in files.
-`Tier.compute` is the accelerator whose kernels reach the lent buffers. They do the update, so states are never moved to
-the device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
+`Tier.compute` is the accelerator whose kernels reach the lent buffers. They compute the update, so states are never
+moved to the device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
 
 [Note: Buffers that rest elsewhere]
 `allocate` returns a `Buffer` under every tier, which can be cut, filled, copied from and to, and saved as bytes at any
-time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and
-`raw` and `data_ptr` raise InvariantError: kernels get the buffers that `stream_groups` yields instead.
+time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and `raw`
+and `data_ptr` raise InvariantError: kernels use the buffers that `stream_groups` yields instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TierOptions:
 
 
 class Fetch(ABC):
-    """A buffer's contents on their way to the device. Until the fetch is over, nothing else may touch source or
+    """A copy of a buffer's contents to the device, under way. Until it is over, nothing else may touch source or
     target."""
 
     @abstractmethod
@@ -77,8 +77,11 @@ class DoneFetch(Fetch):
 
 
 class Tier(ABC):
-    """A place for buffers, on one rank. Used from one thread at a time, and not always from the same: autograd walks
-    backward in threads of its own. The tiers of several ranks may be at work at once in threads of one process."""
+    """A place for buffers, on one rank.
+
+    It is used from one thread at a time, but not always the same: autograd runs backward in its own threads. The tiers
+    of several ranks may work at once in threads of one process.
+    """
 
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
@@ -127,6 +130,7 @@ class Tier(ABC):
 
         Raises:
             OffloadError: There is no room.
+            InvariantError: The tier is closed.
         """
 
     def stage(self, numel: int, dtype: DType) -> Buffer:

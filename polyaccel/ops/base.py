@@ -134,7 +134,7 @@ class StateRole(Enum):
 
 
 class ArrayMath(Protocol):
-    """The arithmetic that a formula needs beyond Python's `+=`, `-=`, `*=` and `/=`, on arrays of one library.
+    """Arithmetic that a formula needs in addition to Python's `+=`, `-=`, `*=` and `/=`, on arrays of one library.
 
     A result may lie in memory that the next call with the same `slot` overwrites.
     """
@@ -561,8 +561,8 @@ MATRIX_OPS: tuple[Op[Any], ...] = (
 Matrix products]."""
 
 GROUPED_OPS: tuple[Op[Any], ...] = (GROUPED_LINEAR, GROUPED_INPUT_GRAD, GROUPED_WEIGHT_GRAD)
-"""The ops that `Accelerator.matrix_kernels` may hold too, all of them or none: experts compute by them, whatever the
-framework's speed, because their results do not depend on what lies beside a row."""
+"""Ops that `Accelerator.matrix_kernels` may hold too, all of them or none. Experts compute by them, at any speed,
+because the result of a row does not depend on other rows."""
 
 
 class KernelTable:
@@ -578,7 +578,17 @@ class KernelTable:
         self._providers = dict.fromkeys(self._kernels, provider)
 
     def __getitem__(self, op: Op[F]) -> F:
-        """The kernel for `op`. Raises PluginContractError when the accelerator registered none."""
+        """Return the kernel of an op.
+
+        Args:
+            op: The op.
+
+        Returns:
+            Its kernel.
+
+        Raises:
+            PluginContractError: The accelerator registered none.
+        """
         try:
             return self._kernels[op]  # type: ignore[return-value]
         except KeyError:

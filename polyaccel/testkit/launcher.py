@@ -1,4 +1,4 @@
-"""The contract of launchers as tests: subclass `LauncherContract` and say how to make yours.
+"""The contract of launchers as tests: subclass `LauncherContract` and implement `make`.
 
 Ranks are this Python running a line of code, on this machine. A launcher that needs other hosts plans for them itself.
 """

@@ -1,7 +1,7 @@
-"""The contract of monitors as tests: subclass `MonitorContract` and say how to make yours.
+"""The contract of monitors as tests: subclass `MonitorContract` and implement `make`.
 
-The suite makes every call that an engine makes. Where and how a monitor writes only the monitor knows: what it wrote is
-read back by its own `read`.
+The suite makes every call that an engine makes. Where and how a monitor writes is its own matter: its own `read` reads
+back what it wrote.
 """
 
 from __future__ import annotations

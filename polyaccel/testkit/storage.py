@@ -1,4 +1,4 @@
-"""The contract of storages as tests: subclass `StorageContract` and say how to make yours over an empty place."""
+"""The contract of storages as tests: subclass `StorageContract` and implement `make`."""
 
 from __future__ import annotations
 

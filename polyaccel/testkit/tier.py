@@ -1,4 +1,4 @@
-"""The contract of tiers as tests: subclass `TierContract` and say how to open yours."""
+"""The contract of tiers as tests: subclass `TierContract` and implement `make`."""
 
 from __future__ import annotations
 

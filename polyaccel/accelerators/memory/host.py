@@ -1,7 +1,7 @@
-"""Host memory: where an allocation starts in it, how much this process has, and what malloc does with freed blocks.
+"""Host memory: start of an allocation, figures of this process, and freed blocks in malloc.
 
 [Note: Staggered starts]
-An optimizer reads four equally long buffers side by side. The system places large allocations next to each other, so
+An optimizer reads four equally long buffers in parallel. The system places large allocations next to each other, so
 lengths that are powers of two put the four streams 4 KiB apart modulo 64 KiB, where the processor's prefetchers disturb
 one another: Adam over 16 M elements ran at 31 GB/s there and at 50 GB/s elsewhere (one EPYC core). So each large host
 allocation starts at the next of several offsets into a 64 KiB window, whatever the allocator did.
@@ -20,10 +20,9 @@ from polyaccel.accelerators.base import MemoryStats
 from polyaccel.core.cgroup import memory_free_nbytes
 
 HostArrays = Literal["torch", "numpy"]
-"""Whose arrays buffers in host memory are made of."""
+"""Framework of the arrays below buffers in host memory."""
 ALIGNMENT_NBYTES = 64
-"""Every allocation starts on such a boundary: a cache line, a vector register, the alignment that DLPack importers ask
-for."""
+"""Alignment of every allocation: a cache line, a vector register, and what DLPack importers require."""
 
 _LARGE_NBYTES = 1 << 20
 _WINDOW_NBYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""Buffers whose memory is a torch tensor, on any device that torch knows."""
+"""Buffers whose memory is a torch tensor, on any device that torch supports."""
 
 from __future__ import annotations
 

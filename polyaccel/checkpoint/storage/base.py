@@ -1,8 +1,8 @@
-"""Where checkpoints are kept: the `Storage` contract, and `FileStorage`, a directory.
+"""The contract of a storage plugin, `Storage`, and `FileStorage`, a directory.
 
-Paths are relative to the storage's location and use `/`. The contract is small because everything subtle about a
-checkpoint (what is complete, what may be deleted) needs only this: a file appears whole or not at all, and once `write`
-has returned it stays. There is no rename: a pointer moves by writing its file again.
+The contract is small because the format of a checkpoint (what is complete, what may be deleted) needs only this: a file
+appears whole or not at all, and it stays once `write` has returned. There is no rename: a pointer moves by writing its
+file again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polyaccel.registry import PluginGroup, load_plugin
 
 _UNFINISHED = ".tmp"
 _writes = count()
-"""Numbers of the writes of this process, which make their temporary names unlike."""
+"""Numbers of the writes of this process, which make their temporary names unique."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _WRITEBACK_NBYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
@@ -54,10 +54,10 @@ class Storage(ABC):
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
     is_shared: ClassVar[bool] = True
-    """Whether all ranks see the same files. False: only those of one host do, such as on a disk of its own."""
+    """Whether all ranks read the same files. False: only those of one host do, such as on a local disk."""
     is_cached: ClassVar[bool] = False
-    """Whether the system keeps in memory what was just read, so that it is read again at the memory's speed: then a
-    load verifies first and reads again, instead of keeping all that it has verified."""
+    """Whether the system caches what was just read. A load then verifies first and reads again, instead of keeping
+    everything that it has verified."""
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
         self.location = os.fspath(location)
@@ -96,8 +96,8 @@ class Storage(ABC):
 
         Args:
             path: File to write.
-            chunks: Contents in order. Views of memory stay unchanged until the call returns. Its exceptions are passed
-                on, and the former file stays.
+            chunks: Contents in order. Views of memory stay unchanged until the call returns. Exceptions of the
+                iterable are passed on, and the former file stays.
 
         Raises:
             CheckpointError: The file cannot be written.
@@ -403,6 +403,7 @@ def open_storage(name: str, location: str, options: Mapping[str, Any]) -> Storag
 
     Raises:
         PluginNotFound: There is no such plugin.
+        PluginContractError: It cannot be loaded, or does not implement the contract.
         ConfigError: The plugin refuses the options.
     """
     plugin = load_plugin(PluginGroup.STORAGE, name, Storage, Storage.API_VERSION)

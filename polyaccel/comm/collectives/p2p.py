@@ -1,17 +1,17 @@
-"""Collectives made of direct messages: every rank sends each piece straight to the rank that needs it.
+"""Collectives composed of direct messages. Read first: `P2PCollectives`, `Exchange`.
 
 [Note: Direct exchange]
 gloo's own reduce-scatter began as one all-reduce per rank, and its ring adds in an order that depends on the offset;
-MPI's own reductions add in an order of each library's choice, and not one of them adds bfloat16 rightly everywhere.
-Here rank j receives its piece from everybody and adds in rank order (see [Note: Order of a reduction]); an all-reduce
+MPI's own reductions add in an order of each library's choice, and not one of them adds bfloat16 correctly everywhere.
+Here rank j receives its piece from every rank and adds in rank order (see [Note: Order of a reduction]); an all-reduce
 is that followed by an all-gather, so both have the same bits. Traffic is that of a ring: (N-1)/N of the whole each.
-Measured on two ranks of one host (ms for 64 MiB of float32, one thread a rank), own against the library's: reduce-
-scatter 26 against gloo's 86, all-gather 19 against 76, all-reduce within a fifth of gloo's; reduce-scatter 17, 10 and
-22 against 115, 57 and 83 of Open MPI's, MPICH's and Intel MPI's non-blocking one.
+Measured on two ranks of one host (ms for 64 MiB of float32, one thread a rank), own against the library's:
+reduce-scatter 26 against gloo's 86, all-gather 19 against 76, all-reduce within a fifth of gloo's; reduce-scatter 17,
+10 and 22 against 115, 57 and 83 of Open MPI's, MPICH's and Intel MPI's non-blocking one.
 
 The tag of a message is drawn from everything that sender and receiver must agree on. Ranks that call different
-collectives therefore do not meet, and time out by name, where gloo would end the process over a wrong length and MPI
-might fill the buffers with something.
+collectives therefore do not match, and time out by name, where gloo would end the process over a wrong length and MPI
+might fill the buffers with anything.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Message(NamedTuple):
 
 
 Steps = Iterator[list[Message]]
-"""A collective as it runs: it starts messages and yields those that must be complete before it goes on."""
+"""A running collective: starts messages and yields those that must be complete before it continues."""
 Made = tuple[Steps, Buffer | None, int]
-"""The steps of a collective, the buffer that has the result, and how many rounds of messages there are."""
+"""Steps of a collective, the buffer with the result, and the number of rounds of messages."""
 
 
 class Exchange(ABC):

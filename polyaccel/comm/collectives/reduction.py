@@ -1,9 +1,9 @@
-"""Adding up the ranks' pieces on this rank, in rank order, with the accelerator's own kernels.
+"""Reduction of the ranks' pieces on this rank, in rank order, with the accelerator's own kernels.
 
 [Note: Order of a reduction]
-Element by element the result is ((p0 + p1) + p2) + ..., whatever the sizes and whoever computes it, so that an
-all-reduce, a reduce-scatter and any cutting into buckets give the same bits. 16-bit floats are added in float32 and
-rounded once. The first addition may be done as p1 + p0, which is the same in IEEE arithmetic.
+Element by element the result is ((p0 + p1) + p2) + ..., for every size and on every rank, so that an all-reduce, a
+reduce-scatter and any cutting into buckets have the same bits. 16-bit floats are added in float32 and rounded once. The
+first addition may be computed as p1 + p0, which is the same in IEEE arithmetic.
 """
 
 from __future__ import annotations

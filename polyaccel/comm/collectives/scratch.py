@@ -1,4 +1,4 @@
-"""Scratch memory that is used again: fresh pages cost more than the copy into them."""
+"""Reuse of scratch memory: fresh pages cost more than the copy into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of one rank: every collective is a copy at most, and in place not even that."""
+"""Group of one rank: every collective is a copy at most, and in place not even that."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`RendezvousGroup`: the ranks of a job before a communicator joins them, under whatever launcher.
+"""`RendezvousGroup`: the ranks of a job before a communicator joins them, under any launcher.
 
-A comm backend meets here, and nowhere else: under torchrun an agent holds MASTER_PORT, under `polyaccel run`, mpirun
-and srun rank 0 may bind it, and a script may have made torch's default group before. All of that is torch's store where
-there is torch; where there is none, the ranks of one host find each other by its kernel.
+Every comm backend joins here: under torchrun an agent holds MASTER_PORT, under `polyaccel run`, mpirun and srun rank 0
+may bind it, and a script may have made torch's default group before. With torch all of these are torch's store. Without
+it, the ranks of one host find each other through its kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RendezvousGroup:
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self.deadline = rendezvous.deadline(timeout_s)
         self.meeting_host = urlsplit(rendezvous.init_method or "").hostname or rendezvous.address or LOOPBACK
-        """The name or address of the host where they met."""
+        """Name or address of the rendezvous host."""
         self._where = rendezvous.init_method or f"{rendezvous.address}:{rendezvous.port}"
         self._topic = f"members/{next(_meetings)}"
         self._exchanges = count()

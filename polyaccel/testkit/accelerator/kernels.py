@@ -1,5 +1,4 @@
-"""The part of the accelerators' contract that is about arithmetic: claimed element types, and every kernel of the
-table against its float64 reference."""
+"""The arithmetic part of the accelerators' contract: claimed element types, and every kernel against float64."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from polyaccel.testkit.kernels.grouped import check_grouped_products
 
 
 class KernelsContract(ABC):
-    """Claimed types compute, and kernels mean what `polyaccel.ops` says. A part of `AcceleratorContract`."""
+    """Tests of claimed element types and of the kernel table. A part of `AcceleratorContract`."""
 
     @abstractmethod
     def make(self) -> Accelerator:

@@ -1,6 +1,6 @@
-"""What torch must know of a device so that modules train on it: each need as a value, with a test that a check runs.
+"""What torch must support on a device so that modules train on it: each need as a value with a test.
 
-An accelerator with a `torch_device_type` is held to them. A device of PrivateUse1 meets most by registering its
+An accelerator with a `torch_device_type` is held to them. A device of PrivateUse1 fulfils most by registering its
 operators, its hooks (`at::PrivateUse1HooksInterface`) and a device module (`torch._register_device_module`).
 """
 

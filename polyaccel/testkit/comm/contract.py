@@ -52,7 +52,7 @@ from polyaccel.testkit.comparison import equal, same_numbers
 
 
 class CommContract(ABC):
-    """Tests that a communicator keeps its contract; every method is a test, run at each of `world_sizes`."""
+    """Tests that a communicator obeys its contract; every method `test_*` is a test, run at each of `world_sizes`."""
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
@@ -62,7 +62,7 @@ class CommContract(ABC):
 
         Args:
             world_size: Ranks of the group.
-            body: Function of this module, called with the rank's communicator and `args`.
+            body: Called with the rank's communicator and `args`. It pickles where ranks are processes.
             *args: Further arguments, which pickle.
 
         Returns:

@@ -1,13 +1,13 @@
-"""The contract suite of communicators where a rank does not do its part: the others learn who it is, and nobody hangs.
+"""The contract of communicators where a rank fails: the others name it, and none hangs.
 
-The ranks are processes that may be lost, so every test has a pool of its own:
+The ranks are processes that may be lost, so every test has its own pool:
 
     class TestGlooFaults(CommFaultContract):
         def pool(self, world_size, comm_timeout_s, grace_s):
             return RankPool(world_size, backend="gloo", comm_timeout_s=comm_timeout_s, grace_s=grace_s)
 
-Communicators are tried as `init_distributed` gives them, behind the recorder: where a library cannot tell who is
-missing, the recorder does, by the board.
+Communicators are tested as `init_distributed` returns them, behind the recorder: where a library cannot detect which
+rank is missing, the recorder does, by the board.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALL = "all_reduce sum 300 x float32 bucket 7 'grads'"
 
 
 class CommFaultContract(ABC):
-    """Tests of what the other ranks of a group see of one that is missing; every method is a test."""
+    """Tests of the errors on the other ranks of a group when one is missing; every method `test_*` is a test."""
 
     world_size: ClassVar[int] = 3
 
@@ -54,7 +54,7 @@ class CommFaultContract(ABC):
 
         Args:
             pool: The ranks.
-            body: Function of this module, called with the rank's communicator and `args`.
+            body: Called with the rank's communicator and `args`. It pickles where ranks are processes.
             *args: Further arguments, which pickle.
 
         Returns:

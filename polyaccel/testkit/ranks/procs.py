@@ -1,6 +1,6 @@
-"""Run a function once per rank, ranks being real processes: started once, connected once, used for many calls.
+"""Ranks as processes, for tests: `RankPool`. They are started once, connected once, and used for many calls.
 
-They come from a fork server that has imported torch and nothing else, which starts several times faster than spawning
+They come from a fork server that has imported torch and nothing else. That starts several times faster than spawning
 and is safe, for that server never runs a kernel or a thread.
 
 A task that fails costs the pool, for its ranks may have stopped at different places: all workers are killed, the error

@@ -1,4 +1,5 @@
-"""The backends of torch.distributed: gloo, nccl, xccl, hccl, and by name those that other packages register with it.
+"""Backends of torch.distributed: gloo, nccl, xccl, hccl, and by name those that other packages register with it.
+
 Light to import; torch is loaded when connecting. See [Note: Two process groups] in `comm.torch_group`.
 """
 
@@ -25,14 +26,14 @@ REGISTRARS = "torch.distributed.backends"
 
 
 class TorchBackend(CommBackend):
-    """A backend of torch.distributed, by its name there."""
+    """A backend of torch.distributed. `name` is its name there."""
 
     library: ClassVar[str | None] = None
-    """A file in torch's lib folder without which the backend is not built in; None if it always is or is a module."""
+    """File in torch's lib folder that a built-in backend needs; None if it needs none or is a module."""
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """By torch's name of a device, the module whose import adds the backend to torch; empty if torch has it."""
+    """Modules whose import adds the backend to torch, by torch's name of the device; empty if torch has it."""
     device: ClassVar[str | None] = None
-    """The accelerator, by the name of its plugin, that the library needs; None if it needs none, or `modules` say."""
+    """Plugin name of the accelerator that the library needs; None if it needs none, or with `modules`."""
 
     @classmethod
     def probe(cls) -> Probe:
@@ -146,7 +147,7 @@ class TorchBackend(CommBackend):
 
 
 class GlooBackend(TorchBackend):
-    """Host memory over TCP: torch's messages, of which `exchange` makes the collectives."""
+    """Host memory over TCP: torch's messages, of which `exchange` composes the collectives."""
 
     name: ClassVar[str] = "gloo"
 
@@ -186,7 +187,7 @@ class HcclBackend(TorchBackend):
 
 
 class OutOfTreeBackend(TorchBackend):
-    """A backend that another package registers with torch: it did, or its entry point will."""
+    """A backend that another package registers with torch, when it is imported or by its entry point."""
 
     registrar: ClassVar[metadata.EntryPoint | None] = None
 
