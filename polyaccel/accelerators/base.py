@@ -313,7 +313,7 @@ class Accelerator(ABC):
             index: Number of the device; None names the kind alone.
 
         Returns:
-            A name such as `cuda:1`. It begins with the accelerator's own name where torch does not know the device.
+            A name such as `cuda:1`. It begins with the accelerator's own name where torch lacks the device.
         """
         return str(DeviceId(self.torch_device_type or self.name, index))
 

@@ -241,7 +241,7 @@ def torch_device_of(accelerator: Accelerator) -> torch.device:
         The device, with its index where devices have one.
 
     Raises:
-        PluginContractError: torch does not know the accelerator's device.
+        PluginContractError: torch does not support the accelerator's device.
     """
     if accelerator.torch_device_type is None:
         raise PluginContractError(

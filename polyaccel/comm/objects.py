@@ -31,7 +31,7 @@ class ObjectCollectives(ComposedCollectives):
         """Gather bytes of any length from every rank, in rank order. Collective; blocks.
 
         Every rank sends one frame: the length of its data and as much of it as fits. A second collective sends the rest
-        where the longest needs one; all ranks know it from the lengths.
+        where the longest needs one, which all ranks compute from the lengths.
 
         Args:
             data: Bytes of this rank, up to MOST_OBJECT_NBYTES.

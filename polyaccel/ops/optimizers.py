@@ -1,10 +1,10 @@
-"""The optimizers, as data: a row says which states an optimizer keeps, what it reads of a group, and its formula.
+"""Optimizers as data: each row of `OPTIMIZERS` has the states, the keys of a group, and the formula.
 
-A formula stands here twice: as the literature has it, in float64, and in the order of operations that every kernel
-keeps, on arrays of any library. It stands a third time in csrc/kernels/updates.h and a fourth in
-`polyaccel.ops.triton.updates`, under the same name and with the same constants; a device that has neither runs it on
-arrays. To add an optimizer, add a row here, its formula there, and its parameters to `polyaccel.config`; staging,
-casts, rounding, cutting and tests are the same for all.
+A formula is written here twice: as in the literature, in float64, and in the order of operations that every kernel
+keeps, on arrays of any library. It is written again in csrc/kernels/updates.h and in `polyaccel.ops.triton.updates`,
+under the same name and with the same constants; a device that has neither runs it on arrays. To add an optimizer, add a
+row here, its formula there, and its parameters to `polyaccel.config`; staging, casts, rounding, cutting and tests are
+the same for all.
 
 [Note: One formula, the same bits]
 `arrays` rounds each operation once, in the order in which csrc and Triton compute. numpy's results, csrc's and Triton's

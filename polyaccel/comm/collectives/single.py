@@ -18,7 +18,7 @@ class SingleCommunicator(Communicator):
 
     Args:
         accelerator: Device of the buffers.
-        timeout_s: Time limit in seconds, kept for those who read it: no call blocks.
+        timeout_s: Time limit in seconds, for readers of the attribute: no call blocks.
         global_rank: Rank of this process in the job.
         backend: Name of the backend that it stands for.
     """

@@ -1,4 +1,4 @@
-"""The ops on torch tensors, on any device that torch knows.
+"""Kernels of the ops on torch tensors, on any device that torch supports.
 
 [Note: Sweeps]
 An optimizer step is one sweep over the slice in chunks that stay in cache. Where everything has the computing type
