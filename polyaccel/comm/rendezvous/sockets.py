@@ -1,11 +1,11 @@
-"""A TCP connection between every two members, on the job's own network and with nobody else.
+"""TCP connections between every two members, on the job's own network: `connect_mesh`.
 
-[Note: Who is a member]
-Anybody who can reach a port can connect to it. So a rank listens only where the others reach it: on the loopback where
-all are on one host, else on the interface that faces the place where they met. And both ends show that they know the
+[Note: Authenticated mesh]
+Every process that reaches a port can connect to it. So a rank listens only where the others reach it: on the loopback
+where all are on one host, else on the interface that faces the rendezvous host. Both ends prove that they have the
 members' token before anything else is read: the caller sends its rank and a seal over both ends' marks, which were
-drawn for this meeting, and the answer is another one. Who sends something else is let go, and who sends nothing keeps
-nobody waiting.
+drawn for this mesh, and the answer is another one. A connection that sends anything else is closed, and one that sends
+nothing delays no rank.
 """
 
 from __future__ import annotations
@@ -38,9 +38,17 @@ class _Endpoint(NamedTuple):
 
 
 def connect_mesh(members: RendezvousGroup) -> dict[int, socket.socket]:
-    """A connected socket to every other rank, blocking and without a time limit of its own. Collective.
+    """Open a TCP connection to every other rank. Collective; blocks.
 
-    Raises CommTimeout naming the ranks that did not connect in time, CommError for one that has ended.
+    Args:
+        members: The ranks, which exchange their addresses and a token.
+
+    Returns:
+        By rank a connected socket, blocking and without a time limit. The caller closes it.
+
+    Raises:
+        CommTimeout: Ranks did not connect in time; `missing_ranks` names them.
+        CommError: A rank has ended.
     """
     token = members.agree_on_token()
     networks = members.exchange(_network())

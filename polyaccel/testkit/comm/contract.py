@@ -52,16 +52,33 @@ from polyaccel.testkit.comparison import equal, same_numbers
 
 
 class CommContract(ABC):
-    """Tests that a communicator keeps its contract; every method is a test, run at each of `world_sizes`."""
+    """Tests that a communicator obeys its contract; every method `test_*` is a test, run at each of `world_sizes`."""
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
     @abstractmethod
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """`[body(communicator of rank 0, *args), ...]`; a failing rank's exception is raised."""
+        """Run a function on each rank of a group. Blocks until all have ended.
+
+        Args:
+            world_size: Ranks of the group.
+            body: Called with the rank's communicator and `args`. It pickles where ranks are processes.
+            *args: Further arguments, which pickle.
+
+        Returns:
+            The results in rank order. A failing rank's exception is raised.
+        """
 
     def check(self, body: Callable[..., Any], *, world_sizes: tuple[int, ...] | None = None) -> None:
-        """Run `body` at every world size. Each rank must return how many checks it made, at least one."""
+        """Run a body at every world size.
+
+        Args:
+            body: Called with a communicator. It returns how many checks it made.
+            world_sizes: Numbers of ranks; None for `self.world_sizes`.
+
+        Raises:
+            AssertionError: A rank made no check.
+        """
         for world_size in world_sizes or self.world_sizes:
             counts = self.run(world_size, body)
             if len(counts) != world_size or not all(counts):
