@@ -53,10 +53,11 @@ class GatheredParameters:
     Collective: every rank enters and leaves it with the same arguments. It works at every stage, contexts nest, and one
     may be entered again. What is computed from the parameters inside may enter a loss.
 
-    With `modifier_rank`, leaving the context broadcasts what that rank wrote, and master weights follow. Any other
-    change raises ShardingError on every rank, and sharded parameters keep their old values. Changes are found by
-    version counters. They are found by values for parameters whose `.data` or numpy array was taken, and for all
-    parameters with `zero_optimization.enable_sanity_checks`. An exception that leaves the context writes nothing back.
+    With `modifier_rank`, leaving the context broadcasts what that rank wrote into `params`, and master weights follow.
+    Without it a change raises ShardingError on every rank, and sharded parameters keep their old values. Changes are
+    found by version counters. They are found by values for parameters whose `.data` or numpy array was taken, and for
+    all parameters with `zero_optimization.enable_sanity_checks`. An exception that leaves the context writes nothing
+    back.
 
     Args:
         params: A parameter, or an iterable of them. Those that belong to no engine are left alone.
@@ -66,8 +67,8 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        ShardingError: On leaving, a parameter was changed that may not be; the message names it. On entering,
-            `modifier_rank` does not exist.
+        ShardingError: On leaving: a parameter was changed without `modifier_rank`, or is not among `params`; the
+            message names it. On entering: `modifier_rank` does not exist.
 
     Example:
         ```python
