@@ -35,7 +35,7 @@ class CompressedAllReduce:
     Args:
         numel: Elements of the quantity. Each object serves one tensor, and keeps the errors of both rounds in host
             memory: 4 (1 + 1/N) bytes for each element on N ranks.
-        group: Communicator whose ranks take part, each with an object of its own; None is the default group.
+        group: Communicator whose ranks take part, each with its own object; None is the default group.
     """
 
     def __init__(self, numel: int, group: Communicator | None = None) -> None:

@@ -146,7 +146,9 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         return torch_device_of(self.accelerator)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the module, under autocast if the config or the caller says so. Collective if parameters are sharded.
+        """Run the module under the autocast of the config, or else of the caller.
+
+        Collective if parameters are sharded.
 
         Args:
             *inputs: Inputs of the module. Under fp16 floating tensors are cast to float16.
