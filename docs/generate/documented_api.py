@@ -116,7 +116,7 @@ def _defined(module: str, name: str) -> tuple[str, ast.ClassDef | Function] | No
     """The definition of `name` as seen in `module`, and the module that has it; None outside of polyaccel."""
     if not module.startswith("polyaccel") or not path_of(module).exists():
         return None
-    for node in _tree(module).body:
+    for node in reversed(_tree(module).body):  # overloads come before what they describe
         if isinstance(node, ast.ClassDef | Function) and node.name == name:
             return module, node
         if isinstance(node, ast.ImportFrom):

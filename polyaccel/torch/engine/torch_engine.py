@@ -44,10 +44,18 @@ log = getLogger(__name__)
 
 
 class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
-    """A torch module in training under ZeRO. Made by `polyaccel.initialize`.
+    """A torch module in training under ZeRO, built by `polyaccel.initialize`.
 
-    `engine(*inputs)` runs the module; `backward(loss)` computes gradients, and so does `loss.backward()`; `step()`
-    updates at the accumulation boundary. Attributes that the engine lacks are the module's.
+    `engine(*inputs)` runs the module; `backward(loss)` or `loss.backward()` computes gradients; `step()` updates at the
+    accumulation boundary. Attributes that the engine lacks are the module's. It has the methods of `Engine` too, such
+    as `global_steps` and `get_global_grad_norm`.
+
+    Args:
+        module: Module to train, on its device; the engine takes over its parameters.
+        runtime: Parts that follow from the config.
+        slice_optimizer: Optimizer of this rank's slices; None trains nothing.
+        groups: Optimizer groups: dicts of parameters and hyperparameters.
+        settings: How the module runs: autocast, recomputation, kernels.
     """
 
     zero: ZeroEngine
@@ -122,7 +130,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     @property
     def module(self) -> nn.Module:
-        """The user's module, its parameters up to date."""
+        """The user's module, with its parameters up to date."""
         self.zero.params.wait_all_gathers()
         return self._own_module
 
@@ -134,10 +142,21 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     @property
     def device(self) -> torch.device:
+        """Device that this rank's parameters are on."""
         return torch_device_of(self.accelerator)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output, under autocast if the config says so, or else the caller."""
+        """Run the module under the autocast of the config, or else of the caller.
+
+        Collective if parameters are sharded.
+
+        Args:
+            *inputs: Inputs of the module. Under fp16 floating tensors are cast to float16.
+            **named: Named inputs, treated the same way.
+
+        Returns:
+            The module's output.
+        """
         if self.runtime.casts_inputs and not getattr(self, "_receives", False):  # of users, not of another stage
             inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
@@ -155,8 +174,18 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     # Gradients.
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute the gradients of `loss`, a scalar, scaled for accumulation and fp16, and start reducing them.
-        Returns the loss divided by the accumulation steps. `scale_wrt_gas=False` leaves that division out.
+        """Compute the gradients of `loss` and start to reduce them. Collective.
+
+        Args:
+            loss: Scalar tensor. It is scaled here for accumulation and fp16.
+            retain_graph: Keep the graph for another backward pass, as in torch.
+            scale_wrt_gas: Divide by the accumulation steps (DeepSpeed's name).
+
+        Returns:
+            The loss divided by the accumulation steps, or as it is without `scale_wrt_gas`.
+
+        Raises:
+            PolyaccelError: `loss` is not a scalar tensor, or the engine has no optimizer.
         """
         self._require_optimizer()
         self.adapter.require_nothing_away()
@@ -170,15 +199,28 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         return shared
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for users who call `.backward()` on it themselves under fp16."""
+        """Multiply a loss by the loss scale, for users who call `.backward()` on it themselves under fp16.
+
+        Args:
+            loss: Scalar tensor.
+
+        Returns:
+            Scaled loss, part of the same graph.
+        """
         return self._passes.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate on this rank only; the first one outside reduces what they left."""
+        """Return a context whose backward passes accumulate on this rank only; the first one outside reduces their
+        gradients.
+        """
         return self._passes.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, accumulated ones too."""
+        """Discard all gradients, accumulated ones too.
+
+        Args:
+            set_to_none: As in `torch.nn.Module.zero_grad`, for gradients that the engine does not hold.
+        """
         self.adapter.discard_gradients()
         super().zero_grad(set_to_none)
         self.counters.begin_window()
@@ -195,7 +237,16 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     # The update.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
+        """End a micro-batch: at the accumulation boundary update the parameters and the learning-rate schedule.
+        Collective.
+
+        Args:
+            lr_kwargs: Named arguments of the schedule's `step`.
+
+        Raises:
+            PolyaccelError: It is called inside `no_sync`, or the engine has no optimizer.
+            LossScaleError: Gradients are not finite step after step, at the smallest loss scale of fp16.
+        """
         if not self._passes.reduce:
             raise PolyaccelError("step was called inside no_sync", hint="leave the no_sync block first")
         self._require_optimizer()
@@ -225,10 +276,18 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         return result
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
-        """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
-        epoch).
+        """Run one optimizer step, with all its micro-batches. Collective.
 
-        The module must return the loss, or a tuple, mapping or object that has it first or as `loss`. Returns the mean.
+        Args:
+            data_iter: Iterator of this rank's micro-batches: a mapping (named inputs), a sequence (inputs) or one
+                input. None takes the engine's own loader, epoch after epoch.
+
+        Returns:
+            Scalar: the mean loss of this rank's micro-batches.
+
+        Raises:
+            PolyaccelError: There is no data, or the module does not return its loss: alone, first in a tuple, or as
+                `loss`.
         """
         self.train()
         source = self._data(data_iter)
@@ -244,7 +303,19 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Any) -> Tensor:
-        """The loss of one micro-batch from `data_iter`, without gradients; the training mode is restored."""
+        """Compute the loss of one micro-batch without gradients, and restore the training mode.
+
+        Collective if parameters are sharded.
+
+        Args:
+            data_iter: Iterator whose next micro-batch is taken. None takes the engine's own loader.
+
+        Returns:
+            Scalar loss.
+
+        Raises:
+            PolyaccelError: There is no data, or the module does not return its loss.
+        """
         was_training = self.training
         self.eval()
         try:
@@ -265,7 +336,16 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     def deepspeed_io(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
     ) -> ShardedDataLoader[Any]:
-        """A loader of this rank's micro-batches of `dataset`, shuffled anew each epoch; see `ShardedDataLoader`."""
+        """Build a loader of this rank's micro-batches, shuffled again in each epoch. DeepSpeed's name.
+
+        Args:
+            dataset: torch Dataset or IterableDataset.
+            collate_fn: Makes a batch from a list of samples; None is torch's default.
+            num_workers: Processes that load samples; 0 loads in this one.
+
+        Returns:
+            Loader with the engine's micro-batch size, over the data-parallel ranks.
+        """
         line = self.mesh.group(("data",), self.communicator.rank)
         own: dict[str, Any] = {"rank": line.index(self.communicator.rank), "world_size": len(line)}
         own |= {"drop_last": self._module_settings.drop_last, "num_workers": num_workers}
@@ -282,8 +362,29 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError. With
-        `checkpoint.async` it returns when all is copied (`wait_for_checkpoint`)."""
+        """Write everything needed to resume exactly, at any world size. Collective.
+
+        With `checkpoint.async` it returns when this rank's part is copied; `wait_for_checkpoint` waits for the rest.
+
+        Args:
+            save_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of this checkpoint; None is `global_step` and the number of steps.
+            client_state: Values of the script's own, which `load_checkpoint` returns.
+            save_latest: Make this the checkpoint that a load without a tag takes.
+            exclude_frozen_parameters: Leave out parameters that are not trained, such as the base model of adapters.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: On every rank: this save failed, or the one before it, or an accumulation is unfinished.
+
+        Example:
+            ```python
+            engine.save_checkpoint("checkpoints", client_state={"epoch": epoch})
+            path, client_state = engine.load_checkpoint("checkpoints")
+            ```
+        """
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
         self._require_whole_optimizer_step()
@@ -308,12 +409,26 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         name_map: NameMap | None = None,
         custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
-        state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
-        dst=)` writes them itself. Without a tag, the newest complete one is taken, with a warning, if `latest` is not.
+        """Resume from a checkpoint of any world size, stage and framework. Collective.
 
-        Raises CheckpointError, on every rank and with nothing changed, for one that is missing or damaged, has another
-        optimizer's states, or, with `load_module_strict`, lacks parameters or their states, which else stay.
+        Args:
+            load_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of the checkpoint. None takes the latest, or a newer replica in memory; if it is not complete, the
+                newest complete one, with a warning.
+            load_module_strict: False leaves parameters as they are that the checkpoint lacks, or whose states it lacks.
+            load_optimizer_states: False leaves the optimizer's states as they are.
+            load_lr_scheduler_states: False leaves the learning-rate schedule as it is.
+            load_module_only: Load parameters and buffers only.
+            name_map: Saved names of parameters that have other names here: patterns, a function, or "flax".
+            custom_load_fn: Called as `fn(src=state_dict, dst=module)`; writes the checkpoint's tensors into `dst`
+                itself.
+
+        Returns:
+            (path of the checkpoint, client state).
+
+        Raises:
+            CheckpointError: On every rank and with nothing changed: it is missing or damaged, has another optimizer's
+                states, or, with `load_module_strict`, lacks parameters or their states.
         """
         self.adapter.require_nothing_away()
         choices = load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -351,12 +466,14 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     # What users ask.
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every optimizer group that has one."""
+        """Return the learning rate of every optimizer group that has one."""
         return list(learning_rates(self.optimizer.param_groups)) if self.optimizer is not None else []
 
     def destroy(self) -> None:
-        """Remove the hooks and let go of buffers. The module keeps its parameters' values: with sharded parameters it
-        is collective, and every rank then holds all of them. An engine that is closed stays as it is."""
+        """Remove the hooks and release buffers. Collective with sharded parameters, of which every rank then holds all.
+
+        The module keeps its parameters' values. A second call does nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True
