@@ -21,6 +21,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.deadline import Deadline
 from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
+from polyaccel.job.host_topology import HostTopology
 
 API_VERSION = (3, 0)
 DEFAULT_TIMEOUT_S = 600.0
@@ -118,6 +119,17 @@ class Communicator(ObjectCollectives):
     then added in order. Empty: all ranks are added one after another."""
     sent_numel: int = 0
     """Elements that this rank has sent to others so far (`Collective.sent_numel`); 0 where they are not counted."""
+    _host_topology: HostTopology | None = None
+
+    @property
+    def host_topology(self) -> HostTopology:
+        """Which ranks of the job share a host. `init_distributed` sets it, and wrappers and recorded groups keep it;
+        elsewhere the group's ranks are assumed to be the job's, on one host whose id is not known."""
+        return self._host_topology or HostTopology.one_host(self.ranks[self.rank], self.ranks)
+
+    @host_topology.setter
+    def host_topology(self, found: HostTopology) -> None:
+        self._host_topology = found
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Communicator | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,20 +75,17 @@ def _measure(args: argparse.Namespace, wanted: Sequence[tuple[str, int]], dtype:
     from polyaccel import comm
     from polyaccel.comm.benchmark.measure import measured
     from polyaccel.comm.benchmark.table import shown
-    from polyaccel.comm.discovery import local_rank
-    from polyaccel.comm.init.hosts import ranks_by_host
     from polyaccel.config import load_config
 
     comm.init_distributed(config=None if args.config is None else load_config(args.config), verbose=False)
     communicator = comm.default_communicator()
-    places = communicator.all_gather_object((socket.gethostname(), local_rank(default=communicator.rank)))
     table = measured(
         communicator,
         dtype,
         wanted,
         rounds=args.rounds,
         budget_s=args.budget,
-        ranks_on_hosts=map(len, ranks_by_host(places)),
+        ranks_on_hosts=map(len, communicator.host_topology.ranks_by_host),
     )
     if communicator.rank == 0:
         if args.json not in (None, "-"):

@@ -22,7 +22,7 @@ from polyaccel.comm.discovery import discover, export_torchrun_env, is_torchrun_
 from polyaccel.comm.flight_recorder.dump import FOLDER_VARIABLE, FlightRecorderDumper
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.init.backends import comm_backend, default_backend
-from polyaccel.comm.init.hosts import make_hierarchical
+from polyaccel.comm.init.hosts import find_hosts, make_hierarchical
 from polyaccel.comm.init.interfaces import name_interfaces
 from polyaccel.comm.secret import negotiate_job_secret
 from polyaccel.comm.torch_group import initialized_world
@@ -178,11 +178,15 @@ def connect(
         # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
         _log.info("%s; using %s", error.message, own)
         communicator = join(own)
-    if communicator.backend == "gloo" and rendezvous.local_world_size < rendezvous.world_size:
-        name_interfaces(communicator)
+    topology = communicator.host_topology
+    if communicator.world_size > 1:
+        topology = find_hosts(communicator, rendezvous.local_rank)
+    if communicator.backend == "gloo" and topology.num_hosts > 1:
+        name_interfaces(communicator, topology)
     if backend is None and communicator.backend == "gloo" and accelerator.works_on_host_memory:
-        communicator = make_hierarchical(communicator, rendezvous.local_rank)
+        communicator = make_hierarchical(communicator, topology)
     negotiate_job_secret(communicator)
+    communicator.host_topology = topology
     return RecordingCommunicator(communicator, debug=debug)
 
 

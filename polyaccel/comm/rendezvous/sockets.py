@@ -10,12 +10,10 @@ nothing delays no rank.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import NamedTuple
 
@@ -24,6 +22,7 @@ from polyaccel.comm.launchers.request import LOOPBACK
 from polyaccel.comm.rendezvous.ranks import RendezvousGroup
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.job import auth
+from polyaccel.job.host_topology import network_id
 
 _RANK_NBYTES = 4
 _HELLO_NBYTES = auth.MAC_NBYTES + _RANK_NBYTES
@@ -73,9 +72,10 @@ def connect_mesh(members: RendezvousGroup) -> dict[int, socket.socket]:
 
 
 def _network() -> str:
-    """A name that processes share which reach each other by the loopback."""
+    """A name that processes share which reach each other by the loopback. That is not the job's `HostTopology`, which
+    the ranks make once they are connected: containers of one host may have networks of their own."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        return network_id()
     except OSError:  # no Linux
         return socket.gethostname()
 

@@ -34,6 +34,7 @@ from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.comm.init.backends import comm_backend
 from polyaccel.comm.init.threads import DEFAULT_TIMEOUT_S, blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
+from polyaccel.job.host_topology import HostTopology, host_id
 from polyaccel.job.ports import free_port
 from polyaccel.testkit.progress import listen
 
@@ -378,6 +379,8 @@ def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, accele
     from polyaccel.comm.default import set_default_communicator
 
     communicator = comm_backend(backend)().connect(rendezvous, accelerator, timeout_s=comm_timeout_s)
+    with suppress(OSError):  # no Linux
+        communicator.host_topology = HostTopology.one_host(communicator.rank, communicator.ranks, host_id())
     if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
         sys.modules["torch"].set_num_threads(1)
     set_default_communicator(communicator)

@@ -13,7 +13,7 @@ from polyaccel.comm.backends.torch.communicator import TorchCommunicator
 from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.init.hosts import make_hierarchical
+from polyaccel.comm.init.hosts import find_hosts, make_hierarchical
 from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
@@ -75,7 +75,7 @@ def by_torch(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any:
 
 def on_two_hosts(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any:
     """`body` with ranks that a launcher counted 0, 1, 0, 1 on their hosts."""
-    both = make_hierarchical(comm, comm.rank % 2)
+    both = make_hierarchical(comm, find_hosts(comm, comm.rank % 2))
     assert isinstance(both, HierarchicalCommunicator)
     return body(both, *args)
 

@@ -18,12 +18,19 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import FileStorage, open_checkpoint
 from polyaccel.checkpoint.format import pieces
 from polyaccel.checkpoint.load.cooperative import reading, windows
+from polyaccel.comm.backends.local.thread_group import WorldState
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import CheckpointError
+from polyaccel.job.host_topology import HostTopology
 from polyaccel.testkit.ranks.threads import run_threads
 
 State = dict[tuple[str, str], bytes]
+
+
+def this_host() -> str:
+    topology = default_communicator().host_topology
+    return topology.id_by_rank()[topology.rank]
 
 
 class CountingStorage(FileStorage):
@@ -37,7 +44,7 @@ class CountingStorage(FileStorage):
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         if path.endswith(".safetensors"):
             with self.lock:
-                self.counts.update((windows._host(), path, at) for at in range(offset, offset + nbytes))
+                self.counts.update((this_host(), path, at) for at in range(offset, offset + nbytes))
         return super().read(path, offset, nbytes)
 
 
@@ -55,7 +62,11 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def on_hosts(monkeypatch: pytest.MonkeyPatch, ranks_a_host: int) -> None:
-    monkeypatch.setattr(windows, "_host", lambda: f"host{default_communicator().rank // ranks_a_host}")
+    def topology(self: WorldState, rank: int) -> HostTopology:
+        ranks = range(len(self.traces))
+        return HostTopology.of_notes(rank, [(f"host{other // ranks_a_host}", other) for other in ranks])
+
+    monkeypatch.setattr(WorldState, "host_topology", topology)
 
 
 def engine_of(stage: int, most_nbytes: int | None = None) -> Any:
