@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from polyaccel.cli.argument_types import whole_number
 from polyaccel.errors import LaunchError
 
 _DESCRIPTION = """\
@@ -30,8 +31,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument("--limit", type=parse_size, metavar="SIZE", help="in place of autotuning.memory_limit")
-    parser.add_argument("--trials", type=_count, metavar="N", help="in place of autotuning.tuner_num_trials")
-    parser.add_argument("--timeout", type=_count, metavar="S", help="in place of autotuning.trial_timeout")
+    count = whole_number("a number of 1 or more", 1)
+    parser.add_argument("--trials", type=count, metavar="N", help="in place of autotuning.tuner_num_trials")
+    parser.add_argument("--timeout", type=count, metavar="S", help="in place of autotuning.trial_timeout")
     parser.add_argument("--results", metavar="FOLDER", help="in place of autotuning.results_dir")
     parser.add_argument(
         "--comm", type=Path, metavar="FILE", help="speeds by `polyaccel comm bench --json FILE`; else they are measured"
@@ -39,12 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("config", metavar="CONFIG", help="path of the config")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="as for polyaccel run")
     parser.set_defaults(func=run)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

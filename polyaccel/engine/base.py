@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
-from typing import Any
+from typing import Any, TypeVar
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, Storage, open_checkpoint
@@ -21,16 +21,18 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.progress import EngineSettings, RunProgress
 from polyaccel.engine.rank_consistency import warn_of_uneven_batches
 from polyaccel.engine.recording import StepRecorder
+from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import ExpertFigures, MetricSink
 from polyaccel.observability.stats.work import WorkCounter
-from polyaccel.observability.timing import PhaseTimer
+from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 
 log = getLogger(__name__)
+Run = TypeVar("Run", bound=TrainingRun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Engine(RunProgress, ABC):
     monitor: MetricSink
     """Takes figures of the script's own beside those of each step: `engine.monitor.write_events([(tag, value, step)])`.
     """
+    optimizer: Any = None
     lr_scheduler: Any = None
     """The schedule that moves the learning rates after each applied step."""
     after_update: list[Callable[[bool], None]]
@@ -224,6 +227,38 @@ class Engine(RunProgress, ABC):
         if self._replicas is not None:
             self._replicas.settle()
 
+    def _save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        contents: Callable[[Mapping[str, Any]], SaveContents],
+    ) -> bool:
+        """Save what `contents` returns for the client state; without a `tag` under the number of the step."""
+        self._require_whole_optimizer_step()
+        state = self._state_to_save(client_state)
+        with self.timer(OUTSIDE):
+            tag = tag or f"global_step{self.global_steps}"
+            self._saver.save(save_dir, tag, contents(state), save_latest=save_latest)
+        return True
+
+    def _training_run(self, kind: Callable[..., Run], **own: Any) -> Run:
+        """Return the parts that a checkpoint holds, as they are now: a `kind` with fields of its `own`."""
+        optimizer = self.zero.optimizer
+        return kind(
+            zero=self.zero,
+            accelerator=self.accelerator,
+            communicator=self.communicator,
+            counters=self.counters,
+            loss_scaler=self.loss_scaler,
+            groups=None if optimizer is None else self.optimizer.param_groups,
+            optimizer_kind=None if optimizer is None else optimizer.kind,
+            schedule=self.lr_scheduler,
+            loading_nbytes=self._saver.policy.staging_nbytes,
+            **own,
+        )
+
     def _state_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a save holds as client state. Waits until states may be read by whoever moves them."""
         self._settle_replica()
@@ -243,17 +278,19 @@ class Engine(RunProgress, ABC):
     ) -> tuple[str, dict[str, Any]]:
         """`load` the checkpoint `tag` of `storage`, or the newest, which may be a replica where `is_whole` says that
         all of it is loaded. Collective. Returns what `load` does."""
-        self._settle_replica()
 
         def open_saved() -> CheckpointReader:
             return open_checkpoint(storage, tag, communicator=self.communicator, fallback=True)
 
-        if self._replicas is None or tag is not None or not is_whole:
-            loaded = load(open_saved())
-            if self._replicas is not None:
-                self._replicas.forget()
-        else:
-            loaded = self._replicas.resume(storage, open_saved, load)
+        with self.timer(OUTSIDE):
+            self._saver.wait()
+            self._settle_replica()
+            if self._replicas is None or tag is not None or not is_whole:
+                loaded = load(open_saved())
+                if self._replicas is not None:
+                    self._replicas.forget()
+            else:
+                loaded = self._replicas.resume(storage, open_saved, load)
         self.client_state, self._has_applied_not_finite = dict(loaded[1]), False
         return loaded
 

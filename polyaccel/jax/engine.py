@@ -118,11 +118,6 @@ class JaxEngine(Engine):
         leaves = [jax.ShapeDtypeStruct(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in self.adapter.leaves()]
         return jax.make_jaxpr(self._loss_function.call)(leaves, batch, jax.random.key(0))
 
-    @property
-    def optimizer_kind(self) -> str | None:
-        """Kind of the optimizer (`SliceOptimizer.kind`); None without one."""
-        return None if self.zero.optimizer is None else self.zero.optimizer.kind
-
     # Running the function.
 
     @property
@@ -354,12 +349,7 @@ class JaxEngine(Engine):
             ```
         """
         self._require_own_process()
-        self._require_whole_optimizer_step()
-        state = self._state_to_save(client_state)
-        with self.timer(OUTSIDE):
-            contents = self._contents(state)
-            self._saver.save(save_dir, tag or f"global_step{self.global_steps}", contents, save_latest=save_latest)
-        return True
+        return self._save(save_dir, tag, client_state, save_latest, self._contents)
 
     def _contents(self, client_state: Mapping[str, Any]) -> SaveContents:
         allows_bytes = self._saver.policy.allows_bytes
@@ -407,28 +397,11 @@ class JaxEngine(Engine):
                 custom=None if custom_load_fn is None else OwnTree(custom_load_fn, self.params),
             )
 
-        with self.timer(OUTSIDE):
-            self._saver.wait()
-            is_whole = (
-                load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None
-            )
-            return self._resume(self.runtime.storage(load_dir), tag, load, is_whole=is_whole)
+        is_whole = load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None
+        return self._resume(self.runtime.storage(load_dir), tag, load, is_whole=is_whole)
 
     def _run(self) -> TrainingRun:
-        """The parts that a checkpoint holds, as they are now."""
-        kind = self.optimizer_kind
-        return TrainingRun(
-            zero=self.zero,
-            accelerator=self.accelerator,
-            communicator=self.communicator,
-            counters=self.counters,
-            loss_scaler=self.loss_scaler,
-            groups=None if kind is None else self.optimizer.param_groups,
-            optimizer_kind=kind,
-            schedule=self.lr_scheduler,
-            model_parallel_group=self._beyond,
-            loading_nbytes=self._saver.policy.staging_nbytes,
-        )
+        return self._training_run(TrainingRun, model_parallel_group=self._beyond)
 
     # What users ask.
 

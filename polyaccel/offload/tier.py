@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
+from polyaccel.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,26 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release all buffers and the place. May be called again."""
+
+
+class HostBackedTier(Tier):
+    """Base of tiers whose buffers pass through the host's memory, where the host's kernels update them."""
+
+    def __init__(self) -> None:
+        self._memory: HostMemory | None = None
+
+    @property
+    def compute(self) -> Accelerator:
+        return self._opened.host
+
+    @property
+    def _opened(self) -> HostMemory:
+        if self._memory is None:
+            raise InvariantError(f"the {self.name} tier was used before it was opened, or after it was closed")
+        return self._memory
+
+    def stage(self, numel: int, dtype: DType) -> Buffer:
+        return self._opened.allocate(numel, dtype)
 
 
 class HostMemory:

@@ -58,6 +58,7 @@ class Storage(ABC):
     is_cached: ClassVar[bool] = False
     """Whether the system caches what was just read. A load then verifies first and reads again, instead of keeping
     everything that it has verified."""
+    _failures: ClassVar[type[Exception]] = OSError
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
         self.location = os.fspath(location)
@@ -193,6 +194,32 @@ class Storage(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"
+
+    def _show(self, path: str) -> str:
+        return f"{self.location.rstrip('/')}/{path}" if path else self.location
+
+    def _parts(self, path: str) -> tuple[str, ...]:
+        """Return the folders and the name of `path`. Raises CheckpointError for one that leads out of the location."""
+        parts = PurePosixPath(path)
+        if parts.is_absolute() or ".." in parts.parts:
+            hint = "the checkpoint is damaged or forged"
+            raise CheckpointError(f"{path!r} leads out of {self.location}", hint=hint, value=path)
+        return parts.parts
+
+    @contextmanager
+    def _explain(self, path: str, verb: str) -> Iterator[None]:
+        """Turn the `_failures` of the place into CheckpointErrors, each with the hint of `_cure`."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except self._failures as error:
+            cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            hint = self._cure(error, verb)
+            raise CheckpointError(f"cannot {verb} {self._show(path)}: {cause}", hint=hint, value=path) from error
+
+    def _cure(self, error: Any, verb: str) -> str:
+        return ""
 
 
 class FileStorage(Storage):
@@ -352,30 +379,12 @@ class FileStorage(Storage):
         _fsync_directory(directory.parent)
 
     def _resolve(self, path: str) -> Path:
-        parts = PurePosixPath(path)
-        if parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(
-                f"{path!r} leads out of {self.location}", hint="the checkpoint is damaged or forged", value=path
-            )
-        return Path(self.location, *parts.parts)
+        return Path(self.location, *self._parts(path))
 
-    def _show(self, path: str) -> str:
-        return os.path.join(self.location, path) if path else self.location
-
-    @contextmanager
-    def _explain(self, path: str, verb: str) -> Iterator[None]:
-        """Turn the operating system's errors into ours."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as error:
-            hint = "check that the directory exists on every host and that you may use it"
-            if error.errno in _FULL:
-                hint = "the disk or quota is full: free some space; earlier checkpoints are intact"
-            raise CheckpointError(
-                f"cannot {verb} {self._show(path)}: {error.strerror or error}", hint=hint, value=path
-            ) from error
+    def _cure(self, error: Any, verb: str) -> str:
+        if error.errno in _FULL:
+            return "the disk or quota is full: free some space; earlier checkpoints are intact"
+        return "check that the directory exists on every host and that you may use it"
 
 
 def as_storage(place: Storage | str | os.PathLike[str]) -> Storage:

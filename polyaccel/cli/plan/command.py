@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyaccel.cli.argument_types import non_negative, positive, whole_number
 from polyaccel.errors import PolyaccelError
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_count = whole_number("a number of 1 or more", 1)
+_seconds = positive("a number of seconds above 0")
+_time = non_negative("a time of 0 or more")
 
 _DESCRIPTION = """\
 Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
@@ -108,32 +113,6 @@ def parse_size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 16G, 512M or a number of bytes")
     return int(float(match[1]) * 1024 ** _EXPONENTS[match[2].upper()])
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds
-
-
-def _time(text: str) -> float:
-    try:
-        time = float(text)
-    except ValueError:
-        time = -1.0
-    if not 0 <= time < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time of 0 or more")
-    return time
 
 
 def _times(text: str) -> tuple[float, float, float]:

@@ -15,22 +15,9 @@ import numpy.typing as npt
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import (
-    CAST,
-    DEQUANTIZE,
-    LARGEST_CODE,
-    QUANTIZE,
-    REDUCE,
-    SCALE,
-    SQUARE_SUMS,
-    UPDATE,
-    ArrayMath,
-    KernelTable,
-    Rule,
-    StochasticRounding,
-    code_bits,
-)
+from polyaccel.ops.base import LARGEST_CODE, ArrayMath, KernelTable, Rule, StochasticRounding, code_bits
 from polyaccel.ops.rounding import bfloat16_bits, float16_bits, random_bits
+from polyaccel.ops.table import by_op
 
 Array = npt.NDArray[Any]
 _CHUNK_NUMEL = 1 << 16
@@ -38,18 +25,7 @@ _CHUNK_NUMEL = 1 << 16
 
 def numpy_kernels() -> KernelTable:
     """Return the table of these kernels."""
-    return KernelTable(
-        "numpy",
-        {
-            REDUCE: combine,
-            SCALE: scale,
-            CAST: cast,
-            SQUARE_SUMS: square_sums,
-            UPDATE: update,
-            QUANTIZE: quantize,
-            DEQUANTIZE: dequantize,
-        },
-    )
+    return KernelTable("numpy", by_op(combine, scale, cast, square_sums, update, quantize, dequantize))
 
 
 _COMBINE: dict[ReduceOp, np.ufunc] = {

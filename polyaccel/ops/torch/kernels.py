@@ -26,22 +26,9 @@ from torch import Tensor
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import (
-    CAST,
-    DEQUANTIZE,
-    LARGEST_CODE,
-    QUANTIZE,
-    REDUCE,
-    SCALE,
-    SQUARE_SUMS,
-    UPDATE,
-    Formula,
-    KernelTable,
-    Rule,
-    StochasticRounding,
-    code_bits,
-)
+from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, code_bits
 from polyaccel.ops.optimizers import ADAM, ADAMW
+from polyaccel.ops.table import by_op
 from polyaccel.ops.torch.rounding import write_weights
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other
@@ -55,18 +42,7 @@ _FUSED_ADAM_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 def torch_kernels() -> KernelTable:
     """Return the table of these kernels."""
-    return KernelTable(
-        "torch",
-        {
-            REDUCE: combine,
-            SCALE: scale,
-            CAST: cast,
-            SQUARE_SUMS: square_sums,
-            UPDATE: update,
-            QUANTIZE: quantize,
-            DEQUANTIZE: dequantize,
-        },
-    )
+    return KernelTable("torch", by_op(combine, scale, cast, square_sums, update, quantize, dequantize))
 
 
 def _chunk_numel(tensor: Tensor) -> int:

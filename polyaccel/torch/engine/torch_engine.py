@@ -25,7 +25,7 @@ from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.checkpoint.contents import TorchRun, contents_of
 from polyaccel.torch.checkpoint.custom_loading import CustomLoad
-from polyaccel.torch.checkpoint.load import LoadOptions, frozen_with_states, load_run, optimizer_kind
+from polyaccel.torch.checkpoint.load import LoadOptions, frozen_with_states, load_run
 from polyaccel.torch.checkpoint.offload_states import OffloadedStates, OffloadsStates
 from polyaccel.torch.checkpoint.unfreezing import is_due, migrate_optimizer_state
 from polyaccel.torch.checkpoint.whole_model import HasWholeModel
@@ -387,12 +387,8 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         """
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
-        self._require_whole_optimizer_step()
-        state = self._state_to_save(client_state)
-        with self.timer(OUTSIDE):
-            contents = self._contents(state, exclude_frozen=exclude_frozen_parameters)
-            self._saver.save(save_dir, tag or f"global_step{self.global_steps}", contents, save_latest=save_latest)
-        return True
+        contents = partial(self._contents, exclude_frozen=exclude_frozen_parameters)
+        return self._save(save_dir, tag, client_state, save_latest, contents)
 
     def _contents(self, client_state: Mapping[str, Any], *, exclude_frozen: bool = False) -> SaveContents:
         allows_bytes = self._saver.policy.allows_bytes
@@ -439,29 +435,14 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
             self._train_unfrozen(resumed)
             return load_run(self._run(), saved, wanted)
 
-        with self.timer(OUTSIDE):
-            self._saver.wait()
-            loaded = self._resume(self.runtime.storage(load_dir), tag, load, is_whole=wanted.is_whole)
+        loaded = self._resume(self.runtime.storage(load_dir), tag, load, is_whole=wanted.is_whole)
         self._own_data = None  # its position has changed
         self.adapter.forget_changes()
         return loaded
 
     def _run(self) -> TorchRun:
-        """The parts that a checkpoint holds, as they are now."""
-        return TorchRun(
-            zero=self.zero,
-            accelerator=self.accelerator,
-            communicator=self.communicator,
-            counters=self.counters,
-            loss_scaler=self.loss_scaler,
-            groups=None if self.optimizer is None else self.optimizer.param_groups,
-            optimizer_kind=optimizer_kind(self.zero.optimizer),
-            schedule=self.lr_scheduler,
-            model_parallel_group=self.zero.model_parallel_group,
-            loading_nbytes=self._saver.policy.staging_nbytes,
-            adapter=self.adapter,
-            data=self.training_dataloader,
-        )
+        own = {"model_parallel_group": self.zero.model_parallel_group, "data": self.training_dataloader}
+        return self._training_run(TorchRun, adapter=self.adapter, **own)
 
     # What users ask.
 

@@ -20,6 +20,7 @@ from parity_models import (
     relative_distance,
     snapshot,
 )
+from stage_cases import stages
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
@@ -31,7 +32,6 @@ BEFORE, AFTER = 3, 2
 SAMPLES = 48
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}}
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def dataset():

@@ -11,7 +11,7 @@ import torch
 from gradient_statements import STATEMENTS, gradients, halve
 from pairwise import combinations
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -31,7 +31,6 @@ from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
 
 STEPS = 2
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STAGES = {
     "stage 0": (0, SMALL),
     "stage 1": (1, SMALL),

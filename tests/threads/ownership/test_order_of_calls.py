@@ -12,7 +12,7 @@ import pytest
 import torch
 from pairwise import combinations
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_close,
     batch,
     grouped,
@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 import polyaccel
 from polyaccel.errors import PolyaccelError, ShardingError
 
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STAGES = {
     "stage 0": (0, SMALL),
     "stage 1": (1, SMALL),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -22,7 +22,6 @@ import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
 
 STEPS = 3
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from pairwise import combinations
-from parity_models import SMALL_BUCKET, assert_bitwise, assert_close, make_config, on_threads, snapshot
+from parity_models import SMALL, assert_bitwise, assert_close, make_config, on_threads, snapshot
 from stage3_models import WIDTH, Gpt, seeded, token_loss
 from torch import nn
 
@@ -16,7 +16,6 @@ import polyaccel
 from polyaccel.errors import ShardingError
 from polyaccel.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 SHARDED = {**SMALL, "stage3_param_persistence_threshold": 20}
 STAGES = {
     "stage 0": (0, SMALL),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pairwise import combinations
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     grouped,
@@ -17,15 +17,14 @@ from parity_models import (
     snapshot,
     train_plainly,
 )
+from stage_cases import stages
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import polyaccel
 from polyaccel.errors import CheckpointError, ConfigError, ShardingError
 
 STEPS = 3
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 TORCH = torch.optim
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def client_config(stage, **changes):

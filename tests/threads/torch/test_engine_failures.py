@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_close,
     batch,
     drawn_from,
+    engine_for,
     make_config,
     on_threads,
     parity_loss,
@@ -16,14 +17,11 @@ from parity_models import (
     snapshot,
     train_plainly,
 )
+from stage_cases import both_backwards, stages
 from torch import nn
 
 import polyaccel
 from polyaccel.errors import ConfigError, InvariantError, PolyaccelError, ShardingError
-
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
-both_backwards = pytest.mark.parametrize("own_backward", [True, False], ids=["engine.backward", "loss.backward"])
 
 
 class Explosion(Exception):
@@ -66,11 +64,6 @@ def model() -> Model:
 
 def inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def engine_for(module, config, **arguments):
-    engine, *_ = polyaccel.initialize(model=module, config=config, **arguments)
-    return engine
 
 
 @pytest.fixture

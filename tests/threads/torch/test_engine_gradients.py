@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -24,6 +24,7 @@ from parity_models import (
     train_on_threads,
     train_plainly,
 )
+from stage_cases import both_backwards, stages
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,10 +32,6 @@ import polyaccel
 from polyaccel.errors import ShardingError
 
 STEPS = 3
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
-both_backwards = pytest.mark.parametrize("own_backward", [True, False], ids=["engine.backward", "loss.backward"])
 
 
 class Branches(nn.Module):

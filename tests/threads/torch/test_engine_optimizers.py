@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     make_config,
@@ -19,7 +19,6 @@ import polyaccel
 from polyaccel.errors import ConfigError
 
 STEPS = 3
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 
 
 class PlainLion(torch.optim.Optimizer):

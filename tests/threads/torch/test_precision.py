@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -22,6 +22,7 @@ from parity_models import (
     train_on_threads,
     train_plainly,
 )
+from stage_cases import stages
 from torch import nn
 
 import polyaccel
@@ -29,9 +30,7 @@ from polyaccel.errors import LossScaleError, PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.engine.autocast import ForwardAutocast
 
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STEPS = 3
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def fp16(**settings):
