@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -11,13 +11,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.load.name_map import NameMap
 from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.engine.base import Engine, learning_rates
-from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.observability.timing import OUTSIDE
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
@@ -33,7 +33,7 @@ from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader, call_with, 
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.profiling.forward_work import ForwardWork
-from polyaccel.torch.settings import ModuleSettings
+from polyaccel.torch.rewrites import REWRITES, AppliedRewrite, RewriteContext
 from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.torch.sharding.transforms import explaining_refusal, is_transforming
@@ -59,45 +59,58 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     """
 
     zero: ZeroEngine
+    linears: Linears
     _warned_of_16_bits = _is_closed = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        runtime: EngineBuilder,
-        slice_optimizer: SliceOptimizer | None,
-        groups: ParamGroups,
-        settings: ModuleSettings,
-    ) -> None:
+    def __init__(self, rewrites: RewriteContext) -> None:
         super().__init__()
-        self._modules["module"] = module
-        self.runtime, self._stage_runtime = runtime, runtime.of_stage()
-        self._compose(runtime.engine_parts())
+        self._modules["module"] = module = rewrites.model
+        self.runtime, self._stage_runtime = rewrites.runtime, rewrites.runtime.of_stage()
+        self._compose(self.runtime.engine_parts())
         self.training_dataloader: Any = None
-        self._module_settings = settings
+        self._module_settings = settings = rewrites.settings
         self._autocast = ForwardAutocast(self.device.type, settings.autocast_dtype)
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
         self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
-        self._lay_out(slice_optimizer, groups)
+        self.recomputation: Recomputation | None = None
+        self._rewrites = rewrites
+        rewrites.engine = self
+        rewrites.apply([one for one in REWRITES if one.needs_engine])
+        rewrites.engine = None
         self.optimizer: Any = None
+        slice_optimizer, groups = rewrites.slice_optimizer, rewrites.groups
         if slice_optimizer is not None:
             evaluates = isinstance(slice_optimizer, ClientOptimizer) and slice_optimizer.evaluates
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
         self.adapter.broadcast_buffers(self._stage_runtime.communicator)
-        self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
-        trace, notes = (
-            self._recorder.trace,
-            lambda: self.adapter.saved_tensor_hooks(),
-        )  # of an adapter that may be made anew
-        self._recomputation = Recomputation(
-            module, settings.recompute, self.accelerator, runtime.process_group_for, notes, trace
-        )
         whole = self.adapter.param_specs(), frozenset(self.adapter.unit_names().values())
         self._work = ForwardWork(module, settings, self._recorder, self.counters, *whole)
         self._recorder.begin()
+
+    # Rewrites of the module. See `polyaccel.torch.rewrites`.
+
+    @property
+    def rewrites(self) -> tuple[AppliedRewrite, ...]:
+        """What was changed of the module, in the order in which it was applied."""
+        return tuple(self._rewrites.applied)
+
+    def shard_parameters(self) -> tuple[str, ...]:
+        """Lay out the parameters in buckets, for `ZeroShards`; returns their names. Collective."""
+        self._lay_out(self._rewrites.slice_optimizer, self._rewrites.groups)
+        return tuple(spec.fqn for spec in self.adapter.param_specs())
+
+    def unshard_parameters(self) -> None:
+        """Give the parameters memory of their own again. Collective where they are sharded."""
+        self.adapter.release()
+        self._passes.close()
+        self.zero.close()
+
+    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
+        """Hooks that replace sharded parameters among saved tensors by references; None where nothing is sharded."""
+        return self.adapter.saved_tensor_hooks()
 
     def _lay_out(
         self, slice_optimizer: SliceOptimizer | None, groups: ParamGroups, trained: Collection[str] = ()
@@ -163,9 +176,10 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         if is_trained_on:
             self._train_unfrozen()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
+        again = nullcontext() if self.recomputation is None else self.recomputation.forward_pass(inputs, named)
         counted = self._work.forward_pass(inputs, named, counts=is_trained_on)
         refusals = explaining_refusal(self._own_module)
-        with charge, self._autocast(), counted, self._recomputation.forward_pass(inputs, named), refusals:
+        with charge, self._autocast(), counted, again, refusals:
             outputs = self._own_module(*inputs, **named)
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
@@ -462,11 +476,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         if self.adapter.away:
             self.reload_states()
         self.zero.params.wait_all_gathers()
-        self._linears.release()
-        self._recomputation.release()
-        self.adapter.release()
-        self._passes.close()
-        self.zero.close()
+        self._rewrites.remove()
         self.runtime.leave_groups()
         self._recorder.close()
 

@@ -107,7 +107,7 @@ def test_a_cut_model_alone_is_not_run():
             engine.module.gates[0 if communicator.rank else 3](torch.ones(2, 6))
         engine.destroy()
         interval = {"stages": 2, "activation_checkpoint_interval": 1}
-        with pytest.raises(ConfigError, match=r"pipeline\.activation_checkpoint_interval = 1: a model that is"):
+        with pytest.raises(ConfigError, match=r"pipeline\.activation_checkpoint_interval = 1"):
             polyaccel.initialize(model=deepcopy(gates()), config={**CONFIG, "pipeline": interval})
         return True
 

@@ -433,7 +433,7 @@ def test_the_limit_is_kept_and_more_memory_means_less_work():
     batch = tokens(0, 0, 0, (16, 64), vocab=64)
     probe = limited_engine(1 << 40)
     probe(batch)
-    costs = probe._recomputation.blocks.costs
+    costs = probe.recomputation.blocks.costs
     least, most = (costs.peak_nbytes(costs.all_at(level)) for level in (Level.NOTHING, Level.EVERYTHING))
     assert least < 0.5 * most
     work, kepts = [], []
@@ -442,7 +442,7 @@ def test_the_limit_is_kept_and_more_memory_means_less_work():
         engine = limited_engine(limit)
         engine.backward(engine(batch))  # the trial
         engine.zero_grad()
-        levels = engine._recomputation.blocks.levels
+        levels = engine.recomputation.blocks.levels
         kept, peak = measured(engine, batch)
         assert kept <= limit + 4  # the loss itself
         assert kept == pytest.approx(costs.kept_nbytes(levels), rel=0.1)
@@ -460,7 +460,7 @@ def test_the_trial_itself_keeps_the_limit():
     batch = tokens(0, 0, 0, (16, 64), vocab=64)
     engine = limited_engine(1 << 40)
     kept, _ = measured(engine, batch)
-    costs = engine._recomputation.blocks.costs
+    costs = engine.recomputation.blocks.costs
     assert kept <= 1.1 * costs.kept_nbytes(costs.all_at(Level.NOTHING))
 
 
