@@ -154,14 +154,15 @@ def test_a_backend_keeps_the_contract(outcomes: dict[tuple[str, str], Future[Non
 
 
 @pytest.mark.parametrize(
-    ("suite", "test", "message"),
+    ("suite", "test", "named"),
     [
-        ("NamesNobody", STAYS_AWAY, r"by the error of rank 0: expected 1 and not 0, got \[\]"),
-        ("NamesNobody", DIES, "rank 1 was killed, and another one does not say so"),
+        ("NamesNobody", STAYS_AWAY, "rank 0"),
+        ("NamesNobody", DIES, "rank 1"),
     ],
 )
 def test_a_time_limit_without_a_name_breaks_the_contract(
-    outcomes: dict[tuple[str, str], Future[None]], suite: str, test: str, message: str
+    outcomes: dict[tuple[str, str], Future[None]], suite: str, test: str, named: str
 ) -> None:
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError) as caught:
         outcomes[suite, test].result()
+    assert named in str(caught.value)

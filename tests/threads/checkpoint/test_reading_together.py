@@ -160,8 +160,9 @@ def test_a_read_that_fails_while_taking_over_ends_on_all_ranks(
         engine = engine_of(2, most_nbytes)
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(tmp_path), tag="t")
-        with pytest.raises(polyaccel.errors.PolyaccelError, match="loading 't'"):
+        with pytest.raises(polyaccel.errors.PolyaccelError) as refused:
             engine.save_checkpoint(str(tmp_path / "half"))
+        assert refused.value.value == "loading 't'"
         return caught.value.message
 
     monkeypatch.setattr(reading.CooperativeReader, "read", failing)
@@ -185,8 +186,10 @@ def test_a_file_that_changes_between_the_passes_is_found(tmp_path: Path, monkeyp
         real(self, *args)
 
     monkeypatch.setattr(reading.CooperativeReader, "load", flip_and_take_over)
-    with pytest.raises(CheckpointError, match=rf"taking over 't' failed on rank \d: .*{piece.file} in .* is damaged"):
+    with pytest.raises(CheckpointError) as caught:
         run_threads(2, load, str(tmp_path), 1, 1, {})
+    assert caught.value.value == (1,)
+    assert all(part in str(caught.value) for part in ("'t'", piece.file))
 
 
 def test_what_is_got_out_of_order_or_more_often_is_still_right(tmp_path: Path) -> None:

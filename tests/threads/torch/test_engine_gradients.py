@@ -282,8 +282,9 @@ def test_backward_through_a_graph_from_before_the_step_is_an_error(stage):
         old = parity_loss(engine, 0, 0, communicator.rank)
         engine.backward(parity_loss(engine, 1, 0, communicator.rank))
         engine.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(RuntimeError) as caught:
             engine.backward(old)
+        assert "inplace" in str(caught.value)
         engine.zero_grad()
         engine.backward(parity_loss(engine, 2, 0, communicator.rank))  # and the engine goes on
         engine.step()
@@ -296,6 +297,7 @@ def test_a_sparse_gradient_is_an_error_that_names_the_parameter():
         engine, *_ = polyaccel.initialize(model=model, config=make_config(2))
         engine.backward(engine(torch.tensor([1, 2])).square().mean())
 
-    with pytest.raises(ShardingError, match="gradient of 'weight' is sparse") as caught:
+    with pytest.raises(ShardingError) as caught:
         on_threads(1, sparse, lambda: nn.Embedding(9, 3, sparse=True))
+    assert caught.value.value == "weight"
     assert "sparse=False" in caught.value.hint
