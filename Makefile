@@ -144,12 +144,13 @@ check: $(STAMP) ## answer in a minute: style, types, the imports between package
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
-lint: $(STAMP) ## check style, types and the imports between packages
+lint: $(STAMP) ## check style, types, the imports between rooms, and the docstrings of the documented API
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for example in $(EXAMPLES); do MYPYPATH=examples/$$example $(BIN)/mypy examples/$$example || exit 1; done
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/pydoclint -q $$($(BIN)/python docs/generate/documented_api.py)
 
 docs: $(STAMP) ## build the documentation in build/docs; a warning is an error (ARGS=serve: look at it while you write)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)

@@ -208,11 +208,7 @@ class OptaxOptimizer(SliceOptimizer):
             states[name].fill(start or 0.0)
 
     def update(
-        self,
-        shards: Iterable[Shard],
-        groups: Sequence[Group],
-        grad_scale: float,
-        communicator: Communicator,
+        self, shards: Iterable[Shard], groups: Sequence[Group], grad_scale: float, communicator: Communicator
     ) -> Iterator[Shard]:
         before = dict(self.numbers)
         for shard in shards:

@@ -187,6 +187,7 @@ class Linears:
         self, module: nn.Module, accelerator: Accelerator, communicator: Communicator, configured: MatrixChoice
     ) -> None:
         self._layers: list[nn.Linear] = []
+        self._names: list[str] = []
         self._shared: list[SharedModule] = []
         self._heads: list[TiledHead] = []
         self._experts: list[ExpertParallelExperts | StackedExperts] = []
@@ -200,7 +201,7 @@ class Linears:
         products = None
         if any(op in table for op in _LAYERS_OPS):
             products = MatmulKernels.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
-        for layer in module.modules():
+        for name, layer in module.named_modules():
             if isinstance(layer, SharedModule):  # experts too, whose tensor ranks add up what each of them gives
                 layer.share.ranks.products = products
                 self._shared.append(layer)
@@ -215,9 +216,17 @@ class Linears:
             elif isinstance(head := layer.__dict__.get("forward"), TiledHead):
                 head.products = products
                 self._heads.append(head)
+            else:
+                continue
+            self._names.append(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Full names of the modules that have other products."""
+        return tuple(self._names)
 
     def __len__(self) -> int:
-        """How many layers have other products."""
+        """How many linear layers have other products."""
         return len(self._layers)
 
     def release(self) -> None:

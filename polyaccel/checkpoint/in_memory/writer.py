@@ -73,7 +73,7 @@ class ReplicaWriter:
     ) -> None:
         self._communicator = communicator
         self._is_leader = places.is_leader(communicator.rank)
-        room = MemoryBudget(communicator.rank, communicator.world_size, limit_nbytes)
+        room = MemoryBudget(communicator.rank, communicator.host_topology.local_size, limit_nbytes)
         self._own = DoubleBuffer(communicator.rank, room)
         self._neighbours = NeighbourCopies(communicator, places, room) if places.count > 1 else None
         self._client: KeeperClient | None = None

@@ -33,10 +33,16 @@ CUT = PartitionSpec(AXIS)
 
 
 def init_distributed(**arguments: Any) -> None:
-    """`polyaccel.init_distributed(**arguments)`, and the same for JAX, for `"jax": {"execution": "native"}`.
+    """Join all ranks, and the processes of JAX too, for `"jax": {"execution": "native"}`. Collective.
 
-    A script whose processes train together calls this before it makes its first array. Raises CommError where that has
-    happened already, or when the processes cannot meet.
+    A script whose processes train together calls this before it makes its first array.
+
+    Args:
+        **arguments: Arguments of `polyaccel.init_distributed`.
+
+    Raises:
+        CommError: An array was made before, or the processes cannot join.
+        CommTimeout: Some ranks do not come in time.
     """
     comm.init_distributed(**arguments)
     join_processes(default_communicator())

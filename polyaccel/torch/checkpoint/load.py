@@ -31,7 +31,6 @@ from polyaccel.torch.checkpoint.random_states import RandomStates
 from polyaccel.torch.checkpoint.saved_buffers import Reader, module_buffers, read_buffer, saved_buffers
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.trained_state import over_stages
-from polyaccel.zero.update.optimizers import SliceOptimizer
 
 log = getLogger(__name__)
 
@@ -241,11 +240,6 @@ def _same_base(reader: RenamedReader, values: SavedValues, base: Mapping[str, st
             value=sorted(others),
         )
     return frozenset(left_out)
-
-
-def optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
-    """The kind of optimizer whose states those of `optimizer` are; None without one."""
-    return None if optimizer is None else optimizer.kind
 
 
 def _allocate_client_states(zero: ZeroEngine, reader: Reader) -> None:

@@ -61,6 +61,12 @@ class SequenceParallel:
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
 
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Full names of the modules that compute with parts of sequences."""
+        modules = self._model.named_modules()
+        return tuple(name for name, one in modules if one is self._model or one is self._transformer)
+
     def remove(self) -> None:
         """Let the model run whole again."""
         for handle in self._handles:

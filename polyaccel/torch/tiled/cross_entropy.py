@@ -23,10 +23,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.context_parallel.losses import IGNORED
 from polyaccel.torch.tensor_parallel.cross_entropy import over_ranks
 from polyaccel.torch.tensor_parallel.ranks import MatrixProducts, TensorRanks
+from polyaccel.torch.tiled.functions import scaled_gradients
 
-IGNORED = -100
 TILE_NUMEL = 1 << 22
 """Logits of a tile where nobody says how many tokens one has: 16 MB in float32, of which a few are alive at a time."""
 _LEAST_TOKENS = 16
@@ -121,11 +122,7 @@ class _TiledLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = [
-            None if each is None else (each * grad.to(each.dtype)).to(dtype)
-            for each, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
-        ]
-        return (*found, *(None,) * 7)
+        return (*scaled_gradients(ctx, grad), *(None,) * 7)
 
 
 def _loss_and_gradient(

@@ -114,6 +114,7 @@ class LocalCommunicator(Communicator):
         self.ranks = place.ranks
         self.accelerator = accelerator
         self.timeout_s = place.state.timeout_s
+        self.host_topology = place.state.host_topology(self.ranks[rank])
         self._place = place
         self._closed = False
 

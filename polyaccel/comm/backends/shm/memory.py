@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from polyaccel.accelerators.memory.host import aligned_shift, spare_nbytes
 from polyaccel.comm.backends.shm.library import shm_library
-from polyaccel.comm.host_address import host_name, start_of
+from polyaccel.comm.host_address import start_of
 from polyaccel.errors import CommError
+from polyaccel.job.host_topology import host_id
 
 _TOKEN_NBYTES = 32
 _ROUND_NBYTES = 1 << 16  # no page of any architecture is larger
@@ -48,7 +49,7 @@ class Member:
 
     @classmethod
     def of_this_process(cls, heap: Heap) -> Member:
-        return cls(os.getpid(), start_of("self"), heap.file, heap.token, host_name())
+        return cls(os.getpid(), start_of("self"), heap.file, heap.token, host_id())
 
 
 @dataclass(frozen=True)
