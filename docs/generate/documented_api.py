@@ -174,6 +174,8 @@ def _inherits(module: str, node: ast.ClassDef, method: str) -> bool:
 
 
 def _function_gaps(node: Function, text: str | None) -> Iterator[str]:
+    if any(ast.unparse(mark).endswith(".setter") for mark in node.decorator_list):
+        return  # the property describes it
     doc = split(text)
     if not doc.prose:
         yield ": docstring"

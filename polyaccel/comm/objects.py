@@ -1,6 +1,6 @@
 """Object collectives: plain values as bytes, which a receiver never executes.
 
-[Note: No pickle of a peer]
+[Note: Pickle-free messages]
 Every process that reaches a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend
 reads one: values are sent as `polyaccel.core.tagged_json`, and received bytes become a plain value or a CommError.
 Users' own object collectives send other values only where ranks share a secret (`comm.api.objects`).
@@ -23,7 +23,7 @@ _FRAME_NBYTES = 2048  # most objects fit into one frame, which needs one collect
 
 
 class ObjectCollectives(ComposedCollectives):
-    """The part of a `Communicator` that sends values other than buffers. See [Note: No pickle of a peer]."""
+    """The part of a `Communicator` that sends values other than buffers. See [Note: Pickle-free messages]."""
 
     ranks: tuple[int, ...]
 

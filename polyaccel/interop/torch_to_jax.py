@@ -108,8 +108,8 @@ class TorchFunction:
             The module's result, with arrays for tensors.
 
         Raises:
-            PolyaccelError: Parameters have other names, or the module cannot be a function of JAX. See [Note: Modules
-                with a will of their own].
+            PolyaccelError: Parameters have other names, or the module cannot be a function of JAX. See
+            [Note: Impure modules].
         """
         if set(params) != set(self._names):
             odd = sorted(set(params) ^ set(self._names))

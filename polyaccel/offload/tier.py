@@ -127,7 +127,7 @@ class Tier(ABC):
             dtype: Element type.
 
         Returns:
-            A buffer that stays valid until `close`. See [Note: Buffers that rest elsewhere].
+            A buffer that stays valid until `close`. See [Note: Non-resident buffers].
 
         Raises:
             OffloadError: There is no room.

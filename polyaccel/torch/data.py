@@ -95,7 +95,8 @@ class PositionedSampler(DistributedSampler[Any]):
 
 
 class ShardedDataLoader(Generic[_T]):
-    """Loader of this rank's micro-batches of a dataset, which resumes at any number of ranks. See [Note: Positions].
+    """Loader of this rank's micro-batches of a dataset, which resumes at any number of ranks. See
+    [Note: Loader positions].
 
     One iteration is one epoch, and `RepeatingLoader` repeats them. Each `iter` begins a new epoch with a new order,
     even if the last one was not finished; only the first one after `load_state_dict` continues there. One iteration at

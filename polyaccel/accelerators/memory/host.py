@@ -1,6 +1,6 @@
 """Host memory: start of an allocation, figures of this process, and freed blocks in malloc.
 
-[Note: Staggered starts]
+[Note: Staggered allocation]
 An optimizer reads four equally long buffers in parallel. The system places large allocations next to each other, so
 lengths that are powers of two put the four streams 4 KiB apart modulo 64 KiB, where the processor's prefetchers disturb
 one another: Adam over 16 M elements ran at 31 GB/s there and at 50 GB/s elsewhere (one EPYC core). So each large host
@@ -54,7 +54,7 @@ def spare_nbytes(nbytes: int) -> int:
 
 
 def aligned_shift(address: int, nbytes: int) -> int:
-    """Find the start of an allocation: aligned, and staggered when it is large. See [Note: Staggered starts].
+    """Find the start of an allocation: aligned, and staggered when it is large. See [Note: Staggered allocation].
 
     Args:
         address: Address of the allocated memory.

@@ -1,6 +1,6 @@
 """Reduction of the ranks' pieces on this rank, in rank order, with the accelerator's own kernels.
 
-[Note: Order of a reduction]
+[Note: Reduction order]
 Element by element the result is ((p0 + p1) + p2) + ..., for every size and on every rank, so that an all-reduce, a
 reduce-scatter and any cutting into buckets have the same bits. 16-bit floats are added in float32 and rounded once. The
 first addition may be computed as p1 + p0, which is the same in IEEE arithmetic.
@@ -20,7 +20,7 @@ _CHUNK_NUMEL = 1 << 16  # 256 KiB of float32: a wide sum stays in the cache of a
 
 
 def reduce_parts(accelerator: Accelerator, parts: Sequence[Buffer], out: Buffer, op: ReduceOp) -> None:
-    """Reduce buffers in rank order: op(parts[0], parts[1], ...). See [Note: Order of a reduction].
+    """Reduce buffers in rank order: op(parts[0], parts[1], ...). See [Note: Reduction order].
 
     Args:
         accelerator: Device whose kernels compute.

@@ -84,7 +84,7 @@ class RendezvousGroup:
         """Derive a token that all members share, new at each call. Collective; blocks.
 
         A process outside the job cannot derive it where the ranks share a secret: POLYACCEL_JOB_SECRET, or a file of
-        this user's on one host (see [Note: A secret among one user's ranks]). Elsewhere every reader of the store can.
+        this user's on one host (see [Note: Per-user job secret]). Elsewhere every reader of the store can.
 
         Returns:
             32 bytes.

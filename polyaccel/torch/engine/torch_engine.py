@@ -51,11 +51,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     as `global_steps` and `get_global_grad_norm`.
 
     Args:
-        module: Module to train, on its device; the engine takes over its parameters.
-        runtime: Parts that follow from the config.
-        slice_optimizer: Optimizer of this rank's slices; None trains nothing.
-        groups: Optimizer groups: dicts of parameters and hyperparameters.
-        settings: How the module runs: autocast, recomputation, kernels.
+        rewrites: The model, and the rewrites that `polyaccel.initialize` has applied to it so far.
     """
 
     zero: ZeroEngine
@@ -98,7 +94,11 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         return tuple(self._rewrites.applied)
 
     def shard_parameters(self) -> tuple[str, ...]:
-        """Lay out the parameters in buckets, for `ZeroShards`; returns their names. Collective."""
+        """Lay out the parameters in buckets, for `ZeroShards`. Collective.
+
+        Returns:
+            Full names of the parameters.
+        """
         self._lay_out(self._rewrites.slice_optimizer, self._rewrites.groups)
         return tuple(spec.fqn for spec in self.adapter.param_specs())
 
@@ -109,7 +109,11 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         self.zero.close()
 
     def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
-        """Hooks that replace sharded parameters among saved tensors by references; None where nothing is sharded."""
+        """Return hooks that save references in place of sharded parameters.
+
+        Returns:
+            The hooks, for a block that is recomputed; None without sharded parameters.
+        """
         return self.adapter.saved_tensor_hooks()
 
     def _lay_out(

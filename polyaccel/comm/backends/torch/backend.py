@@ -1,6 +1,6 @@
 """Backends of torch.distributed: gloo, nccl, xccl, hccl, and by name those that other packages register with it.
 
-Light to import; torch is loaded when connecting. See [Note: Two process groups] in `comm.torch_group`.
+Light to import; torch is loaded when connecting. See [Note: Default group of torch] in `comm.torch_group`.
 """
 
 from __future__ import annotations
