@@ -32,7 +32,7 @@ def test_arguments_stand_in_deepspeeds_order() -> None:
 def test_each_argument_is_explained() -> None:
     text = inspect.getdoc(polyaccel.initialize)
     assert text is not None
-    assert [name for name in inspect.signature(polyaccel.initialize).parameters if f"- `{name}`: " not in text] == []
+    assert [name for name in inspect.signature(polyaccel.initialize).parameters if f"\n    {name}: " not in text] == []
 
 
 def test_help_needs_no_framework() -> None:
