@@ -66,40 +66,40 @@ test-elastic: $(STAMP) ## lose a host of two under torch's elastic agents in eve
 test-ownership: $(STAMP) ## draw 2,000 sequences each of what scripts do to parameters and to gradients, and compare with plain torch
 	TESTS_OWNERSHIP=2000 TESTS_PARITY=full $(PYTEST) tests/threads/ownership tests/procs/torch/test_ownership_processes.py $(ARGS)
 
-test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
+test-ccl: ## run the tests of the ccl backend in a separate environment: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
 	$(VENV)-ccl/bin/polyaccel build ccl
 	$(VENV)-ccl/bin/python -m pytest tests/unit/comm/test_ccl_build.py tests/procs/ccl tests/procs/comm/test_comm_faults.py tests/procs/torch/test_parity_backends.py tests/procs/pipeline/test_pipeline_processes.py $(ARGS)
 
-test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in an environment of its own
+test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in a separate environment
 	for mpi in mpich impi-rt; do \
 		$(MAKE) environment VENV=$(VENV)-$$mpi EXTRAS=torch,mpi PACKAGES="pytest pytest-timeout $$mpi" \
 			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/mpi tests/procs/comm/test_comm_faults.py tests/procs/comm/test_discovery_launchers.py tests/procs/torch/test_parity_backends.py tests/procs/pipeline/test_pipeline_processes.py tests/procs/hosts/test_ssh_hosts.py::test_an_mpi_reaches_both_hosts $(ARGS) || exit 1; \
 	done
 
-test-triton: ## run Triton's kernels in its interpreter and compile them for GPUs, in an environment of its own (Triton: 700 MB)
+test-triton: ## run Triton's kernels in its interpreter and compile them for GPUs, in a separate environment (Triton: 700 MB)
 	$(MAKE) environment VENV=$(VENV)-triton EXTRAS=torch PACKAGES='pytest pytest-timeout triton'
 	TRITON_INTERPRET=1 $(VENV)-triton/bin/python -m pytest tests/unit/ops/test_triton_kernels.py tests/unit/ops/test_optimizers.py $(ARGS)
 	$(VENV)-triton/bin/python -m pytest tests/unit/ops/test_triton_compiled.py $(ARGS)
 
-test-ipex: ## run the tests of plugins/polyaccel-ipex in an environment of its own: torch 2.8 with the Intel extension (7 GB)
+test-ipex: ## run the tests of plugins/polyaccel-ipex in a separate environment: torch 2.8 with the Intel extension (7 GB)
 	$(PYTHON) -m venv $(VENV)-ipex
 	$(VENV)-ipex/bin/python -m pip --disable-pip-version-check install -qq --editable . --editable plugins/polyaccel-ipex \
 		pytest pytest-timeout
 	$(VENV)-ipex/bin/python -m pytest plugins/polyaccel-ipex/tests $(ARGS)
 
-test-s3: ## run the tests of the storage `fsspec` on a server of S3, in an environment of its own (s3fs and moto: 300 MB)
+test-s3: ## run the tests of the storage `fsspec` on a server of S3, in a separate environment (s3fs and moto: 300 MB)
 	$(PYTHON) -m venv $(VENV)-s3
 	$(VENV)-s3/bin/python -m pip --disable-pip-version-check install -qq 'moto[server]' s3fs
 	$(VENV)-s3/bin/python -m pip --disable-pip-version-check install -qq --editable '.[fsspec]' pytest pytest-timeout
 	$(VENV)-s3/bin/python -m pytest tests/procs/s3 tests/unit/checkpoint/test_fsspec_storage.py $(ARGS)
 
-test-dropin: ## run the trainers that people use with DeepSpeed over plugins/polyaccel-deepspeed, in an environment of its own
+test-dropin: ## run the trainers that people use with DeepSpeed over plugins/polyaccel-deepspeed, in a separate environment
 	$(MAKE) environment VENV=$(VENV)-dropin EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata'
 	$(VENV)-dropin/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
 	$(VENV)-dropin/bin/python -m pytest plugins/polyaccel-deepspeed/tests $(ARGS)
 
-test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitors wrote, in an environment of its own (1 GB), offline
+test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitors wrote, in a separate environment (1 GB), offline
 	$(MAKE) environment VENV=$(VENV)-monitors EXTRAS=torch,tensorboard,wandb,comet PACKAGES='pytest pytest-timeout setuptools'
 	$(VENV)-monitors/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation --editable plugins/polyaccel-mlflow
 	$(VENV)-monitors/bin/python -m pytest tests/procs/monitors plugins/polyaccel-mlflow/tests $(ARGS)
@@ -110,21 +110,21 @@ test-page: $(STAMP) ## look at the page of `polyaccel watch` in a headless Chrom
 test-traces: $(STAMP) ## let Perfetto's own parser read traces of real runs: TRACE_PROCESSOR=trace_processor_shell (get.perfetto.dev/trace_processor fetches it)
 	TRACE_PROCESSOR=$(or $(TRACE_PROCESSOR),trace_processor_shell) $(BIN)/python -m pytest tests/procs/traces $(ARGS)
 
-test-exchange: ## exchange checkpoints with orbax, in an environment of its own (orbax with JAX: 680 MB)
+test-exchange: ## exchange checkpoints with orbax, in a separate environment (orbax with JAX: 680 MB)
 	$(MAKE) environment VENV=$(VENV)-exchange EXTRAS=jax PACKAGES='pytest pytest-timeout orbax-checkpoint'
 	$(VENV)-exchange/bin/python -m pytest tests/builds/test_orbax_exchange.py $(ARGS)
 
-test-deepspeed: ## let a real DeepSpeed 0.19.8, in an environment of its own (1 GB), go on from universal checkpoints that are exported here
+test-deepspeed: ## let a real DeepSpeed 0.19.8, in a separate environment (1 GB), continue from universal checkpoints that are exported here
 	$(PYTHON) -m venv $(VENV)-deepspeed
 	$(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq torch==$(TORCH) numpy setuptools wheel
 	DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation deepspeed==0.19.8
 	DEEPSPEED_PYTHON=$(abspath $(VENV))-deepspeed/bin/python $(BIN)/python -m pytest tests/builds/dropin/test_real_deepspeed.py $(ARGS)
 
-test-ray: ## run recipes/ray_train.py on a local Ray of two workers, in an environment of its own (Ray: 300 MB)
+test-ray: ## run recipes/ray_train.py on a local Ray of two workers, in a separate environment (Ray: 300 MB)
 	$(MAKE) environment VENV=$(VENV)-ray EXTRAS=torch PACKAGES="pytest pytest-timeout 'ray[train]'"
 	$(VENV)-ray/bin/python -m pytest tests/builds/recipes/test_ray_recipe.py $(ARGS)
 
-test-recipes: ## hold manifests and the SkyPilot task against the schemas that their packages publish, in an environment of its own
+test-recipes: ## hold manifests and the SkyPilot task against the schemas that their packages publish, in a separate environment
 	$(PYTHON) -m venv $(VENV)-recipes
 	$(VENV)-recipes/bin/python -m pip --disable-pip-version-check install -qq --editable . pytest pytest-timeout \
 		pyyaml jsonschema kubeflow-trainer-api skypilot
@@ -137,19 +137,20 @@ mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a co
 
 environment: $(STAMP)
 
-check: $(STAMP) ## answer in a minute: style, types, the imports between rooms, and the quick part of tests/unit
+check: $(STAMP) ## answer in a minute: style, types, the imports between packages, and the quick part of tests/unit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
-lint: $(STAMP) ## check style, types and the imports between rooms
+lint: $(STAMP) ## check style, types, the imports between rooms, and the docstrings of the documented API
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for example in $(EXAMPLES); do MYPYPATH=examples/$$example $(BIN)/mypy examples/$$example || exit 1; done
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/pydoclint -q $$($(BIN)/python docs/generate/documented_api.py)
 
 docs: $(STAMP) ## build the documentation in build/docs; a warning is an error (ARGS=serve: look at it while you write)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)

@@ -1,6 +1,6 @@
-"""The exception tree. Every error carries the value that was wrong and says what cures it.
+"""The exception tree. Every error has the value that was wrong and a hint that says what to do.
 
-A user's mistake is one of these, never an assert; an `InvariantError` is ours.
+A user's mistake is one of these, never an assert; an `InvariantError` is a bug of polyaccel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from polyaccel.redaction import HIDDEN, is_secret
 class PolyaccelError(Exception):
     """Base of everything polyaccel raises on purpose.
 
-    `message` says what happened, `hint` what to do about it, `value` is the offending value (None when there is none).
+    Args:
+        message: What failed: `<what failed>: <value>`, lower case, without a full stop.
+        hint: What to do about it, beginning with an imperative; "" without one.
+        value: The offending value, as the user wrote it; None without one.
     """
 
     def __init__(self, message: str, *, hint: str = "", value: object = None) -> None:
@@ -28,12 +31,19 @@ class PolyaccelError(Exception):
 
 
 _MOST_SHOWN = 100
-"""Problems that the message of a `ConfigError` tells; `problems` has all of them."""
+"""Problems that the message of a `ConfigError` shows; `problems` has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in a config: the dotted key, its value, what was expected, and the hint."""
+    """One thing wrong in a config.
+
+    Attributes:
+        key: Dotted key.
+        value: Value that the user wrote. Messages hide a secret one.
+        expected: What was expected, as a clause.
+        hint: What to do about it, beginning with an imperative; "" without one.
+    """
 
     key: str
     value: object
@@ -56,7 +66,12 @@ def _shown(value: object) -> str:
 
 
 class ConfigError(PolyaccelError, ValueError):
-    """A config that cannot be used. Lists every problem found, not only the first."""
+    """A config that cannot be used. Lists every problem found, not only the first.
+
+    Args:
+        problems: All problems.
+        source: Where the config was read, for the message.
+    """
 
     def __init__(self, problems: Sequence[Problem], *, source: str = "config") -> None:
         self.problems = tuple(problems)
@@ -77,7 +92,7 @@ class PluginConflict(PolyaccelError):
 
 
 class PluginContractError(PolyaccelError, TypeError):
-    """A plugin was found but could not be loaded, or is not what its entry-point group promises."""
+    """A plugin that cannot be loaded, or does not implement the contract of its entry-point group."""
 
 
 class ShardingError(PolyaccelError, ValueError):
@@ -85,8 +100,14 @@ class ShardingError(PolyaccelError, ValueError):
 
 
 class CommError(PolyaccelError, RuntimeError):
-    """A collective failed, or ranks called different ones. `missing_ranks` are the global ranks known not to have taken
-    part, and the `value` where no other is given."""
+    """A collective failed, or ranks called different ones.
+
+    Args:
+        message: See `PolyaccelError`.
+        missing_ranks: Global ranks known not to have taken part.
+        hint: See `PolyaccelError`.
+        value: See `PolyaccelError`. None stands for `missing_ranks`, if there are any.
+    """
 
     def __init__(
         self, message: str, *, missing_ranks: Sequence[int] = (), hint: str = "", value: object = None
@@ -100,7 +121,7 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class HostsDifferError(CommError):
-    """A backend cannot reach all of these ranks, and every one of them has found that out; another backend may."""
+    """A backend cannot reach all of these ranks, and every one of them has detected that; another backend may."""
 
 
 class LossScaleError(PolyaccelError, ArithmeticError):
@@ -121,4 +142,4 @@ class LaunchError(PolyaccelError, RuntimeError):
 
 
 class InvariantError(PolyaccelError, AssertionError):
-    """A bug of ours (or of a plugin): something that cannot happen did. Please report it with the values shown."""
+    """A bug of polyaccel or of a plugin: an impossible state. Please report it with the values shown."""

@@ -83,39 +83,56 @@ def initialize(
     seed: int | None = None,
     stacked: Sequence[str] = (),
 ) -> Any:
-    """Build an engine around `model`. The positional arguments are DeepSpeed's, in DeepSpeed's order.
+    """Build a training engine around `model`. The positional arguments are DeepSpeed's, in DeepSpeed's order.
 
-    A torch module gives `(engine, optimizer, training_dataloader, lr_scheduler)`, where None stands for those that were
-    not asked for. A JAX function with `params`, or a module of flax or equinox, gives the engine alone.
+    Collective: every rank calls it. It joins the default process group if there is none (see `dist_init_required`), and
+    all ranks start with rank 0's parameters.
 
-    Joins the other ranks if nobody has yet, unless `dist_init_required` is False. Rank 0's parameters are everybody's.
+    Args:
+        args: Parsed command-line arguments. `args.deepspeed_config` is the config if no other is given.
+        model: A `torch.nn.Module`. For JAX: a function `fn(params, batch, rng)` that returns a scalar loss or (loss,
+            auxiliary output); a module of flax or equinox; or the layers of a pipeline, a list of functions
+            `layer(params, value, rng)`, the last of which gets (value, labels) and returns the loss.
+        optimizer: Optimizer that overrides the config's. For torch an instance, or a callable that makes one from
+            parameters; for JAX an elementwise optax transformation.
+        model_parameters: Parameters to train, or dicts of optimizer groups. None takes all of the torch module.
+        training_data: A torch Dataset, for which a `ShardedDataLoader` of this rank's micro-batches is built.
+        lr_scheduler: Schedule that overrides the config's: an instance, or a callable that makes one from the
+            optimizer.
+        distributed_port: Port of the rendezvous if MASTER_PORT is not set; None as in `init_distributed`.
+        mpu: Model-parallel unit of Megatron's shape, whose sizes define the mesh and whose groups must be the mesh's.
+            The model is already cut: in tensors (Megatron's marks on parameters, or `parallel_cuts`) or in sequences.
+        dist_init_required: False if the default process group must exist already.
+        collate_fn: Makes a batch from a list of samples of `training_data`.
+        config: DeepSpeed's JSON as a path, a dict or url-safe base64, or a `Config`.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), for a model that shards its sequences itself.
+        config_params: DeepSpeed's older name of `config`.
+        params: For JAX: pytree of the function's parameters, whose floating leaves are trained; a list of pytrees for a
+            list of functions.
+        seed: For JAX: seed of the random keys that the function gets; None is 0.
+        stacked: For JAX: names of the subtrees of `params` whose arrays have a leading axis over layers, for
+            `polyaccel.jax.scan_units`.
 
-    - `args`: parsed command-line arguments; `args.deepspeed_config` is the config if no other is given.
-    - `model`: a `torch.nn.Module`; or for JAX a function `fn(params, batch, rng)` that returns a scalar loss, or (loss,
-      auxiliary output); or a module of flax or equinox; or a list of functions `layer(params, value, rng)`, the layers
-      of a pipeline, the last of which gets (value, labels) and returns the loss.
-    - `optimizer`: goes before the config's. For torch an instance, or a callable that makes one from parameters; for
-      JAX an elementwise optax transformation.
-    - `model_parameters`: parameters to train, or dicts of optimizer groups; by default all of a torch module's.
-    - `training_data`: a torch Dataset; a loader of it is made that deals micro-batches to the ranks.
-    - `lr_scheduler`: an instance, or a callable that makes one from the optimizer. Goes before the config's.
-    - `distributed_port`: where ranks meet unless MASTER_PORT says where; None as in `init_distributed`.
-    - `mpu`: an object of Megatron's shape, by whose sizes the mesh is made. Its groups must be those of the mesh; the
-      model is cut already, in tensors (Megatron's marks on parameters, or `parallel_cuts`) or in sequences.
-    - `dist_init_required`: False where the default process group exists already.
-    - `collate_fn`: makes a batch of a list of samples of `training_data`.
-    - `config`: DeepSpeed's JSON as a path, a dict or url-safe base64.
-    - `mesh_param`: (data-parallel ranks, sequence-parallel ranks), for a model that cuts its sequences itself.
-    - `config_params`: DeepSpeed's older name of `config`.
-    - `params`: for JAX, the pytree of the function's parameters, whose floating leaves are trained; a list of them for
-      a list of functions.
-    - `seed`: for JAX, of the random keys that the function gets; None is 0.
-    - `stacked`: for JAX, names of subtrees of `params` whose arrays have a leading axis over layers, for
-      `polyaccel.jax.scan_units`.
+    Returns:
+        `(engine, optimizer, training_dataloader, lr_scheduler)` for a torch module, with None for each that was not
+        requested. The `JaxEngine` alone for JAX.
 
-    Raises ConfigError with everything wrong in the config, ShardingError for parameters or an optimizer that cannot be
-    cut as asked, CommError when the ranks cannot meet, and PolyaccelError for arguments of the other framework, for a
-    feature that does not exist yet, and where the framework is not installed, or too old.
+    Raises:
+        ConfigError: The config is wrong; the error lists every problem.
+        ShardingError: Parameters or the optimizer cannot be sharded as requested.
+        CommError: The ranks cannot join the process group.
+        PolyaccelError: An argument belongs to the other framework, a feature does not exist, or the framework is not
+            installed or too old.
+
+    Example:
+        ```python
+        config = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+        engine, _, loader, _ = polyaccel.initialize(model=model, training_data=data, config=config)
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(engine(x.to(engine.device)), y.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+        ```
     """
     home: Literal["torch", "jax"] = "jax" if params is not None or _is_of(model, _JAX_HOMES) else "torch"
     of_torch = {
@@ -145,7 +162,14 @@ def initialize(
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config`, which `initialize(args=...)` reads, and return `parser`."""
+    """Add `--deepspeed` and `--deepspeed_config`, which `initialize(args=...)` reads.
+
+    Args:
+        parser: Parser of the training script; it is changed in place.
+
+    Returns:
+        `parser`.
+    """
     group = parser.add_argument_group("polyaccel")
     group.add_argument(
         "--deepspeed", action="store_true", help="accepted for scripts that pass it; the engine is always on"

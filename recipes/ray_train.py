@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "gpt"
 
 
 def train(settings: dict[str, Any]) -> None:
-    """What every worker does. `fail_at`: the first start ends there, to show that the next one goes on."""
+    """What every worker does. `fail_at`: the first start ends there, to show that the next one continues."""
     sys.path.insert(0, settings["example"])
     import torch
     from model import SHAPES, VOCABULARY, Gpt

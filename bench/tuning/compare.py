@@ -27,12 +27,12 @@ from bench.steps.cases import SHAPES
 from bench.steps.launch import rank_environment
 from bench.table import make_console, make_table
 from polyaccel.cli.plan.command import parse_size
-from polyaccel.cli.tune import TunedJob, tune_job
 from polyaccel.config import load_config, resolve_config
 from polyaccel.planner.autotune.candidates import Candidate, candidates
 from polyaccel.planner.autotune.cost_model import CostEstimate
 from polyaccel.planner.autotune.records import TrialLog, TrialRecord
 from polyaccel.planner.autotune.trials import TrialPlan, run_trial
+from polyaccel.planner.autotune.tuned_job import TunedJob, tune_job
 from polyaccel.planner.autotune.tuner import TuneResult, best_of
 
 _RANKS = 2

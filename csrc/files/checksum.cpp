@@ -1,4 +1,4 @@
-// [Note: Folding]
+// [Note: CRC folding]
 // A CRC is the remainder of a polynomial over the field of two elements, whose coefficients are the bits of the message,
 // lowest bit of a byte first. 128 bits that stand D bits before the end may be replaced by their product with x^D, taken
 // modulo the CRC's polynomial: so a message is folded onto its last 128 bits, 4 x 128 at a time, by multiplications

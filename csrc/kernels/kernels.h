@@ -76,7 +76,7 @@ PA_EXPORT int32_t pa_update(int32_t kind, int64_t numel, const pa_array* arrays,
 PA_EXPORT int32_t pa_combine(int32_t kind, int64_t numel, int32_t type, void* target, const void* source,
                              int32_t threads);
 
-// out[indices[i]] += the sum of squares of piece i, which has numels[i] elements. See [Note: Blocks of a sum].
+// out[indices[i]] += the sum of squares of piece i, which has numels[i] elements. See [Note: Blocked summation].
 PA_EXPORT int32_t pa_square_sums(double* out, int64_t count, const int64_t* indices, const pa_array* pieces,
                                  const int64_t* numels, int32_t threads);
 
@@ -88,7 +88,7 @@ PA_EXPORT int32_t pa_dequantize(int32_t bits, int64_t numel, int64_t block_numel
                                 const float* scales, int32_t threads);
 
 // C = A @ B in float32: element (i, k) of A is at a[i * a_row + k * a_column], (k, j) of B at b[k * b_row + j * b_column],
-// (i, j) of C at c[i * c_row + j]. The inner dim is cut into so many segments. See [Note: Rows of a product] in
+// (i, j) of C at c[i * c_row + j]. The inner dim is cut into so many segments. See [Note: Accumulation order of a product] in
 // csrc/products/tiles.h.
 typedef struct {
     const float *a, *b;

@@ -45,7 +45,7 @@ gomp_parallel loaded_openmp() {
     return found;
 }
 
-// [Note: Joining a job]
+// [Note: Worker seats of a job]
 // A job lives on its caller's stack. The caller opens `seats` on it; a worker takes a seat and is counted in `seated`
 // until it leaves, both under the mutex. The caller works too, and when it finds no part left it closes the seats and waits
 // for `seated` to reach zero: workers that woke too late find no seat and never see the job. A worker that

@@ -1,6 +1,6 @@
 // Sums of squares in float64, and elementwise reductions of the types that are not computed in float32.
 //
-// [Note: Blocks of a sum]
+// [Note: Blocked summation]
 // A piece is cut into blocks of SUM_BLOCK elements from its own start. In a block, element i goes to accumulator
 // i % SUM_LANES; the accumulators, and then the blocks, are added in pairs. So a piece's sum depends on its contents only:
 // not on its address, the number of threads or the instruction set. Squares of float32 are exact in float64.

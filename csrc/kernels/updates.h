@@ -1,6 +1,6 @@
 // The loops of the updates, over runs of float32 that may lie anywhere.
 //
-// [Note: One rounding an operation]
+// [Note: One rounding per operation]
 // Every operation here is one of IEEE's correctly rounded ones and none is fused (-ffp-contract=off), in the order of
 // polyaccel/ops/optimizers.py. Hence a value is the same bits in a vector and in a scalar tail, on every instruction
 // set, however the buffer is cut and shared out, and the same as numpy's. The compiler vectorises these loops; with
@@ -32,7 +32,7 @@ static inline float widened(float value) { return value; }
 
 static inline float widened(uint16_t value) { return from_bfloat16(value); }
 
-// [Note: Reads before writes]
+// [Note: Loads before stores]
 // Adam's loops read all arrays of an element before they write any: written as they were computed, the same values took
 // 8 % longer. (The likely cause: large buffers start at multiples of a page, so element i of each has the same lower
 // bits of its address, and a processor that compares only those takes a read for one of what was just written.)

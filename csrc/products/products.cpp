@@ -18,8 +18,8 @@ struct Products {
     std::atomic<int64_t> next_rows{0}, next_columns{0};
 };
 
-// [Note: Two rounds]
-// Rows are packed by the first thread that comes, in a separate round, because every tile of a product reads them.
+// [Note: Packing before products]
+// Rows are packed by whoever comes first, in a round of their own, because every tile of a product reads them.
 void pack_some(void* context, int64_t) {
     Products& all = *static_cast<Products*>(context);
     int64_t done = 0;

@@ -1,6 +1,6 @@
 // Matrix products of float32 by tiles of registers.
 //
-// [Note: Rows of a product]
+// [Note: Accumulation order of a product]
 // An element of C is one chain of fused multiply-adds over a segment of the inner dim, from its start on, and the sums of
 // segments are added in order. Which rows and columns lie next to it, how they are cut into tiles, and how many threads
 // there are decide nothing: a row of A gives the same bits alone and among a thousand. (Without fused operations, as on

@@ -2,8 +2,8 @@
 //
 // Every function here runs the same steps on every rank, for they follow from what the ranks have agreed on.
 //
-// [Note: Order of a reduction] in polyaccel/comm/collectives/reduction.py holds here: ((p0 + p1) + p2) + ... for each element,
-// by every rank and however the buffer is cut.
+// [Note: Reduction order] in polyaccel/comm/collectives/reduction.py holds here: ((p0 + p1) + p2) + ... for each element,
+// whoever adds it and however the buffer is cut.
 
 #include <stdint.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 // The control block of a group of ranks, and how they wait for one another in it.
 //
-// [Note: Steps]
+// [Note: Double-buffered collective steps]
 // A collective is a series of steps. In each, a rank fills its stage, says that it has arrived by counting up one word,
 // waits until every peer has counted as far, and reads the peers' stages. The stage is double: what was read in one step
 // is written again two steps later at the earliest, and a rank arrives at the step in between only when it has done

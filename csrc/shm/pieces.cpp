@@ -1,7 +1,7 @@
 // An all-to-all whose parts stand in pieces on one side: rows that are in one order where they are sent and in another
 // where they arrive. Each is copied once, from the peer's buffer to its place, where that lies in the peer's heap.
 //
-// [Note: Where pieces lie]
+// [Note: Exchange of piece lists]
 // A receiver knows where a part belongs, and only the sender knows where it stands. So each rank first puts into its
 // stage, for each peer: how many bytes there are for it, and in which pieces. Where some buffer is in no heap, or the
 // pieces are more than the stage has room for, parts go through the stages, packed.

@@ -19,7 +19,7 @@ _HEAD = """\
 # Architecture
 
 Packages of `polyaccel` form layers. A package imports from the layers below it and from none above; `make lint` checks
-it. [The rooms](design.md) has a sentence on each package, and [the decisions](adr/index.md) have the reasons.
+it. [Packages](packages.md) has a line on each, and [the decisions](adr/index.md) have the reasons.
 
 ![Packages of polyaccel in layers](layers.svg)
 

@@ -11,8 +11,8 @@ from polyaccel.testkit.suites import ALL_CONTRACTS
 _INTRODUCTION = """\
 # Rows of the check
 
-`polyaccel plugins check NAME` prints a row for each of these tests, by contract, and with `-v` the sentence beside it.
-They are the tests of the classes in `polyaccel.testkit`. [The author's guide](../plugins.md#the-check) says how to run
+`polyaccel plugins check NAME` prints a row for each of these tests, by contract, and with `-v` the sentence next to it.
+They are the tests of the classes in `polyaccel.testkit`. [The author's guide](../plugins.md#the-check) shows how to run
 them.
 """
 
@@ -21,7 +21,7 @@ def check_rows() -> str:
     """The page, as Markdown."""
     lines = [_INTRODUCTION]
     for title, contract in ALL_CONTRACTS.items():
-        lines += [f"## {title}", "", "| row | what it wants, and why |", "|---|---|"]
+        lines += [f"## {title}", "", "| row | what it requires, and why |", "|---|---|"]
         for test in list_tests(contract):
             row = test.removeprefix("test_").replace("_", " ")
             lines.append(f"| {row} | {wanted_by(contract, test).replace('|', chr(92) + '|')} |")

@@ -22,15 +22,15 @@ from polyaccel.config.unsupported_keys import ABSENT, BELOW, Absent
 _INTRODUCTION = """\
 # Scripts written for DeepSpeed
 
-`plugins/polyaccel-deepspeed` is a distribution of the name `deepspeed`, for scripts and trainers that import it; this
-page says what becomes of the public names and of every config key of DeepSpeed 0.19.8. It is made from the tables that
-the package itself uses; a test compares those with the names, arguments and keys of an installed DeepSpeed 0.19.8. A
-name is public in a package that collects names for users, such as `deepspeed.utils`, and in the module that defines it.
+`plugins/polyaccel-deepspeed` is a distribution named `deepspeed`, for scripts and trainers that import it. This page
+lists the status of the public names and of every config key of DeepSpeed 0.19.8. It is made from the tables that the
+package itself uses. A test compares those with the names, arguments and keys of an installed DeepSpeed 0.19.8. A name
+is public in a package that collects names for users, such as `deepspeed.utils`, and in the module that defines it.
 
 | status | meaning |
 |---|---|
 | yes | does what it does in DeepSpeed |
-| accepted | can be used and has no effect, for the reason that is given; the log says so for a config key |
+| accepted | can be used and has no effect, for the given reason; for a config key the log reports it |
 | not yet | can be imported, and raises when it is used; a config that asks for it is refused |
 | never | likewise, and there is no plan for it |
 
@@ -47,8 +47,9 @@ Trainers that run over it, unmodified, on two CPU ranks, with the losses of the 
 The scripts of `examples/deepspeed`, written for DeepSpeed's API alone (CIFAR-10, a BERT's pre-training, a first loop
 with checkpoints), start by the command `deepspeed` and have the losses of the same jobs in plain torch within 1e-5 too.
 
-DeepSpeed 0.19.8 itself, in an environment of its own on the same machine, has the losses that ours has (2026-11-22, two
-CPU ranks, fp32, torch 2.13.0; `python -m torch.distributed.run --nproc-per-node 2 SCRIPT --losses FILE` with either):
+DeepSpeed 0.19.8 itself, in a separate environment on the same machine, has the same losses as ours (2026-11-22, two
+CPU ranks, fp32, torch 2.13.0). The command is `python -m torch.distributed.run --nproc-per-node 2 SCRIPT --losses FILE`
+with either:
 
 | script | stage | steps | ours, first and last | DeepSpeed | apart at most |
 |---|---|---|---|---|---|
@@ -56,9 +57,10 @@ CPU ranks, fp32, torch 2.13.0; `python -m torch.distributed.run --nproc-per-node
 | `bert_pretraining.py` | 3 | 10 | 29.576561, 12.830463 | 29.576561, 12.830463 | 1.9e-7 |
 | `hello_deepspeed.py` | 1 | 10 | 4.157987, 3.993464 | 4.157987, 3.993464 | 1.2e-7 |
 
-Layers of experts (`deepspeed.moe.layer.MoE`: one, two and three choices, with and without dropping, sampling, jitter
-and a residual; two ranks that share experts, or do not) choose the same experts for the same tokens under the same
-seed; their losses are 1.9e-7 apart at most, their norms 1.1e-7 (2026-11-23, six steps of SGD, clipped).
+Layers of experts (`deepspeed.moe.layer.MoE`) choose the same experts for the same tokens under the same seed. They
+were compared with one, two and three choices, with and without dropping, sampling, jitter and a residual, and on two
+ranks that share experts, or do not. Their losses are 1.9e-7 apart at most, their norms 1.1e-7 (2026-11-23, six steps of
+SGD, clipped).
 
 Lightning's DeepSpeed strategies refuse every accelerator but CUDA before they import anything; they were not run.
 """
@@ -84,7 +86,7 @@ def _names() -> Iterator[str]:
 def _members() -> Iterator[str]:
     for owner, absent in MEMBERS_ABSENT.items():
         yield f"## `{owner}` {{ #{owner}-members }}\n"
-        yield "Every public member is there, with DeepSpeed's arguments, but for these, which are an AttributeError:\n"
+        yield "Every public member exists, with DeepSpeed's arguments, except for these, which are an AttributeError:\n"
         yield "| member | status | |\n|---|---|---|"
         for name, one in absent.items():
             yield f"| `{name}` | {one.status.value} | {one.why} |"
@@ -93,7 +95,7 @@ def _members() -> Iterator[str]:
 
 def _keys() -> Iterator[str]:
     yield "## Config keys { #keys }\n"
-    yield "What a key means stands in [the reference](reference/config.md).\n\n| key | status | |\n|---|---|---|"
+    yield "[The reference](reference/config.md) explains each key.\n\n| key | status | |\n|---|---|---|"
     found = {
         key.dotted: ("yes", "")
         for key in walk_keys(Config)

@@ -25,8 +25,8 @@ _LONGEST = 60
 _INTRODUCTION = """\
 # Config reference
 
-Every key that polyaccel knows, made from the models that check a config. Names and meanings are DeepSpeed's; what is
-polyaccel's own says so. [The guide](../guide/config.md) explains how a config is read.
+This page lists every key of polyaccel, made from the models that check a config. Names and meanings are DeepSpeed's;
+keys of polyaccel alone are marked. [The guide](../guide/config.md) explains how a config is read.
 
 A key that is not on this page is an error. `polyaccel config schema` prints the same as JSON Schema, for editors. Keys
 of DeepSpeed whose feature does not exist yet [stand at the end](#absent).
@@ -82,7 +82,7 @@ def _named(section: str, models: Mapping[str, type[Section]]) -> Iterator[str]:
 
 def _removed() -> Iterator[str]:
     yield "## Keys that DeepSpeed has removed { #removed }\n"
-    yield "They are errors that say so. Keys that are only deprecated are read under their new name, with a warning.\n"
+    yield "They are errors. Keys that are only deprecated are read under their new name, with a warning.\n"
     for entry in ABSENT:
         if entry.is_removed:
             yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.hint}."
@@ -90,7 +90,7 @@ def _removed() -> Iterator[str]:
 
 def _tuning() -> Iterator[str]:
     yield "## Tuning keys without effect { #tuning }\n"
-    yield "They choose how the same numbers are computed. Any value is accepted; the log says why it has no effect.\n"
+    yield "They choose how the same numbers are computed. Any value is accepted; the log has the reason.\n"
     for entry in ABSENT:
         if entry.is_tuning:
             yield f"- {_patterns(entry)}: {entry.feature}."

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
 
-from polyaccel.testkit.accelerator.torch_needs import NEEDS
+from google_docstring import Docstring, split
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- made by docs/generate/contracts.py: begin -->", "<!-- made by docs/generate/contracts.py: end -->"
@@ -58,6 +58,8 @@ def contracts() -> str:
 
 def needs() -> str:
     """The list of what torch must know of a device, as a table."""
+    from polyaccel.testkit.accelerator.torch_needs import NEEDS  # imports torch
+
     lines = ["| what | what for | without it |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {need.name} | {need.used_for} | {need.without} |" for need in NEEDS)])
 
@@ -75,7 +77,7 @@ def _module(name: str) -> Iterator[str]:
     yield ""
     yield _text(ast.get_docstring(tree))
     yield ""
-    values = list(_values(tree.body))
+    values = list(_values(tree.body, {}))
     functions = [item for node in tree.body if isinstance(node, ast.FunctionDef) for item in _function(node)]
     if values or functions:
         yield from (*values, *functions, "")
@@ -84,14 +86,20 @@ def _module(name: str) -> Iterator[str]:
             bases = ", ".join(map(ast.unparse, node.bases))
             yield f"#### `{node.name}({bases})`" if bases else f"#### `{node.name}`"
             yield ""
-            yield _text(ast.get_docstring(node))
-            yield ""
-            items = [*_signature(node), *_values(node.body), *(item for one in node.body for item in _function(one))]
+            doc = split(ast.get_docstring(node))
+            if doc.prose:
+                yield _text(doc.prose)
+                yield ""
+            attributes = doc.named.get("Attributes", {})
+            methods = [item for one in node.body for item in _function(one)]
+            items = [*_signature(node, doc), *_values(node.body, attributes), *methods]
+            if attributes:  # a dataclass, whose `__init__` is not written
+                items += _sections(Docstring(named={"Raises": doc.named.get("Raises", {})}), margin="")
             if items:
                 yield from (*items, "")
 
 
-def _values(body: list[ast.stmt]) -> Iterator[str]:
+def _values(body: list[ast.stmt], attributes: dict[str, str]) -> Iterator[str]:
     """The public names with a docstring below them, and the fields of a class."""
     for node, after in zip(body, [*body[1:], None], strict=True):
         target: ast.expr | None = node.target if isinstance(node, ast.AnnAssign) else None
@@ -99,23 +107,25 @@ def _values(body: list[ast.stmt]) -> Iterator[str]:
             target = node.targets[0]
         if not isinstance(target, ast.Name) or target.id.startswith("_"):
             continue
-        told = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-        if told or isinstance(node, ast.AnnAssign):
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+        text = text or attributes.get(target.id, "")
+        if text or isinstance(node, ast.AnnAssign):
             written = ast.unparse(node)
             shown = written if len(written) <= 100 else target.id
-            yield f"- `{shown}`{f': {_line(str(told))}' if told else ''}"
+            yield f"- `{shown}`{f': {_line(str(text))}' if text else ''}"
 
 
-def _signature(node: ast.ClassDef) -> Iterator[str]:
-    """How a class with an `__init__` of its own is made, how a protocol is called, and the members of an enumeration
-    that have no docstring."""
+def _signature(node: ast.ClassDef, doc: Docstring) -> Iterator[str]:
+    """How a class with its own `__init__` is made, how a protocol is called, and the members of an enumeration that
+    have no docstring. `doc` is the docstring of the class, which describes the parameters of `__init__`."""
     for one in node.body:
         if isinstance(one, ast.FunctionDef) and one.name in ("__init__", "__call__"):
             arguments = ast.unparse(one.args).partition(", ")[2]
             result = f" -> {ast.unparse(one.returns)}" if one.name == "__call__" and one.returns is not None else ""
-            told = ast.get_docstring(one)
-            if arguments or told:
-                yield f"- `{node.name}({arguments}){result}`{f': {_line(told)}' if told else ''}"
+            own = split(ast.get_docstring(one))
+            if arguments or own.prose:
+                yield f"- `{node.name}({arguments}){result}`{f': {_line(own.prose)}' if own.prose else ''}"
+                yield from _sections(own if one.name == "__call__" or own.named else doc)
     if any(ast.unparse(base) == "Enum" for base in node.bases):
         pairs = zip(node.body, [*node.body[1:], None], strict=True)
         plain = (
@@ -136,8 +146,19 @@ def _function(node: ast.stmt) -> Iterator[str]:
         arguments = arguments.partition(", ")[2]
     result = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
     shown = f"{node.name}{result}" if "property" in marks else f"{node.name}({arguments}){result}"
-    told = ast.get_docstring(node)
-    yield f"- `{shown}`{kind}{f': {_line(told)}' if told else ''}"
+    doc = split(ast.get_docstring(node))
+    yield f"- `{shown}`{kind}{f': {_line(doc.prose)}' if doc.prose else ''}"
+    yield from _sections(doc)
+
+
+def _sections(doc: Docstring, *, margin: str = "    ") -> Iterator[str]:
+    """The sections of a docstring as a list below the item of its function."""
+    for name, text in doc.named.get("Args", {}).items():
+        yield f"{margin}- `{name}`: {_line(text)}"
+    for section, text in doc.plain.items():
+        yield f"{margin}- {section.lower()}: {_line(text)}"
+    for name, text in doc.named.get("Raises", {}).items():
+        yield f"{margin}- raises `{name}`: {_line(text)}"
 
 
 def _text(docstring: str | None) -> str:

@@ -15,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from check_rows import check_rows
 from compatibility import compatibility
 from config_reference import config_reference
+from notes import notes
 from support_table import support_table
 
 MARKER = "<!-- support table -->"
-SOURCE_LINK = re.compile(r"\[([\w.]+)\]\(\.\./(polyaccel/[^)]+)\)")
+SOURCE_LINK = re.compile(r"\[([\w.]+)\]\((?:\.\./)+((?:polyaccel|csrc|plugins)/[^)]+)\)")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -26,6 +27,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/config.md", content=config_reference()))
     files.append(File.generated(config, "compatibility.md", content=compatibility()))
     files.append(File.generated(config, "reference/check.md", content=check_rows()))
+    files.append(File.generated(config, "reference/notes.md", content=notes()))
     return files
 
 

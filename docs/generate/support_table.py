@@ -23,7 +23,7 @@ Rows: TypeAlias = Mapping[str, Mapping[str, str]]
 
 _STATES = {
     "run": "tested: {where}",
-    "apart": "tested in an environment of its own: `{where}`",
+    "apart": "tested in a separate environment: `{where}`",
     "unrun": "written to `{where}`, **not run on hardware**",
 }
 _TITLES = {"accelerators": "accelerator", "comm": "comm backend"}

@@ -39,10 +39,20 @@ _lock = threading.RLock()
 
 
 def get_accelerator(*, limit_s: float = PROBE_LIMIT_S) -> Accelerator:
-    """The accelerator of this process: the one that `set_accelerator` gave, else chosen at the first call, which gives
-    each probe `limit_s` seconds.
+    """Return the accelerator of this process.
 
-    Raises what `choose_accelerator` raises.
+    It is the one that `set_accelerator` set, or else `choose_accelerator` chooses it at the first call.
+
+    Args:
+        limit_s: Seconds that each plugin's probe may take at the first call.
+
+    Returns:
+        The same accelerator at every call, until `set_accelerator` replaces it.
+
+    Raises:
+        PluginNotFound: No accelerator can be used, or not the one that the environment names.
+        PluginConflict: Two are equally good, or the environment names two.
+        PluginContractError: A plugin is broken.
     """
     global _chosen
     with _lock:
@@ -52,7 +62,14 @@ def get_accelerator(*, limit_s: float = PROBE_LIMIT_S) -> Accelerator:
 
 
 def set_accelerator(accelerator: Accelerator) -> None:
-    """Let `get_accelerator` return `accelerator` from now on. Raises PluginContractError for anything else."""
+    """Make `get_accelerator` return `accelerator` from now on.
+
+    Args:
+        accelerator: Instance of a subclass of `polyaccel.accelerators.base.Accelerator`.
+
+    Raises:
+        PluginContractError: `accelerator` is not an `Accelerator`.
+    """
     global _chosen
     if not isinstance(accelerator, Accelerator):
         raise PluginContractError(
@@ -65,11 +82,21 @@ def set_accelerator(accelerator: Accelerator) -> None:
 
 
 def choose_accelerator(name: str | None = None, *, limit_s: float = PROBE_LIMIT_S) -> Accelerator:
-    """A new accelerator: the plugin called `name`, else that of the environment, else the best that is present.
+    """Build a new accelerator: the one called `name`, else the environment's, else the best that is present.
 
-    Raises PluginNotFound when nothing installed has the name or its device is absent (the message lists every plugin
-    and why it cannot be used), PluginConflict when the two variables disagree or two present devices are equally good,
-    PluginContractError for a broken plugin, as is one whose probe takes longer than `limit_s` seconds.
+    Args:
+        name: Name of an installed plugin, of a device type of torch, or of a platform of JAX. None takes
+            POLYACCEL_ACCELERATOR or DS_ACCELERATOR, and without these the plugin with the highest probe priority.
+        limit_s: Seconds that each plugin's probe may take. A plugin whose probe takes longer is broken.
+
+    Returns:
+        A new accelerator; `get_accelerator` does not return it before `set_accelerator`.
+
+    Raises:
+        PluginNotFound: No installed plugin has the name, or its device is absent. The message lists every plugin and
+            why it cannot be used.
+        PluginConflict: The two variables disagree, or two present devices have the same priority.
+        PluginContractError: A plugin is broken.
     """
     wanted, origin = (name, "the argument") if name else _from_environment()
     if wanted is None:

@@ -1,7 +1,7 @@
-"""The devices of this machine, found without importing torch: by their files, and by what torch was built for.
+"""Device detection without importing torch: by device files, and by what torch was built for.
 
-The `probe()` of every built-in accelerator is made of these functions. That a package can be imported proves nothing
-about a device.
+The `probe()` of every built-in accelerator consists of these functions. A package that can be imported does not prove
+that a device is present.
 """
 
 from __future__ import annotations
@@ -23,20 +23,43 @@ _INTEL_VENDOR = "0x8086"
 
 
 def usable(reason: str) -> Probe:
+    """Make the probe of a device that is present.
+
+    Args:
+        reason: What was found, for people.
+
+    Returns:
+        A usable probe with the priority of a device.
+    """
     return Probe(usable=True, reason=reason, priority=DEVICE_PRIORITY)
 
 
 def unusable(reason: str) -> Probe:
+    """Make the probe of a device that is absent.
+
+    Args:
+        reason: What is missing, for people.
+
+    Returns:
+        A probe that is not usable, with the priority of a device.
+    """
     return Probe(usable=False, reason=reason, priority=DEVICE_PRIORITY)
 
 
 def loaded_torch() -> Any:
-    """The torch module if this process has imported it already, else None."""
+    """Return the torch module if this process has imported it already, else None."""
     return sys.modules.get("torch")
 
 
 def ask_torch(device_type: str) -> Probe | None:
-    """The answer of a probe that asks the loaded torch for devices of this type; None when torch is not loaded."""
+    """Probe devices of a type through a torch that is already loaded.
+
+    Args:
+        device_type: torch's name of the type, such as "cuda".
+
+    Returns:
+        The probe; None when torch is not loaded.
+    """
     torch = loaded_torch()
     if torch is None:
         return None
@@ -50,9 +73,11 @@ def ask_torch(device_type: str) -> Probe | None:
 
 
 def torch_build() -> dict[str, str] | None:
-    """Version and toolkits of the installed torch: {"version": "2.13.0+cpu", "cuda": "12.8", "hip": ..., "xpu": ...}.
+    """Read version and toolkits of the installed torch from its file `torch/version.py`.
 
-    Toolkits that it was built without are missing. None without torch. Reads the file `torch/version.py`.
+    Returns:
+        Such as {"version": "2.13.0+cpu", "cuda": "12.8", "hip": ..., "xpu": ...}, without toolkits that it was built
+        without. None without torch.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -66,7 +91,14 @@ def torch_build() -> dict[str, str] | None:
 
 
 def built_for(*toolkits: str) -> str | None:
-    """Why the installed torch cannot drive a device of any of these toolkits; None when it can."""
+    """Explain why the installed torch cannot drive a device.
+
+    Args:
+        *toolkits: Keys of `torch_build`, of which one suffices.
+
+    Returns:
+        The reason; None when torch can.
+    """
     build = torch_build()
     if build is None:
         return "torch is not installed"
@@ -76,18 +108,39 @@ def built_for(*toolkits: str) -> str | None:
 
 
 def hidden_by(variable: str) -> str | None:
-    """Why `variable` hides every device ("" and "-1" do), or None."""
+    """Explain why a variable hides every device.
+
+    Args:
+        variable: Environment variable, such as CUDA_VISIBLE_DEVICES.
+
+    Returns:
+        The reason for the values "" and "-1"; None for all others, and without the variable.
+    """
     value = os.environ.get(variable)
     return f"{variable}={value!r} hides every device" if value is not None and value.strip() in ("", "-1") else None
 
 
 def first_existing(patterns: Iterable[str]) -> str | None:
-    """The first path that matches one of the glob `patterns`."""
+    """Find the first path that exists.
+
+    Args:
+        patterns: Glob patterns, tried in order.
+
+    Returns:
+        The first match in sorted order; None without one.
+    """
     return next((path for pattern in patterns for path in sorted(glob(pattern))), None)
 
 
 def works(attempt: Callable[[], object]) -> bool:
-    """Whether `attempt` neither raises nor returns False. Devices refuse by exceptions of every kind."""
+    """Return whether an attempt succeeds. Devices refuse by exceptions of every kind.
+
+    Args:
+        attempt: Called once.
+
+    Returns:
+        Whether it neither raises nor returns False.
+    """
     try:
         return attempt() is not False
     except Exception:
@@ -95,7 +148,7 @@ def works(attempt: Callable[[], object]) -> bool:
 
 
 def intel_render_node() -> str | None:
-    """A render node of an Intel GPU, as /dev/dri/renderD128."""
+    """Return a render node of an Intel GPU, such as /dev/dri/renderD128; None without one."""
     for node in sorted(glob("/dev/dri/renderD*")):
         vendor = Path("/sys/class/drm") / Path(node).name / "device" / "vendor"
         try:

@@ -1,8 +1,8 @@
-"""`JaxAccelerator`: a device whose memory is JAX's own.
+"""Base class of accelerators whose memory is JAX's own: `JaxAccelerator`.
 
 Functions of JAX train on it in native mode; modules of torch cannot. Buffers are handles to JAX's arrays
 (`polyaccel.accelerators.memory.jax`). Other abilities that it lacks are listed in its notes, as far as trying them
-tells. JAX is imported when a method needs it, never by importing this module, so that plugins can be listed and probed
+shows. JAX is imported when a method needs it, never by importing this module, so that plugins can be listed and probed
 in a process without it.
 """
 
@@ -132,14 +132,25 @@ class JaxAccelerator(Accelerator):
         """Does nothing: JAX counts from the start of the process."""
 
     def manual_seed(self, seed: int) -> None:
-        """Keep the seed for `rng_state`. It seeds no generator, because functions of JAX are given their keys."""
+        """Keep the seed for `rng_state`. It seeds no generator: functions of JAX receive their keys.
+
+        Args:
+            seed: The seed.
+        """
         self._seed = seed
 
     def rng_state(self) -> bytes:
         return _STATE + str(self._seed).encode()
 
     def set_rng_state(self, state: bytes) -> None:
-        """Raises ShardingError for a state that another kind of device saved."""
+        """Restore the seed.
+
+        Args:
+            state: Bytes from `rng_state`.
+
+        Raises:
+            ShardingError: Another kind of device saved the state.
+        """
         if not state.startswith(_STATE):
             raise ShardingError(
                 f"{len(state)} bytes are no random state of {self.name}",

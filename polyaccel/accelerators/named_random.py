@@ -1,11 +1,6 @@
-"""Random numbers by name: several streams of one device's generators, each drawn from where a part of a program says.
+"""Random numbers by name: several states of one device's generators, and which part of a program draws from which.
 
-Ranks that share a model draw alike where they hold the same, and apart where each holds a part of it:
-
-    states = named_random_states()
-    states.add("sharded", seed + 1 + tensor_rank)
-    with states.use("sharded"):
-        hidden = dropout(hidden)
+`named_random_states` returns this process's `RngTracker` (Megatron's CudaRNGStatesTracker). Imports no framework.
 """
 
 from __future__ import annotations
@@ -19,8 +14,22 @@ from polyaccel.errors import PolyaccelError
 
 
 class RngTracker:
-    """States of the generators of `accelerator` (None: the chosen one) by name. Recomputed activations draw from them
-    as they did the first time."""
+    """Named states of the generators of one accelerator, as Megatron's CudaRNGStatesTracker has them.
+
+    Ranks that share a model draw the same numbers where they hold the same values, and different ones where each holds
+    a part. Recomputed activations draw the same numbers again.
+
+    Args:
+        accelerator: Accelerator whose generators draw. None takes the one of `get_accelerator` at each use.
+
+    Example:
+        ```python
+        states = polyaccel.utils.named_random_states()
+        states.add("sharded", seed + 1 + tensor_rank)
+        with states.use("sharded"):
+            hidden = dropout(hidden)
+        ```
+    """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self._accelerator = accelerator
@@ -31,9 +40,14 @@ class RngTracker:
         return name in self._states
 
     def add(self, name: str, seed: int) -> None:
-        """A state of its own, as if the generators had just been seeded with `seed`.
+        """Add a named state, as if the generators had just been seeded with `seed`. The present state stays as it is.
 
-        Raises PolyaccelError for a name that exists, and for a seed that another name has: they would draw alike.
+        Args:
+            name: Name of the new state.
+            seed: Seed of the new state.
+
+        Raises:
+            PolyaccelError: The name exists, or another name has the same seed and would draw the same numbers.
         """
         if name in self._states:
             raise PolyaccelError(f"there are random states named {name!r} already", hint="clear() first", value=name)
@@ -54,8 +68,17 @@ class RngTracker:
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Draw from the state `name` inside; outside, the generators go on as if nothing had been drawn. Raises
-        PolyaccelError for a name that does not exist."""
+        """Draw from the state `name` inside the block. Afterwards the generators continue as if nothing had been drawn.
+
+        Args:
+            name: Name that `add` has added.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            PolyaccelError: The name does not exist.
+        """
         if name not in self._states:
             raise PolyaccelError(
                 f"there are no random states named {name!r}",
@@ -72,15 +95,19 @@ class RngTracker:
             device.set_rng_state(before)
 
     def states(self) -> dict[str, bytes]:
-        """All states as they are now, for `restore`."""
+        """Return a copy of all states as they are now, for `restore`."""
         return dict(self._states)
 
     def restore(self, states: Mapping[str, bytes]) -> None:
-        """Go on from `states`, which `states()` has given."""
+        """Continue from earlier states.
+
+        Args:
+            states: Result of `states`, by name.
+        """
         self._states = dict(states)
 
     def clear(self) -> None:
-        """Forget all names."""
+        """Remove all names."""
         self._states.clear()
         self._seeds.clear()
 
@@ -93,5 +120,5 @@ _NAMED = RngTracker()
 
 
 def named_random_states() -> RngTracker:
-    """The named random states of this process."""
+    """Return the named random states of this process."""
     return _NAMED

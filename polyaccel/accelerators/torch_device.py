@@ -1,9 +1,7 @@
-"""`TorchAccelerator`: all that devices with memory of torch's have in common.
+"""Base class of accelerators whose memory torch manages. Read first: `TorchAccelerator`, `torch_device_of`.
 
-It works through torch's module of the device (`torch.cuda`, ...).
-
-torch is imported when a method needs it, never by importing this module, so that plugins can be listed and probed in a
-process without torch.
+It works through torch's module of the device (`torch.cuda`, ...). torch is imported when a method needs it, never by
+importing this module, so that plugins can be listed and probed in a process without torch.
 
 By torch's documentation of accelerators, the module of a device has: device_count, current_device, set_device,
 synchronize, Stream, Event, stream, current_stream, get_rng_state, set_rng_state, memory_allocated,
@@ -31,7 +29,11 @@ _LENGTH = struct.Struct("<Q")
 
 
 class TorchEvent(Event):
-    """A point in a stream of torch's."""
+    """A point in a torch stream.
+
+    Args:
+        event: torch's event of the device.
+    """
 
     def __init__(self, event: Any) -> None:
         self.raw = event
@@ -49,7 +51,12 @@ class TorchEvent(Event):
 
 
 class TorchStream(Stream):
-    """A stream of torch's, and the device module it is from."""
+    """A torch stream, and the device module that it is from.
+
+    Args:
+        module: torch's module of the device, such as `torch.cuda`.
+        stream: torch's stream of the device.
+    """
 
     def __init__(self, module: Any, stream: Any) -> None:
         self._module = module
@@ -74,11 +81,11 @@ class TorchStream(Stream):
 
 
 class TorchAccelerator(Accelerator):
-    """A device of torch's. Subclasses state `torch_device_type`, `probe` and `capabilities`."""
+    """A device whose memory torch manages. Subclasses state `torch_device_type`, `probe` and `capabilities`."""
 
     torch_device_type: ClassVar[str]
     extension: ClassVar[str | None] = None
-    """The package that teaches torch this device, when torch itself does not."""
+    """Package that adds this device to torch; None when torch has it."""
 
     @property
     def _torch(self) -> Any:
@@ -154,12 +161,19 @@ class TorchAccelerator(Accelerator):
         self._torch.manual_seed(seed)  # the host's generator, and those of every device
 
     def rng_state(self) -> bytes:
-        """The host's generator, from which data loaders draw, and the current device's."""
+        """Return the states of the host's generator, from which data loaders draw, and of the current device's."""
         host: bytes = self._torch.get_rng_state().numpy().tobytes()
         return _LENGTH.pack(len(host)) + host + self._generator_state()
 
     def set_rng_state(self, state: bytes) -> None:
-        """Raises ShardingError for a state that another kind of device saved."""
+        """Restore both generators.
+
+        Args:
+            state: Bytes from `rng_state`.
+
+        Raises:
+            ShardingError: Another kind of device saved the state.
+        """
         before = self._torch.get_rng_state()
         try:
             (length,) = _LENGTH.unpack_from(state)
@@ -196,7 +210,14 @@ class TorchAccelerator(Accelerator):
 
 
 def require_torch_memory(accelerator: Accelerator) -> None:
-    """Raise PluginContractError where the buffers of an accelerator that torch knows are none of torch's."""
+    """Refuse an accelerator with a torch device whose buffers are not over tensors.
+
+    Args:
+        accelerator: Accelerator to check. One element is allocated.
+
+    Raises:
+        PluginContractError: `raw` of its buffers is not a tensor.
+    """
     import torch
 
     raw = accelerator.allocate(1, DType.FLOAT32).raw
@@ -211,7 +232,17 @@ def require_torch_memory(accelerator: Accelerator) -> None:
 
 
 def torch_device_of(accelerator: Accelerator) -> torch.device:
-    """The torch device that modules live on. Raises PluginContractError for an accelerator that torch does not know."""
+    """Return the torch device that modules live on.
+
+    Args:
+        accelerator: Accelerator whose current device is meant.
+
+    Returns:
+        The device, with its index where devices have one.
+
+    Raises:
+        PluginContractError: torch does not support the accelerator's device.
+    """
     if accelerator.torch_device_type is None:
         raise PluginContractError(
             f"accelerator {accelerator.name!r} has no torch device", hint="choose one that torch knows, such as cpu"

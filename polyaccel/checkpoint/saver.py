@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -180,9 +179,7 @@ class Saver:
             return False
         most = self.policy.staging_nbytes
         if most is None:
-            world_size = self._communicator.world_size
-            ranks_here = min(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), world_size)
-            most = memory_stats().free_nbytes // 2 // max(1, ranks_here)
+            most = memory_stats().free_nbytes // 2 // self._communicator.host_topology.local_size
             most += 0 if self._image is None else self._image.nbytes
         if nbytes > most and not self._has_logged:
             self._has_logged = True

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from polyaccel.cli.argument_types import non_negative, port, port_or_auto, whole_number
 from polyaccel.launch.affinity import parse_cpulist
 from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S
 from polyaccel.launch.hosts import MOST_SLOTS
 
 DEBUG_PORT = 5678
 """Where debuggers of Python look."""
-_MOST_PORT = 65535
 
 
 def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) -> None:
@@ -24,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         dashed = [name.replace("_", "-") for name in names]
         parser.add_argument(*dict.fromkeys([*dashed, *names]), **how)  # type: ignore[arg-type]
 
+    seconds, hosts = non_negative("a number of seconds"), whole_number("a number of hosts", 1)
     add("-H", "--hostfile", type=Path, metavar="FILE", help="lines `host slots=N`; without one, this machine")
     add("--hosts", metavar="HOST[:N],...", help="hosts in place of a hostfile's, with N slots each, or one: a:8,b:8")
     add("-i", "--include", metavar="HOST[:SLOTS]@...", help="use these alone: a@b:0,2-4")
@@ -60,21 +61,21 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
     add("--bind_core_list", type=_cpus, metavar="CPUS", help="bind ranks to shares of these CPUs alone: 0-3,8")
     add(
         "--grace-period",
-        type=_seconds,
+        type=seconds,
         default=DEFAULT_GRACE_S,
         metavar="S",
         help="seconds from SIGTERM to SIGKILL for the other ranks, when one failed (default: %(default)g)",
     )
     add(
         "--stop_timeout",
-        type=_seconds,
+        type=seconds,
         default=DEFAULT_STOP_TIMEOUT_S,
         metavar="S",
         help="seconds that a rank may be stopped (SIGSTOP) until the job ends; 0 for ever (default: %(default)g)",
     )
     add(
         "--hang_timeout",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="seconds without a step of any rank until the job ends, with each one's stack; 0 (the default) for ever",
@@ -90,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
     add(
         "--restarts",
         "--max_restarts",
-        type=_count,
+        type=whole_number("a number of restarts"),
         metavar="N",
         help="start the ranks again when one fails, at most N times, and keep replicas in memory for them meanwhile "
         '("checkpoint.in_memory" in the config); not when the job was asked to end by a signal (default: 0, and 3 with '
@@ -109,8 +110,8 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         help="hosts may come and go: the command is given on each, with one --master-addr and --master-port "
         "(--launcher torchelastic)",
     )
-    add("--min_elastic_nodes", type=_hosts, metavar="N", help="with it: the fewest hosts (default: 1)")
-    add("--max_elastic_nodes", type=_hosts, metavar="N", help="with it: the most hosts (default: the fewest)")
+    add("--min_elastic_nodes", type=hosts, metavar="N", help="with it: the fewest hosts (default: 1)")
+    add("--max_elastic_nodes", type=hosts, metavar="N", help="with it: the most hosts (default: the fewest)")
     add(
         "--elastic_config",
         type=Path,
@@ -122,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         "--debugpy",
         nargs="?",
         const=DEBUG_PORT,
-        type=_debug_port,
+        type=port,
         metavar="PORT",
         help="let each rank listen for a debugger on PORT plus its number, on its host's loopback (without PORT: "
         f"{DEBUG_PORT}); needs the package debugpy",
@@ -151,18 +152,6 @@ def rank_count(text: str) -> int | None:
     return int(text)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
-    return int(text)
-
-
-def _hosts(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts")
-    return int(text)
-
-
 def _folder(text: str) -> Path | None:
     return None if text == "None" else Path(text)  # what programs that start this one write for no folder
 
@@ -170,29 +159,11 @@ def _folder(text: str) -> Path | None:
 def _port(text: str) -> int | None:
     if text in ("auto", "0"):
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a port from 1 to {_MOST_PORT} nor auto")
-    return int(text)
-
-
-def _debug_port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to {_MOST_PORT}")
-    return int(text)
+    return port_or_auto(text)
 
 
 def _cpus(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(parse_cpulist(text)))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of CPUs like 0-3,8") from error
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of CPUs such as 0-3,8") from error

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from polyaccel.errors import LaunchError, PolyaccelError
-from polyaccel.job.trial_env import TRIAL_VARIABLE
-
-if TYPE_CHECKING:
-    from polyaccel.comm.benchmark.table import CollectiveTimings
-    from polyaccel.planner.autotune.hardware_probe import HardwareRates
-    from polyaccel.planner.autotune.tuner import TuneResult
+from polyaccel.cli.argument_types import whole_number
+from polyaccel.errors import LaunchError
 
 _DESCRIPTION = """\
 Find the fastest settings of CONFIG with which a training fits its devices: ZeRO stage, micro-batch and accumulation,
@@ -29,22 +18,6 @@ separate processes, until nothing faster is estimated. The script needs no chang
 wherever it comes from, and its batches follow engine.train_micro_batch_size_per_gpu() or the engine's own loader. A
 tuner that was stopped continues where it was."""
 _USAGE = "polyaccel tune [options] CONFIG [options of polyaccel run] script.py [arguments of the script]"
-_COMM_OPERATIONS = "all_reduce,all_gather,reduce_scatter"
-_COMM_LIMIT_S = 120.0
-COMM_FILE, RATES_FILE = "comm.json", "rates.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunedJob:
-    """A training that is tuned: the file of its config, and what is in it where that is not read as it is (`tree`), the
-    command that starts its ranks, how many these are, and the options of `polyaccel run` for where they are, for
-    measuring collectives there (None: that is not done)."""
-
-    config_file: str
-    tree: Mapping[str, Any] | None = None
-    command: tuple[str, ...]
-    world_size: int
-    where: tuple[str, ...] | None
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,8 +31,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument("--limit", type=parse_size, metavar="SIZE", help="in place of autotuning.memory_limit")
-    parser.add_argument("--trials", type=_count, metavar="N", help="in place of autotuning.tuner_num_trials")
-    parser.add_argument("--timeout", type=_count, metavar="S", help="in place of autotuning.trial_timeout")
+    count = whole_number("a number of 1 or more", 1)
+    parser.add_argument("--trials", type=count, metavar="N", help="in place of autotuning.tuner_num_trials")
+    parser.add_argument("--timeout", type=count, metavar="S", help="in place of autotuning.trial_timeout")
     parser.add_argument("--results", metavar="FOLDER", help="in place of autotuning.results_dir")
     parser.add_argument(
         "--comm", type=Path, metavar="FILE", help="speeds by `polyaccel comm bench --json FILE`; else they are measured"
@@ -69,12 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(func=run)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Tune, and write the results. The exit code is 1 where nothing fits. Raises PolyaccelError."""
     from polyaccel.cli.job import choose_hosts
@@ -82,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from polyaccel.cli.parser import JobParser
     from polyaccel.cli.run import count_ranks
     from polyaccel.launch.program import check_not_nested
+    from polyaccel.planner.autotune.tuned_job import TunedJob, tune_job
 
     check_not_nested(os.environ)
     parser = JobParser(prog="polyaccel tune", usage=_USAGE, allow_abbrev=False)
@@ -105,98 +74,3 @@ def run(args: argparse.Namespace) -> int:
     }
     answer, _ = tune_job(job, {name: value for name, value in changes.items() if value is not None}, args.comm)
     return 0 if answer.best is not None else 1
-
-
-def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None = None) -> tuple[TuneResult, Path]:
-    """Tune a job, with other values of the config's `section` autotuning, write and print the results. Return what was
-    found, and the folder of the results. Raises PolyaccelError, ConfigError for the config."""
-    from polyaccel.config.load import read_tree
-    from polyaccel.planner.assumptions import planned_config
-    from polyaccel.planner.autotune.candidates import own_candidate
-    from polyaccel.planner.autotune.records import TrialLog
-    from polyaccel.planner.autotune.results import BEST_FILE, table_of, write_results
-    from polyaccel.planner.autotune.trials import TrialPlan
-    from polyaccel.planner.autotune.tuner import TuneRequest, tune
-
-    if TRIAL_VARIABLE in os.environ:
-        raise PolyaccelError(
-            f"{TRIAL_VARIABLE} is set: this is a trial of a tuner already", hint=f"unset {TRIAL_VARIABLE}"
-        )
-    planned = planned_config(job.config_file if job.tree is None else job.tree, job.world_size)
-    tree = read_tree(job.config_file)[0] if job.tree is None else job.tree
-    config = planned.config
-    tuning = config.autotuning.model_copy(update=dict(section))
-    config = config.model_copy(update={"autotuning": tuning})
-    results = Path(tuning.results_dir)
-    plan = TrialPlan(
-        command=job.command,
-        config_file=job.config_file,
-        config_tree=tree,
-        train_batch_size=config.train_batch_size,
-        first_step=tuning.start_profile_step,
-        last_step=tuning.end_profile_step,
-        limit_s=tuning.trial_timeout,
-        mapped={key: str(option) for key, option in tuning.arg_mappings.items()},
-    )
-    question = TuneRequest(
-        config=config,
-        world_size=job.world_size,
-        plan=plan,
-        trials_folder=Path(tuning.exps_dir) if "results_dir" not in section else results / "trials",
-        limit_nbytes=tuning.memory_limit,
-    )
-    log = TrialLog(results, question.key, overwrite=tuning.overwrite)
-    for sentence in planned.assumptions:
-        print(f"Assumed: {sentence}.")
-    if log.records:
-        print(f"{len(log.records)} trials of before count: {results}")
-    question = replace(question, speeds=_speeds(job, speeds_file, results), rates=_rates(results))
-    answer = tune(question, log, lambda sentence: print(sentence, flush=True))
-    write_results(answer, own_candidate(config), tree, config.train_batch_size, results)
-    print(f"\n{table_of(answer)}\n\nStopped: {answer.why}.")
-    if answer.best is None:
-        print("Nothing that was tried fits.")
-    else:
-        print(f"Best: {answer.best.candidate}. Its config: {results / BEST_FILE}")
-    return answer, results
-
-
-def _rates(results: Path) -> HardwareRates:
-    from polyaccel.planner.autotune.hardware_probe import HardwareRates, rates_here
-
-    file = results / RATES_FILE
-    with suppress(OSError, ValueError, TypeError):
-        return HardwareRates(**json.loads(file.read_text(encoding="utf-8")))
-    found = rates_here(results)
-    file.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
-    return found
-
-
-def _speeds(job: TunedJob, given: Path | None, results: Path) -> CollectiveTimings | None:
-    """The speeds of collectives among the job's ranks: those of a file, those of before, or measured now. None where
-    that is not possible."""
-    from polyaccel.comm.benchmark.table import CollectiveTimings
-
-    if given is not None:
-        return CollectiveTimings.read(given)
-    if job.world_size < 2 or job.where is None:
-        return None
-    file = results / COMM_FILE
-    if not file.exists() and (said := _measure_speeds(job.where, job.config_file, file)):
-        print(f"Collectives could not be measured, 1 GB/s is assumed: {said}")
-        return None
-    return CollectiveTimings.read(file)
-
-
-def _measure_speeds(where: Sequence[str], config_file: str, file: Path) -> str:
-    """Measure collectives into a file. What went wrong, or ""."""
-    sizes = ("--smallest", "64K", "--largest", "16M", "--rounds", "5", "--budget", "0.1")
-    own = ("--operations", _COMM_OPERATIONS, *sizes, "--config", config_file, "--json", str(file))
-    command = [sys.executable, "-m", "polyaccel", "comm", "bench", *own, *where]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMM_LIMIT_S, errors="replace"
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    return "" if done.returncode == 0 and file.exists() else " | ".join(done.stderr.splitlines()[-3:])

@@ -1,4 +1,4 @@
-"""The arguments of a collective: how a whole buffer is cut into the ranks' parts, and what no backend can mean."""
+"""Arguments of a collective: the ranks' parts of a whole buffer, and checks of what is invalid for every backend."""
 
 from __future__ import annotations
 
@@ -12,22 +12,34 @@ from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError, ShardingError
 
 MOST_SHOWN = 8
-"""Counts, or messages of a batch, that a text shows."""
+"""Maximum number of counts, or of messages of a batch, that a text shows."""
 Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StridedParts:
-    """Offsets of non-contiguous all-to-all parts within a buffer."""
+    """Offsets of non-contiguous all-to-all parts within a buffer.
+
+    Attributes:
+        count: Pieces of each part.
+    """
 
     table: Buffer
     """int64 on the host: for each rank `count` pairs (first element, elements), in the part's order."""
     count: int
     cuts_source: bool
-    """Whether it is the source that has its parts in pieces, or the target."""
+    """Whether the parts of the source are not contiguous, else those of the target."""
 
     def check(self, counts: Counts | None, world_size: int) -> None:
-        """Raises ShardingError for a table of another size or type, and for parts without counts."""
+        """Refuse a table that does not fit.
+
+        Args:
+            counts: Elements of each rank's part; None is refused.
+            world_size: Ranks of the group.
+
+        Raises:
+            ShardingError: The table has another size or type, or there are no counts.
+        """
         numel, dtype = self.table.numel, self.table.dtype
         if counts is None or numel != 2 * self.count * world_size or dtype is not DType.INT64:
             raise ShardingError(
@@ -38,19 +50,45 @@ class StridedParts:
 
 
 def bounds_of(counts: Counts | None, numel: int, world_size: int) -> list[int]:
-    """Where parts of these `counts` (None: `numel` in equal parts) begin, and where the last one ends."""
+    """Find where the ranks' parts begin.
+
+    Args:
+        counts: Elements of each rank's part, in rank order; None for equal parts.
+        numel: Elements of the whole buffer, used for equal parts.
+        world_size: Ranks of the group, used for equal parts.
+
+    Returns:
+        Offsets in elements, one for each part; the end of the last part follows.
+    """
     if counts is None:
         return [rank * (numel // world_size) for rank in range(world_size + 1)]
     return [0, *accumulate(counts)]
 
 
 def pieces_of(whole: Buffer, bounds: Sequence[int]) -> list[Buffer]:
-    """`whole`, cut at `bounds`."""
+    """Cut a buffer into adjacent views.
+
+    Args:
+        whole: Buffer to cut.
+        bounds: Ascending offsets in elements: begin of each view, and the end of the last.
+
+    Returns:
+        Views of the same memory, one less than `bounds`.
+    """
     return [whole.view(start, end - start) for start, end in pairwise(bounds)]
 
 
 def check_root(kind: str, root: int, world_size: int) -> None:
-    """Refuse a rank that is not in the group."""
+    """Refuse a rank that is not in the group.
+
+    Args:
+        kind: Name of the call, for the message.
+        root: Rank to check.
+        world_size: Ranks of the group.
+
+    Raises:
+        CommError: The rank is outside.
+    """
     if not 0 <= root < world_size:
         raise CommError(
             f"{kind}: rank {root} is not in a group of {world_size}",
@@ -60,7 +98,16 @@ def check_root(kind: str, root: int, world_size: int) -> None:
 
 
 def check_members(kind: str, ranks: tuple[int, ...], world_size: int) -> None:
-    """Refuse a sub-group that is empty, repeats a rank or names one outside."""
+    """Refuse a sub-group that is empty, repeats a rank or names one outside.
+
+    Args:
+        kind: Name of the call, for the message.
+        ranks: Members of the sub-group.
+        world_size: Ranks of the group.
+
+    Raises:
+        CommError: The ranks are not a group.
+    """
     for rank in ranks:
         check_root(kind, rank, world_size)
     if not ranks or len(set(ranks)) != len(ranks):
@@ -68,16 +115,36 @@ def check_members(kind: str, ranks: tuple[int, ...], world_size: int) -> None:
 
 
 def check_equal_parts(kind: str, out: Buffer, source: Buffer, *, world_size: int, parts_of: str) -> None:
-    """Refuse buffers of which one is not a part for every rank of the other. `parts_of` is which one is cut: `out` or
-    `source`."""
+    """Refuse buffers of which one is not an equal part of the other.
+
+    Args:
+        kind: Name of the call, for the message.
+        out: Buffer to receive into.
+        source: Buffer to send.
+        world_size: Ranks of the group.
+        parts_of: Which buffer is the whole: "out" or "source".
+
+    Raises:
+        ShardingError: Lengths or element types do not fit.
+    """
     whole, part = (out, source) if parts_of == "out" else (source, out)
     check_part(kind, whole, part, None, 0, world_size)
 
 
 def is_own_part(kind: str, whole: Buffer, part: Buffer, start: int) -> bool:
-    """Whether `part` is the view of `whole` at element `start`: the collective then runs in place.
+    """Return whether a collective runs in place: the part is the view of the whole at this rank's place.
 
-    Raises ShardingError when the two overlap in any other way, which no collective can mean.
+    Args:
+        kind: Name of the call, for the message.
+        whole: Buffer of all parts.
+        part: Buffer of this rank's part.
+        start: First element of this rank's part in `whole`.
+
+    Returns:
+        Whether they share memory. False for an empty part.
+
+    Raises:
+        ShardingError: The two overlap in any other way, which is invalid for every collective.
     """
     if part.numel == 0:
         return False
@@ -94,6 +161,19 @@ def is_own_part(kind: str, whole: Buffer, part: Buffer, start: int) -> bool:
 
 
 def check_part(kind: str, whole: Buffer, part: Buffer, counts: Counts | None, rank: int, world_size: int) -> None:
+    """Refuse a part and a whole whose lengths or element types do not fit.
+
+    Args:
+        kind: Name of the call, for the message.
+        whole: Buffer of all parts.
+        part: Buffer of this rank's part.
+        counts: Elements of each rank's part; None for equal parts.
+        rank: This rank.
+        world_size: Ranks of the group.
+
+    Raises:
+        ShardingError: They do not fit.
+    """
     if counts is None and part.numel * world_size != whole.numel:
         raise ShardingError(
             f"{kind}: {part.numel} elements a rank times {world_size} ranks are not {whole.numel}",
@@ -111,6 +191,17 @@ def check_part(kind: str, whole: Buffer, part: Buffer, counts: Counts | None, ra
 
 
 def check_whole(kind: str, whole: Buffer, counts: Counts | None, world_size: int) -> None:
+    """Refuse a whole buffer that cannot be cut for the ranks.
+
+    Args:
+        kind: Name of the call, for the message.
+        whole: Buffer of all parts.
+        counts: Elements of each rank's part; None for equal parts.
+        world_size: Ranks of the group.
+
+    Raises:
+        ShardingError: The length is not divisible, or `counts` do not add up to it.
+    """
     if counts is None:
         if whole.numel % world_size:
             raise ShardingError(
@@ -127,6 +218,16 @@ def check_whole(kind: str, whole: Buffer, counts: Counts | None, world_size: int
 
 
 def check_dtypes(kind: str, one: Buffer, other: Buffer) -> None:
+    """Refuse buffers of different element types.
+
+    Args:
+        kind: Name of the call, for the message.
+        one: First buffer.
+        other: Second buffer.
+
+    Raises:
+        ShardingError: The types differ.
+    """
     if one.dtype is not other.dtype:
         raise ShardingError(
             f"{kind}: buffers of {one.dtype.value} and {other.dtype.value}",
@@ -136,8 +237,17 @@ def check_dtypes(kind: str, one: Buffer, other: Buffer) -> None:
 
 
 def check_reduction(kind: str, dtype: DType, op: ReduceOp) -> None:
-    """An average of integers would be rounded differently by every backend, and every library means something else by a
-    sum of truth values."""
+    """Refuse averages of integers, which backends round differently, and reductions of bool, which libraries define
+    differently.
+
+    Args:
+        kind: Name of the call, for the message.
+        dtype: Element type.
+        op: The reduction.
+
+    Raises:
+        ShardingError: The reduction is not defined for the type.
+    """
     if op is ReduceOp.AVG and not dtype.is_floating:
         raise ShardingError(
             f"{kind}: the average of {dtype.value} is not defined", hint="use SUM and divide, or cast first", value=op
@@ -147,7 +257,14 @@ def check_reduction(kind: str, dtype: DType, op: ReduceOp) -> None:
 
 
 def shown_counts(counts: Counts | None) -> str:
-    """The counts, shortened where there are many: messages and notes have little room."""
+    """Show counts in a message, shortened where there are many.
+
+    Args:
+        counts: Elements of each rank's part; None is shown as an empty list.
+
+    Returns:
+        Text: all counts up to `MOST_SHOWN`, else the first ones, their number and a CRC-32 of all.
+    """
     if counts is None or len(counts) <= MOST_SHOWN:
         return str(list(counts or ()))
     first = ", ".join(map(str, counts[:MOST_SHOWN]))

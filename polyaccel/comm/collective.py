@@ -46,7 +46,7 @@ class Operation(str, Enum):
 
 
 MESSAGES = frozenset({Operation.SEND, Operation.RECV, Operation.BATCH})
-"""Operations between some ranks of a group, of which the other ranks know nothing."""
+"""Operations between some ranks of a group, in which the other ranks take no part."""
 EQUAL_PARTS = frozenset(
     {
         *(Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.BROADCAST),
@@ -58,7 +58,7 @@ ALL_OPERATIONS = EQUAL_PARTS | {Operation.GATHER, Operation.SCATTER, Operation.B
 UNEVEN_PARTS = frozenset(
     {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL, Operation.GATHER, Operation.SCATTER}
 )
-"""Operations whose parts may have sizes of their own."""
+"""Operations whose parts may have different sizes."""
 _ALL_REDUCE = Operation.ALL_REDUCE
 _EVERYBODYS = frozenset({Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL})
 _REDUCING = frozenset({Operation.ALL_REDUCE, Operation.REDUCE_SCATTER})
@@ -66,21 +66,34 @@ _ROOTED = frozenset({Operation.BROADCAST, Operation.GATHER, Operation.SCATTER})
 
 
 class Collective:
-    """One call: what it does, with which buffers, and the number that the record and every error speak of.
+    """One call of a communicator: operation, buffers, and the number that records and errors show.
 
-    `source` is what this rank sends and `target` what it receives; one buffer may be both (all-reduce, broadcast), and
-    None stands where a rank sends or receives nothing. `numel` and `dtype` are those of the buffer that is whole: the
-    source of a reduce-scatter and of a scatter, the target of an all-gather, of an all-to-all and of a gather.
-    `root` is the rank from which a broadcast and a scatter come and to which a gather goes; of a message, the rank at
-    its other end. Ranks count inside the group. `counts` are the elements of each rank's part of the whole buffer, in
-    rank order (None: equal parts); in an all-to-all those that arrive from each rank, and `source_counts` those that
-    go to each, `pieces` say where a part stands that is not in one piece, and no rank sends another one more than
-    `max_send_numel`, if that is known. `parts` are the messages of a batch; `members` the ranks of a split.
+    Ranks count inside the group. A collective is called once. The record keeps it, and releases its buffers when it has
+    ended.
 
-    `label` and `bucket` say what the call is for. With `async_op` False the call has ended when it returns. `number`
-    counts the collectives of the group from 0; it is set when the collective is called, and whatever that call is made
-    of has the same number. A message has the number of the last collective before it. A collective is called once: the
-    record keeps it, and lets go of its buffers when it has ended.
+    Args:
+        operation: Kind of the call.
+        source: Buffer that this rank sends; None where it sends nothing. The same object as `target` for an all-reduce
+            and a broadcast.
+        target: Buffer that this rank receives; None where it receives nothing.
+        numel: Elements of the whole buffer: `source` of a reduce-scatter and a scatter, `target` of an all-gather, an
+            all-to-all and a gather.
+        dtype: Element type of the whole buffer; None without buffers.
+        reduction: How a reducing operation combines elements.
+        root: Sender of a broadcast and a scatter, receiver of a gather, and the other rank of a message.
+        async_op: False: the call has ended when it returns.
+        label: Purpose of the call, for records and errors.
+        bucket: Index of the bucket that the call is for.
+        number: Sequence number in the group, from 0, set by `call`. The calls that a composed one is made of have the
+            same number. A message has the number of the last collective before it.
+        counts: Elements of each rank's part of the whole buffer, in rank order; None for equal parts. In an all-to-all,
+            elements received from each rank.
+        source_counts: Elements that an all-to-all sends to each rank.
+        parts: Messages of a batch.
+        members: Ranks of a split.
+        pieces: Places of all-to-all parts that are not contiguous.
+        max_send_numel: Upper bound of the elements that any rank of an all-to-all sends another; None where it is not
+            known.
     """
 
     __slots__ = (
@@ -143,7 +156,15 @@ class Collective:
         self.max_send_numel = max_send_numel
 
     def on(self, source: Buffer | None, target: Buffer | None) -> Collective:
-        """The same call on other buffers of the same sizes."""
+        """Copy the call with other buffers.
+
+        Args:
+            source: Buffer to send, as long as the former one.
+            target: Buffer to receive into, as long as the former one.
+
+        Returns:
+            A new collective with the same number.
+        """
         return Collective(
             self.operation,
             source,
@@ -165,7 +186,7 @@ class Collective:
         )
 
     def without_buffers(self) -> Collective:
-        """A copy without buffers, for records that outlive them."""
+        """Return a copy without buffers, for records that outlive them."""
         copy = self.on(None, None)
         copy.pieces = None
         if self.parts:
@@ -173,33 +194,54 @@ class Collective:
         return copy
 
     def let_go(self) -> None:
-        """Forget the buffers: the call has ended."""
+        """Release the buffers: the call has ended."""
         self.source = self.target = self.pieces = None
         for part in self.parts:
             part.let_go()
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the ranks' parts have sizes of their own."""
+        """Whether the call gives the sizes of the ranks' parts."""
         return self.counts is not None
 
     def buffer_sent(self) -> Buffer:
-        """`source`, of a rank that sends."""
+        """Check that this rank sends, and return `source`.
+
+        Returns:
+            The buffer that this rank sends.
+
+        Raises:
+            CommError: This rank has nothing to send.
+        """
         if self.source is None:
             raise CommError(f"{self}: this rank has nothing to send", hint="pass the buffer that it sends")
         return self.source
 
     def buffer_received(self) -> Buffer:
-        """`target`, of a rank that receives."""
+        """Check that this rank receives, and return `target`.
+
+        Returns:
+            The buffer that this rank receives into.
+
+        Raises:
+            CommError: This rank has nowhere to receive.
+        """
         if self.target is None:
             raise CommError(f"{self}: this rank has nowhere to receive", hint="pass the buffer that it receives into")
         return self.target
 
     def sent_numel(self, rank: int, world_size: int) -> float:
-        """The elements that this rank sends, by the algorithm that sends least.
+        """Count the elements that this rank sends, by the algorithm that sends least.
 
-        Of a whole of M elements over N ranks in equal parts: 2 M (N-1)/N for an all-reduce, M (N-1)/N for a
+        With a whole of M elements in equal parts over N ranks: 2 M (N-1)/N for an all-reduce, M (N-1)/N for a
         reduce-scatter, an all-gather and an all-to-all, M for a message and for the root of a broadcast.
+
+        Args:
+            rank: This rank.
+            world_size: Ranks of the group.
+
+        Returns:
+            Elements; a fraction where the whole does not divide.
         """
         kind = self.operation
         if not self.numel:
@@ -224,23 +266,52 @@ class Collective:
         return sum(part.sent_numel(rank, world_size) for part in self.parts)
 
     def length_of(self, rank: int, world_size: int) -> int:
-        """The elements of `rank`'s part of the whole buffer."""
+        """Count the elements of a rank's part of the whole buffer.
+
+        Args:
+            rank: The rank.
+            world_size: Ranks of the group.
+
+        Returns:
+            Elements.
+        """
         return self.numel // world_size if self.counts is None else self.counts[rank]
 
     def bounds(self, world_size: int) -> list[int]:
-        """Where the ranks' parts begin in the whole buffer, and where the last one ends."""
+        """Find where the ranks' parts begin in the whole buffer.
+
+        Args:
+            world_size: Ranks of the group.
+
+        Returns:
+            `world_size + 1` offsets in elements; the last one is the end.
+        """
         return bounds_of(self.counts, self.numel, world_size)
 
     def source_bounds(self, world_size: int) -> list[int]:
-        """The same for what an all-to-all sends."""
+        """Find where the parts begin that an all-to-all sends.
+
+        Args:
+            world_size: Ranks of the group.
+
+        Returns:
+            `world_size + 1` offsets in elements of `source`; the last one is the end.
+        """
         return bounds_of(self.source_counts, self.numel, world_size)
 
     def agrees_with(self, other: Collective) -> bool:
-        """Whether two ranks may meet with these calls: alike, and of the same bucket; labels do not matter."""
+        """Return whether two ranks can make these calls together. Labels do not matter.
+
+        Args:
+            other: Call of another rank.
+
+        Returns:
+            Whether their `agreed_key` is the same.
+        """
         return self.agreed_key() == other.agreed_key()
 
     def agreed_key(self) -> tuple[object, ...]:
-        """The properties that the ranks of a group, or the two of a message, must agree on."""
+        """Return the properties that the ranks of a group, or the two of a message, must agree on."""
         kind = self.operation
         if kind in MESSAGES:
             return "message", self.numel, self.dtype and self.dtype.value
@@ -250,7 +321,7 @@ class Collective:
         return kind.value, self.numel, self.dtype and self.dtype.value, detail, self.counts, self.bucket
 
     def agreed(self) -> str:
-        """The properties that the ranks must agree on, in words."""
+        """Return the properties that the ranks must agree on, in words."""
         kind, detail = self.operation, ""
         if kind in _REDUCING:
             detail = f" {self.reduction.value}"
@@ -271,12 +342,12 @@ class Collective:
         return f"{kind.value}{detail} {self.numel} x {self.dtype.value}{parts}"
 
     def purpose(self) -> str:
-        """The call's bucket and label, in words that follow `agreed`; empty without them."""
+        """Return bucket and label in words that follow `agreed`; empty without them."""
         bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
         return bucket + (f" '{self.label}'" if self.label else "")
 
     def described(self) -> str:
-        """The call in words, without its number."""
+        """Return the call in words, without its number."""
         return self.agreed() + self.purpose()
 
     def __str__(self) -> str:
@@ -284,9 +355,15 @@ class Collective:
         return f"#{self.number} {self.described()}" if is_numbered else self.described()
 
     def check(self, rank: int, world_size: int) -> None:
-        """Refuse sizes, types, roots and overlaps that no backend can mean, before anything is sent.
+        """Refuse sizes, types, roots and overlaps that are invalid for every backend, before anything is sent.
 
-        Raises ShardingError for buffers that do not fit, CommError for a rank outside the group.
+        Args:
+            rank: This rank.
+            world_size: Ranks of the group.
+
+        Raises:
+            ShardingError: Buffers do not fit or overlap.
+            CommError: A rank is outside the group, or a buffer is missing.
         """
         kind, source, target = self.operation, self.source, self.target
         if kind in _REDUCING and self.dtype is not None:
@@ -324,14 +401,29 @@ class Collective:
 
 
 def ended(work: Work, collective: Collective) -> Work:
-    """`work`, waited for unless `collective` is asynchronous."""
+    """Wait for a work unless its call is asynchronous.
+
+    Args:
+        work: Work of the call.
+        collective: The call.
+
+    Returns:
+        `work`.
+    """
     if not collective.async_op:
         work.wait()
     return work
 
 
 def closed_error(collective: Collective) -> CommError:
-    """The error of a call after `close`."""
+    """Make the error of a call after `close`.
+
+    Args:
+        collective: The call.
+
+    Returns:
+        The error, which the caller raises.
+    """
     return CommError(f"{collective.described()} on a closed communicator", hint="close it after the last call")
 
 

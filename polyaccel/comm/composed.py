@@ -1,12 +1,11 @@
 """Dispatch of collectives: assigns sequence numbers and emulates the operations that a backend lacks.
 
-[Note: What the base makes]
-A backend states what it does natively, so an operation that is added later breaks none. Uneven parts of an all-gather
-and of a reduce-scatter are padded to the longest and go as equal parts, which leaves the order of additions as it is.
-An all-to-all, a gather and a scatter are made of messages, all of them under way at once; so is a batch. These
-messages share the order of the pair's other messages: what a rank sends another outside of them must stand at the same
-place among its collectives as the other's receive does. Nothing here needs a second round, hence no rank's `wait` is
-needed by another's.
+[Note: Emulated collectives]
+A backend states its native operations, so an operation that is added later breaks none. Uneven parts of an all-gather
+and of a reduce-scatter are padded to the longest and sent as equal parts, which keeps the order of additions. An
+all-to-all, a gather, a scatter and a batch become messages, all under way at once. These messages share the order of
+the pair's other messages: a message that a rank sends outside of them must have the same place among its collectives as
+the receive of the other rank. Nothing here needs a second round, hence no rank's `wait` depends on another's.
 """
 
 from __future__ import annotations
@@ -27,34 +26,54 @@ _MESSAGES = frozenset({Operation.SEND, Operation.RECV})
 
 
 class ComposedCollectives(ABC):
-    """The part of a `Communicator` that turns calls into what its backend does natively."""
+    """The part of a `Communicator` that maps calls to native operations of its backend."""
 
     rank: int
     world_size: int
     backend: str
     accelerator: Accelerator
     native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS
-    """The operations that `start` takes. See [Note: What the base makes]."""
+    """Operations that `start` takes. See [Note: Emulated collectives]."""
     native_uneven_ops: ClassVar[frozenset[Operation]] = frozenset()
     """Those of them that `start` also takes with `counts`."""
     supports_strided: bool = False
-    """Whether `start` takes an all-to-all whose parts stand in pieces (`Collective.pieces`)."""
+    """Whether `start` takes an all-to-all of non-contiguous parts (`Collective.pieces`)."""
     coalesces_small_sends: bool = False
-    """Whether an all-to-all of uneven parts gains by a bound that all ranks know (`Collective.max_send_numel`)."""
+    """Whether an all-to-all of uneven parts is faster with `Collective.max_send_numel`."""
     _numbers_given: int = 0
     _part_of: int | None = None
 
     @abstractmethod
     def start(self, collective: Collective) -> Work:
-        """Start one of the operations that this communicator does natively; the work is done unless `async_op`.
+        """Start one of the operations of `native_ops`. Called by `call`, which has numbered it.
 
-        Called by `call`, which has numbered it. `collective.check` refuses what no backend can mean; errors later than
-        that name the collective and the global ranks that did not take part. The work owns the buffers until waited
-        for, and marks what it wrote (`Buffer.bump_version`).
+        The implementation calls `collective.check` first. Errors later than that name the collective and the global
+        ranks that did not take part. It marks the buffers that it wrote (`Buffer.bump_version`).
+
+        Args:
+            collective: The call. Its `counts` are set only for `native_uneven_ops`.
+
+        Returns:
+            The work, done unless `async_op`. It owns the buffers until `wait`.
+
+        Raises:
+            ShardingError: Buffers do not fit, before anything is sent.
+            CommTimeout: Ranks did not come in time. `wait` raises it too.
+            CommError: Every other failure. `wait` raises it too.
         """
 
     def call(self, collective: Collective) -> Work:
-        """Number a collective and start it, natively or made of others. Raises CommError where neither is possible."""
+        """Number a collective and start it, natively or composed of others.
+
+        Args:
+            collective: The call; its `number` is set.
+
+        Returns:
+            The work, done unless `async_op`.
+
+        Raises:
+            CommError: The backend has neither the operation nor those that it could be composed of.
+        """
         kind = collective.operation
         if collective.number is None:
             collective.number = self.last_number() if kind in MESSAGES else self.next_number()
@@ -77,7 +96,8 @@ class ComposedCollectives(ABC):
         return ended(work, collective)
 
     def next_number(self) -> int | None:
-        """The number of the next collective; None where a wrapped communicator gives the numbers."""
+        """Return the number of the next collective and count it; None where a wrapped communicator assigns the
+        numbers."""
         if self._part_of is not None:
             return self._part_of
         number = self._numbers_given
@@ -85,12 +105,19 @@ class ComposedCollectives(ABC):
         return number
 
     def last_number(self) -> int | None:
-        """The number of the last collective, -1 before the first: messages have it, for ranks that do not take part
-        would fall behind."""
+        """Return the number of the last collective, -1 before the first. Messages use it: ranks outside of a message do
+        not count it."""
         return self._numbers_given - 1 if self._part_of is None else self._part_of
 
     def inside(self, number: int | None) -> AbstractContextManager[None]:
-        """Every call until the end of this context is part of call `number`, and has its number."""
+        """Give every call inside a context the number of one call, which they are part of.
+
+        Args:
+            number: Number of the outer call. An enclosing `inside` takes precedence.
+
+        Returns:
+            The context.
+        """
         return self._inside(number)
 
     @contextmanager

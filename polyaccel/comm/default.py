@@ -12,12 +12,12 @@ _process_default: Communicator | None = None
 
 
 def is_initialized() -> bool:
-    """Whether `default_communicator` has something to give."""
+    """Return whether there is a default communicator."""
     return (_thread_default.get() or _process_default) is not None
 
 
 def default_communicator() -> Communicator:
-    """The communicator over all ranks. Raises CommError before `init_distributed`."""
+    """Return the communicator over all ranks. Raises CommError before `init_distributed`."""
     communicator = _thread_default.get() or _process_default
     if communicator is None:
         raise CommError(
@@ -28,7 +28,11 @@ def default_communicator() -> Communicator:
 
 
 def set_default_communicator(communicator: Communicator | None) -> None:
-    """Make `communicator` the process's default; None removes it."""
+    """Make `communicator` the default of this process.
+
+    Args:
+        communicator: Communicator over all ranks. The caller keeps ownership and closes it. None removes the default.
+    """
     global _process_default
     _process_default = communicator
 

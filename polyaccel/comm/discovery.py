@@ -5,7 +5,7 @@ that torchrun and `polyaccel run` set; then cloud services, whose jobs are MPI's
 launchers of MPI, which may have been started by Slurm's; then tasks of Slurm; then a process group that the script made
 itself. Else the world is one process, for which nothing is looked up: no host name, no MPI, no network.
 
-[Note: Left over or nested]
+[Note: Leftover or nested variables]
 RANK and WORLD_SIZE may stand in the environment because torchrun or `polyaccel run` was started by mpirun or srun, once
 a host: they and the outer launcher's numbers differ, rightly. Or a user exported them in a shell before mpirun: then
 every rank would train alone as rank 0. The launchers of our field leave a mark; without one, both must agree.
@@ -189,7 +189,7 @@ def _from_torchrun(request: Request) -> Rendezvous:
     found = shown(env)
     rank, world_size = integer(env, "RANK", 0), integer(env, "WORLD_SIZE", 1)
     check_rank(rank, world_size, found)
-    if not any(mark in env for mark in _MARKS):  # [Note: Left over or nested]
+    if not any(mark in env for mark in _MARKS):  # [Note: Leftover or nested variables]
         for outer in (mpi.place(request), slurm.place(request)):
             if outer is not None:
                 check_agreement(env, outer)

@@ -1,11 +1,11 @@
 """The end of a process with process groups of torch.
 
-[Note: Gloo's threads]
-A thread of gloo reports that a collective is done, and only then releases its tensors. Where only the thread still
-refers to these, as Python's objects, it needs the interpreter's lock for that; Python ends a thread that asks for it
-while the interpreter ends, and C++ aborts the process for it: "terminate called without an active exception", one time
-in many on a busy machine, after all work was done. So before the interpreter ends, every thread of gloo has come to
-rest: it sleeps where it waits for the next collective, or for a rank that will not come.
+[Note: Gloo thread shutdown]
+A thread of gloo tells that a collective is done, and only then lets go of its tensors. Where those are Python's objects
+and nobody else's any more, it needs the interpreter's lock for that; Python ends a thread that asks for it while the
+interpreter ends, and C++ aborts the process for it: "terminate called without an active exception", one time in many on
+a busy machine, after all work was done. So before the interpreter ends, every such thread has come to rest: it sleeps
+where it waits for the next collective, or for a rank that will not come.
 """
 
 from __future__ import annotations

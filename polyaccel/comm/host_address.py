@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import struct
 import sys
@@ -136,13 +135,6 @@ def interface_between_hosts(master: str) -> str | None:
     if facing is not None or len(present) < 2:
         return facing or next(iter(present), None)
     return interface_facing(_ELSEWHERE)
-
-
-def host_name() -> str:
-    """An identity that processes share which can open each other's files: the running system, its view of processes.
-    Linux only."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def start_of(process: int | str) -> int:

@@ -1,9 +1,9 @@
-"""Objects between ranks: plain values as bytes, and nothing that a receiver would have to run.
+"""Object collectives: plain values as bytes, which a receiver never executes.
 
-[Note: No pickle of a peer]
-Whoever can reach a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend reads one:
-values travel as `polyaccel.core.tagged_json` writes them, and whatever arrives becomes a plain value or a CommError.
-Users' own object collectives carry other values only where ranks share a secret (`comm.api.objects`).
+[Note: Pickle-free messages]
+Every process that reaches a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend
+reads one: values are sent as `polyaccel.core.tagged_json`, and received bytes become a plain value or a CommError.
+Users' own object collectives send other values only where ranks share a secret (`comm.api.objects`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,30 @@ from polyaccel.core import tagged_json
 from polyaccel.errors import CommError
 
 MOST_OBJECT_NBYTES = 1 << 30
-"""The longest message of `all_gather_bytes`: a length that a peer announces decides how much memory is asked for."""
+"""Maximum length of a message of `all_gather_bytes`: memory is allocated by the length that a peer announces."""
 _HEADER_NBYTES = 8
 _FRAME_NBYTES = 2048  # most objects fit into one frame, which needs one collective instead of two
 
 
 class ObjectCollectives(ComposedCollectives):
-    """The part of a `Communicator` that carries values other than buffers. See [Note: No pickle of a peer]."""
+    """The part of a `Communicator` that sends values other than buffers. See [Note: Pickle-free messages]."""
 
     ranks: tuple[int, ...]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, of any length up to MOST_OBJECT_NBYTES, in rank order.
+        """Gather bytes of any length from every rank, in rank order. Collective; blocks.
 
-        Every rank sends one frame: the length of its data and as much of it as fits. A second collective carries the
-        rest where the longest needs one; then all ranks know it from the lengths. Raises CommError on every rank when
-        one's data is too long.
+        Every rank sends one frame: the length of its data and as much of it as fits. A second collective sends the rest
+        where the longest needs one, which all ranks compute from the lengths.
+
+        Args:
+            data: Bytes of this rank, up to MOST_OBJECT_NBYTES.
+
+        Returns:
+            The bytes of each rank.
+
+        Raises:
+            CommError: The data of a rank is too long. Every rank raises it.
         """
         with self.inside(self.next_number()):
             room = _FRAME_NBYTES - _HEADER_NBYTES
@@ -54,25 +62,55 @@ class ObjectCollectives(ComposedCollectives):
         return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order: None, bool, int, float, str, bytes, and lists, tuples and dicts with str
-        keys of these.
+        """Gather a plain value from every rank, in rank order. Collective; blocks.
 
-        Values travel as `polyaccel.core.tagged_json` writes them. Raises CommError on this rank for a value that is not
-        plain.
+        Args:
+            value: None, bool, int, float, str, bytes, or a list, tuple or dict with str keys of these. It is sent as
+                `polyaccel.core.tagged_json`.
+
+        Returns:
+            The value of each rank.
+
+        Raises:
+            CommError: The value of this rank is not plain, or a received one cannot be read.
         """
         return [self._received(data, rank) for rank, data in enumerate(self._bytes_of_all(value))]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Rank `root`'s `value`, on every rank; plain as for `all_gather_object`."""
+        """Send a plain value of one rank to all. Collective; blocks.
+
+        Args:
+            value: The value on `root`, plain as for `all_gather_object`; ignored elsewhere.
+            root: Rank of this group that sends.
+
+        Returns:
+            The value of `root`.
+        """
         return self._received(self._bytes_of_all(value if self.rank == root else None)[root], root)
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's `value` on rank `root`, None elsewhere; plain as for `all_gather_object`."""
+        """Gather a plain value from every rank on one. Collective; blocks.
+
+        Args:
+            value: The value of this rank, plain as for `all_gather_object`.
+            root: Rank of this group that receives.
+
+        Returns:
+            The values in rank order on `root`; None elsewhere.
+        """
         sent = self._bytes_of_all(value)
         return [self._received(data, rank) for rank, data in enumerate(sent)] if self.rank == root else None
 
     def scatter_object(self, values: Sequence[Any] | None, root: int = 0) -> Any:
-        """Element `rank` of rank `root`'s `values`; plain as for `all_gather_object`."""
+        """Send each rank its element of one rank's values. Collective; blocks.
+
+        Args:
+            values: On `root` one plain value for each rank, as for `all_gather_object`; ignored elsewhere.
+            root: Rank of this group that sends.
+
+        Returns:
+            Element `rank` of the values.
+        """
         return self.broadcast_object(values, root)[self.rank]
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """The secret that this process has in common with the other ranks of its job.
 
-[Note: A secret among one user's ranks]
+[Note: Per-user job secret]
 A launcher other than `polyaccel run` gives ranks no secret. Where all of them can read a file that belongs to this user
 alone, which is so on one host, rank 0 writes one there, sends the others its name, and removes it when all have read
 it. An attacker may learn the name, or send another one. But they can neither read the file nor put their own in a
@@ -34,7 +34,7 @@ def job_secret(communicator: Communicator) -> bytes | None:
 
 def negotiate_job_secret(communicator: Communicator) -> None:
     """Give all ranks a secret in common, where none has one in its environment and all are processes of one user who
-    sees the same files. Collective. See [Note: A secret among one user's ranks]."""
+    sees the same files. Collective. See [Note: Per-user job secret]."""
     global _agreed
     _agreed = None
     if communicator.world_size == 1 or any(communicator.all_gather_object(bool(auth.job_secret_from_env(os.environ)))):
@@ -44,7 +44,7 @@ def negotiate_job_secret(communicator: Communicator) -> None:
 
 def shared_secret(rank: int, gather: Callable[[Any], Sequence[Any]]) -> bytes | None:
     """A new secret of ranks that are processes of one user who sees the same files, else None. `gather(value)` gives
-    every rank's value, in rank order. Collective. See [Note: A secret among one user's ranks]."""
+    every rank's value, in rank order. Collective. See [Note: Per-user job secret]."""
     name = gather(_leave() if rank == 0 else None)[0]
     if not isinstance(name, str):
         return None

@@ -1,6 +1,6 @@
 """Memory that the ranks of a host have in common, and what users of one rank see of it.
 
-[Note: One memory, private writes]
+[Note: Shared memory, private writes]
 Users treat parameters as their own: `p.mul_(0.5)` on every rank means one halving. So they do not get the shared memory
 itself but a *face* of it, which has the same values until its user writes there; from then on what was written, and
 what lies close to it, is this rank's own. The engine asks what was written, takes over what counts, and lets the face
@@ -16,7 +16,7 @@ from polyaccel.core.buffer import Buffer
 
 
 class SharedMemory(ABC):
-    """One memory of all ranks of a group. See [Note: One memory, private writes]."""
+    """One memory of all ranks of a group. See [Note: Shared memory, private writes]."""
 
     whole: Buffer
     """The shared memory itself. What a rank writes here the others see."""

@@ -1,18 +1,18 @@
 """The default process group of torch.distributed: whether there is one, joining it, and notes through its store. Light
 to import; torch is loaded when a group is made.
 
-[Note: Two process groups]
-Scripts use `torch.distributed` as well (a DistributedSampler asks it for the rank), so its default group always exists
-afterwards: the one that the script made is adopted, else we make it. Our collectives run on a second group of all
-ranks, which has our time limit and in which no call of the script can stand between ours.
+[Note: Default group of torch]
+Scripts use `torch.distributed` beside us (a DistributedSampler asks it for the rank), so its default group always
+exists afterwards: the one that the script made is adopted, else we make it. Our collectives run on a second group of
+all ranks, which has our time limit and in which no call of the script can stand between ours.
 
-[Note: Where rank 0 listens]
-The store of torch's rendezvous trusts every peer that connects, and torch itself listens on every interface. So rank 0
-binds the socket: to the rendezvous address, which on one host is the loopback, and to every interface only where that
-address is not one of this host's (a service, a translated address). A store that the script or torchrun's agent has
-opened is as they opened it.
+[Note: Listen address of rank 0]
+The store in which torch's groups meet believes whoever connects, and torch itself listens on every interface. So rank
+0 binds the socket: to the address at which the ranks were told to meet, which on one host is the loopback, and to every
+interface only where that address is none of this host's own (a service, a translated address). A store that the script
+or torchrun's agent has opened is as they opened it.
 
-[Note: A store that outlives its ranks]
+[Note: Store across restarts]
 torchrun's agent keeps one store for all starts of its ranks (`--max-restarts`, hosts that come and go), and no variable
 numbers the starts in the same way on all hosts. What ranks of an earlier start have written there, addresses above all,
 would be taken for their successors'. So rank 0 draws a name for its start, under which all keys of the start stand, and
@@ -128,8 +128,8 @@ def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, e
 
 
 def _open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
-    """Return the store of the rendezvous; rank 0 serves it unless a file or torchrun's agent does. See [Note: Where
-    rank 0 listens]."""
+    """The store where the ranks meet; rank 0 serves it unless a file or torchrun's agent does. See
+    [Note: Listen address of rank 0]."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -160,7 +160,7 @@ def _is_agents(rendezvous: Rendezvous) -> bool:
 
 
 def own_part(store: Any, rank: int, world_size: int, deadline: Deadline) -> Any:
-    """The part of a store that the ranks of this start alone use. See [Note: A store that outlives its ranks]."""
+    """The part of a store that the ranks of this start alone use. See [Note: Store across restarts]."""
     from torch._C._distributed_c10d import PrefixStore
 
     if rank:

@@ -1,4 +1,4 @@
-"""Works: collectives under way, ended, combined or deferred, and a thread that carries works through."""
+"""Works: collectives under way, ended, combined or deferred, and a thread that waits for works."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ class Work(ABC):
     def wait(self) -> None:
         """Make the result visible: to the host on synchronous devices, to the current stream on others.
 
-        Raises CommTimeout or CommError. Waiting twice is allowed.
+        Waiting twice is allowed. Buffers of the call may be used again afterwards.
+
+        Raises:
+            CommTimeout: Ranks did not come in time.
+            CommError: The collective failed otherwise.
         """
 
     @abstractmethod
-    def is_done(self) -> bool: ...
+    def is_done(self) -> bool:
+        """Return whether `wait` would not block. Does not block."""
 
 
 class DoneWork(Work):
@@ -36,7 +41,12 @@ DONE = DoneWork()
 
 
 class CombinedWork(Work):
-    """Several works as one, and `finish`, which runs once they have ended."""
+    """Several works as one.
+
+    Args:
+        works: Waited for in order.
+        finish: Called once, in the first `wait`, when all works have ended; None for nothing.
+    """
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], None] | None = None) -> None:
         self._works = works
@@ -54,7 +64,11 @@ class CombinedWork(Work):
 
 
 class DeferredWork(Work):
-    """A call that runs in `wait`. Owns its buffers until then."""
+    """A call that runs in `wait`. Owns its buffers until then.
+
+    Args:
+        run: The call; it runs once.
+    """
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -69,7 +83,11 @@ class DeferredWork(Work):
 
 
 class BackgroundWork(Work):
-    """A work that `Background` carries through; `wait` waits for that and raises what went wrong."""
+    """A work for which a `Background` thread waits. `wait` blocks until then and raises the work's error.
+
+    Args:
+        work: Work that the thread waits for.
+    """
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -77,6 +95,7 @@ class BackgroundWork(Work):
         self._error: BaseException | None = None
 
     def run(self) -> None:
+        """Wait for the work and keep its error. Called by the thread."""
         try:
             self._work.wait()
         except BaseException as error:
@@ -93,7 +112,11 @@ class BackgroundWork(Work):
 
 
 class Background:
-    """One daemon thread that waits for works in the order in which they were started."""
+    """One daemon thread that waits for works in the order in which they were started.
+
+    Args:
+        name: Name of the thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[BackgroundWork | None] = SimpleQueue()
@@ -102,15 +125,24 @@ class Background:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was carried has ended. For the thread that calls `carry`."""
+        """Whether every carried work has ended. For the thread that calls `carry`."""
         return self._last is None or self._last.is_done()
 
     def carry(self, work: Work) -> BackgroundWork:
+        """Let the thread wait for a work. Returns at once.
+
+        Args:
+            work: Work that nothing else waits for.
+
+        Returns:
+            The work to wait for instead.
+        """
         carried = self._last = BackgroundWork(work)
         self._queue.put(carried)
         return carried
 
     def close(self) -> None:
+        """End the thread after the works that it carries. Does not wait for it."""
         self._queue.put(None)
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """One global batch that many world sizes can train with, from the section `elasticity`.
 
-[Note: The elastic batch]
+[Note: Elastic batch size]
 A batch can be trained on W ranks when a micro-batch times W divides it. So a batch that many numbers of ranks suit is a
 micro-batch, or the least common multiple of all of them, times a number with as many divisors as possible: the largest
 highly composite one for which the batch stays within `max_train_batch_size`. Of these candidates the one wins that most
@@ -45,7 +45,7 @@ class ElasticBatch:
 
 
 def compute_elastic_config(section: ElasticityConfig) -> ElasticBatch:
-    """The batch and its world sizes, by the rules of `section.version`. See [Note: The elastic batch].
+    """The batch and its world sizes, by the rules of `section.version`. See [Note: Elastic batch size].
 
     Raises ConfigError for a section that is off, and where no world size is between `min_gpus` and `max_gpus`.
     """

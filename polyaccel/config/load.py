@@ -39,8 +39,16 @@ class Draft:
 def load_config(source: Source, *, source_name: str | None = None) -> Config:
     """Read and check a config.
 
-    `source` is the path of a JSON file (comments and trailing commas allowed), a mapping (never changed), the url-safe
-    base64 of that JSON, or a Config. `source_name` is how errors call it. Raises ConfigError with all problems.
+    Args:
+        source: Path of a JSON file (comments and trailing commas are allowed), a mapping (never changed), url-safe
+            base64 of such JSON, or a `Config`, which is returned unchecked.
+        source_name: Name of the source in errors. None uses the path or the kind of source.
+
+    Returns:
+        The typed config. Its `"auto"` values and batch sizes are still open; `resolve_config` decides them.
+
+    Raises:
+        ConfigError: The config cannot be read or is wrong; the error lists every problem.
     """
     draft = draft_config(source, source_name=source_name)
     if draft.problems:

@@ -29,10 +29,22 @@ _MOST_SHOWN = 20
 
 
 def resolve_config(config: Config, *, world_size: int, hints: Mapping[str, Any] | None = None) -> ResolvedConfig:
-    """`config` with every `"auto"` decided by `hints` and the batch triad solved for `world_size` ranks.
+    """Decide every `"auto"` of `config` by `hints`, and solve the batch sizes for `world_size` ranks.
 
-    A hint is named by the dotted key it decides or as in Hugging Face's TrainingArguments (`learning_rate`, ...; see
-    `auto.RULES`). Raises ConfigError with all problems.
+    The solution satisfies train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+    data-parallel ranks, as in DeepSpeed.
+
+    Args:
+        config: Config to resolve; it stays unchanged.
+        world_size: Number of ranks that train.
+        hints: Values for `"auto"`, named by the dotted key that they decide, or as in Hugging Face's TrainingArguments
+            (`learning_rate`, ...; see `auto.RULES`).
+
+    Returns:
+        The config that an engine runs with.
+
+    Raises:
+        ConfigError: The config contradicts itself, `world_size` or the hints; the error lists every problem.
     """
     return _resolve(Draft(config, (), "config"), world_size, hints or {})
 
@@ -40,7 +52,20 @@ def resolve_config(config: Config, *, world_size: int, hints: Mapping[str, Any] 
 def load_resolved(
     source: Source, *, world_size: int, hints: Mapping[str, Any] | None = None, source_name: str | None = None
 ) -> ResolvedConfig:
-    """`load_config` and `resolve_config` in one, so that the problems of both are reported together."""
+    """Load and resolve a config in one call, so that the problems of both steps are reported together.
+
+    Args:
+        source: As in `load_config`.
+        world_size: Number of ranks that train.
+        hints: As in `resolve_config`.
+        source_name: Name of the source in errors.
+
+    Returns:
+        The config that an engine runs with.
+
+    Raises:
+        ConfigError: The config cannot be read or is wrong; the error lists every problem.
+    """
     return _resolve(draft_config(source, source_name=source_name), world_size, hints or {})
 
 

@@ -230,14 +230,22 @@ class ResolvedConfig(Config):
     """Micro-batches of one optimizer step."""
 
     def to_json(self, *, secrets: bool = True) -> str:
-        """The complete config, defaults included. Loading and resolving it for the same world size gives it back,
-        unless `secrets` is false: then keys, tokens and passwords are hidden."""
+        """Return the complete config as JSON text, defaults included.
+
+        Args:
+            secrets: False hides keys, tokens and passwords. With True, loading and resolving the text for the same
+                world size gives an equal config.
+
+        Returns:
+            Indented JSON with a newline at the end.
+        """
         tree = self.model_dump(mode="json", by_alias=True)
         return json.dumps(tree if secrets else redact_tree(tree), indent=2) + "\n"
 
     def public_tree(self) -> dict[str, Any]:
-        """The complete config as a tree of JSON, for others to read: without the options of plugins, which may be keys
-        to a place."""
+        """Return the complete config as a tree of JSON for other readers: options of plugins, which may be keys, are
+        left out.
+        """
         tree: dict[str, Any] = redact_tree(self.model_dump(mode="json", by_alias=True))
         tree["checkpoint"]["storage"], _ = self.checkpoint.storage_plugin
         tree["monitors"] = sorted(self.monitors)
@@ -245,7 +253,7 @@ class ResolvedConfig(Config):
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of `Config`, with every docstring, and `"auto"` where it is allowed."""
+    """Return the JSON Schema (draft 2020-12) of `Config`, with every docstring, and `"auto"` where it is allowed."""
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for key in walk_keys(Config):

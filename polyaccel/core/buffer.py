@@ -1,8 +1,8 @@
-"""Flat device memory as the engine sees it.
+"""Flat device memory as the engine sees it: `Buffer`.
 
-A `Buffer` is one-dimensional, contiguous, of one element type. Kernels and communicators look inside (`raw`); the ZeRO
-step only cuts views, copies and fills. It stands below `ops` and `accelerators` because the first declares kernels on
-buffers and the second hands out both.
+A `Buffer` is one-dimensional, contiguous, of one element type. Kernels and communicators use the framework's array
+(`raw`); the ZeRO step only cuts views, copies and fills. It stands below `ops` and `accelerators` because the first
+declares kernels on buffers and the second allocates them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from polyaccel.errors import ShardingError
 class Buffer(ABC):
     """`numel` elements of `dtype` on `device`.
 
-    Code that writes through `raw` calls `bump_version`, so that frontends know when views that they handed out have
-    changed.
+    Code that writes through `raw` calls `bump_version`, so that frontends detect changes of views that they handed out.
     """
 
     numel: int
@@ -29,6 +28,7 @@ class Buffer(ABC):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the elements."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -39,7 +39,7 @@ class Buffer(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Grows with every write of the engine; a view shares it with the buffer that it was cut from."""
+        """Number of writes by the engine so far; a view shares it with the buffer that it was cut from."""
 
     @abstractmethod
     def bump_version(self) -> None:
@@ -47,39 +47,80 @@ class Buffer(ABC):
 
     @abstractmethod
     def view(self, offset: int, numel: int) -> Buffer:
-        """Elements [offset, offset + numel) of the same memory. Raises ShardingError when they do not lie inside."""
+        """Cut a view of the same memory.
+
+        Args:
+            offset: First element.
+            numel: Elements of the view.
+
+        Returns:
+            Elements [offset, offset + numel). The view keeps the memory alive and shares `version`.
+
+        Raises:
+            ShardingError: The elements do not lie inside.
+        """
 
     @abstractmethod
     def copy_from(self, source: Buffer) -> None:
-        """Overwrite with `source`, which has as many elements and shares none of this memory; converts the element
-        type, rounding to nearest even. Queued on the current stream where the device has streams. Raises ShardingError
-        for another length."""
+        """Overwrite with the elements of another buffer. Queued on the current stream where the device has streams.
+
+        Args:
+            source: Buffer of equal `numel` that shares none of this memory. Another element type is converted, rounding
+                to nearest even.
+
+        Raises:
+            ShardingError: `source` has another length.
+        """
 
     @abstractmethod
     def fill(self, value: float) -> None:
-        """Set every element to `value`."""
+        """Set every element. Queued on the current stream where the device has streams.
+
+        Args:
+            value: The number, converted to the element type.
+        """
 
     @abstractmethod
     def data_ptr(self) -> int:
-        """Address of the first element."""
+        """Return the address of the first element."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """A copy of the contents in host memory, little-endian, once everything has run that was queued before on the
-        *current* stream. A caller lets that one wait for others (`Stream.wait`) whose work has to be in it."""
+        """Copy the contents to host memory, after everything queued before on the *current* stream.
+
+        The caller makes that stream wait (`Stream.wait`) for other streams whose work must be included.
+
+        Returns:
+            `nbytes` bytes, little-endian.
+        """
 
     def copy_to_host(self, target: memoryview) -> None:
-        """Write what `to_bytes` gives into `target`, host memory of `nbytes` bytes."""
+        """Write what `to_bytes` returns into host memory.
+
+        Args:
+            target: Writable memory of `nbytes` bytes. It is complete when the call returns.
+        """
         target[:] = self.to_bytes()
 
     @abstractmethod
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """Overwrite with what `to_bytes` gave, in the order of the current stream; `data` may change once this has
-        returned. Raises ShardingError when `data` is not exactly `nbytes` long."""
+        """Overwrite with bytes from `to_bytes`, in the order of the current stream.
+
+        Args:
+            data: Exactly `nbytes` bytes, little-endian. They may change once this has returned.
+
+        Raises:
+            ShardingError: `data` has another length.
+        """
 
     def use_count(self) -> int:
-        """How many arrays stand on this memory, views included; 0 where that is not known. When the number has grown
-        since the memory was lent, the borrower still has views of it."""
+        """Count the arrays over this memory, views included.
+
+        When the number has grown since the memory was lent, the borrower still has views of it.
+
+        Returns:
+            The number; 0 where it is not known.
+        """
         return 0
 
     def __dlpack__(self, **kwargs: Any) -> Any:
@@ -96,7 +137,7 @@ class Buffer(ABC):
 
 
 class WriteCount:
-    """How often a piece of memory was written; shared by a buffer and every view cut from it."""
+    """Number of writes to a piece of memory, shared by a buffer and every view cut from it."""
 
     __slots__ = ("value",)
 
@@ -105,8 +146,11 @@ class WriteCount:
 
 
 class CountedBuffer(Buffer):
-    """A buffer whose `version` is a `WriteCount` that its views share. Subclasses bring the memory, and cut a view
-    with their own count: `writes=self._writes`."""
+    """A buffer whose `version` is a `WriteCount` that its views share. Subclasses bring the memory.
+
+    Args:
+        writes: Counter of the buffer that this one is a view of (`writes=self._writes`); None for new memory.
+    """
 
     def __init__(self, writes: WriteCount | None = None) -> None:
         self._writes = writes if writes is not None else WriteCount()
@@ -140,10 +184,12 @@ class CountedBuffer(Buffer):
 
 
 class BufferViews:
-    """The views of buffers at `windows`, each an offset and a length in elements, cut once and used in every step.
+    """Views of buffers at fixed places, cut once and used in every step.
 
-    They are forgotten with the `Buffer` that they were cut from, so that they keep no memory alive that its owner let
-    go.
+    They are released with the `Buffer` that they were cut from, so that they keep no freed memory alive.
+
+    Args:
+        windows: For each view its first element and its number of elements.
     """
 
     def __init__(self, windows: Iterable[tuple[int, int]]) -> None:
@@ -151,7 +197,14 @@ class BufferViews:
         self._known: WeakKeyDictionary[Buffer, tuple[Buffer, ...]] = WeakKeyDictionary()
 
     def of(self, buffer: Buffer) -> tuple[Buffer, ...]:
-        """The views of `buffer`, one for each window."""
+        """Return the views of a buffer, cut at the first call.
+
+        Args:
+            buffer: Buffer in which every window lies.
+
+        Returns:
+            One view for each window.
+        """
         views = self._known.get(buffer)
         if views is None:
             views = self._known[buffer] = tuple(buffer.view(*window) for window in self._windows)

@@ -1,4 +1,4 @@
-"""The nouns every room shares: element types, devices, parameters, plugin probes. No array framework."""
+"""Types that every package shares: element types, devices, parameters, plugin probes. No array framework."""
 
 from __future__ import annotations
 
@@ -34,13 +34,21 @@ class DType(Enum):
 
     @property
     def is_floating(self) -> bool:
+        """Whether the type is a floating-point type."""
         return self.value.startswith(("float", "bfloat"))
 
     @classmethod
     def parse(cls, name: str) -> DType:
-        """The type called `name`: its own name, or the short forms of configs (fp32, fp16, bf16, half, float, double).
+        """Return the type of a name.
 
-        Raises ShardingError for a name that is none of these.
+        Args:
+            name: Name of a member's value, or a short form of configs (fp32, fp16, bf16, half, float, double).
+
+        Returns:
+            The element type.
+
+        Raises:
+            ShardingError: The name is none of these.
         """
         try:
             return cls(_SHORT_NAMES.get(name, name))
@@ -63,10 +71,12 @@ class ReduceOp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a plugin could be used here and now, without using it.
+    """Result of a probe: whether a plugin could be used here and now, without using it.
 
-    `reason` says what was found or what is missing, for people. Among usable accelerators the highest `priority` wins:
-    0 for the CPU, 100 for a real device.
+    Attributes:
+        usable: Whether it could.
+        reason: Sentence for people: what was found, or what is missing.
+        priority: Among usable accelerators the highest wins: 0 for the CPU, 100 for a real device.
     """
 
     usable: bool
@@ -99,7 +109,12 @@ _SHORT_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceId:
-    """A device: its accelerator's name and its index, written `name:1`; without an index `name`."""
+    """A device, written `name:1`, or `name` without an index.
+
+    Attributes:
+        type: Name of its accelerator.
+        index: Its number among the devices of the process; None where devices have none.
+    """
 
     type: str
     index: int | None = None
@@ -112,12 +127,17 @@ class DeviceId:
 class ParamSpec:
     """A parameter without its values.
 
-    `fqn` is its fully qualified name (tied parameters: the first one), `dtype` the type it has on the device,
-    `group` the index of its optimizer group, `trainable` whether it receives gradients. `block` is the part of the
-    global tensor that this rank holds, in the local `shape`; None where that is all of it. Along the axes `cut` of the
-    mesh other ranks hold other blocks; along all others the parameter is replicated.
+    Attributes:
+        fqn: Fully qualified name; of tied parameters, that of the first one.
+        shape: Shape on this rank.
+        dtype: Element type on the device.
+        group: Index of its optimizer group.
+        trainable: Whether it receives gradients.
+        block: Part of the global tensor that this rank holds; None where that is all of it.
+        cut: Axes of the mesh along which other ranks hold other blocks. Along all others the parameter is replicated.
 
-    Raises ShardingError for a block of another local shape.
+    Raises:
+        ShardingError: `block` has another local shape.
     """
 
     fqn: str
@@ -136,18 +156,20 @@ class ParamSpec:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that this rank holds a block of."""
+        """Shape of the global tensor."""
         return self.shape if self.block is None else self.block.shape
 
     @property
     def global_numel(self) -> int:
-        """The elements of that tensor."""
+        """Elements of the global tensor."""
         return prod(self.global_shape)
 
     @property
     def numel(self) -> int:
+        """Elements on this rank."""
         return prod(self.shape)  # 1 for a scalar, whose shape is ()
 
     @property
     def nbytes(self) -> int:
+        """Bytes on this rank."""
         return self.numel * self.dtype.itemsize

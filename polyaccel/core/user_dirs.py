@@ -1,10 +1,10 @@
 """Per-user directories and files that are safe in world-writable locations, for example /tmp.
 
-[Note: Planted links]
-In a folder that others share, for example the one for temporary files, they can make any name first: a link where our
-file would be, which a write follows, or a folder of theirs, in which they exchange our files. So a folder counts only
-if it is not a link, is this user's and writable by no other user; and a file is made under a name that does not exist
-yet, without following links, before it takes the place of an older one.
+[Note: Planted symbolic links]
+In a folder that others share, such as the one for temporary files, they can make any name first: a link where our file
+would be, which a write follows, or a folder of theirs, in which they exchange our files. So a folder counts only if it
+is no link, is this user's and nobody else may write to it; and a file is made under a name that does not exist yet,
+without following links, before it takes the place of an older one.
 """
 
 from __future__ import annotations

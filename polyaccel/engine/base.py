@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
-from typing import Any
+from typing import Any, TypeVar
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, Storage, open_checkpoint
@@ -21,16 +21,18 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.progress import EngineSettings, RunProgress
 from polyaccel.engine.rank_consistency import warn_of_uneven_batches
 from polyaccel.engine.recording import StepRecorder
+from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import ExpertFigures, MetricSink
 from polyaccel.observability.stats.work import WorkCounter
-from polyaccel.observability.timing import PhaseTimer
+from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 
 log = getLogger(__name__)
+Run = TypeVar("Run", bound=TrainingRun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class EngineParts:
 
 
 class Engine(RunProgress, ABC):
-    """A model in training. Frontends add what their framework's users expect, and set the parts named here."""
+    """A model in training. Each framework's engine adds what its users expect."""
 
     config: ResolvedConfig
     _saver: Saver
@@ -65,6 +67,7 @@ class Engine(RunProgress, ABC):
     monitor: MetricSink
     """Takes figures of the script's own beside those of each step: `engine.monitor.write_events([(tag, value, step)])`.
     """
+    optimizer: Any = None
     lr_scheduler: Any = None
     """The schedule that moves the learning rates after each applied step."""
     after_update: list[Callable[[bool], None]]
@@ -78,15 +81,29 @@ class Engine(RunProgress, ABC):
 
     @abstractmethod
     def train_batch(self, data_iter: Any = None) -> Any:
-        """One optimizer step: all its micro-batches from `data_iter`. Returns their mean loss."""
+        """Run one optimizer step, with all its micro-batches. Collective.
+
+        Args:
+            data_iter: Micro-batches of this rank. None takes the engine's own loader, if the framework has one.
+
+        Returns:
+            Scalar: the mean loss of this rank's micro-batches.
+        """
 
     @abstractmethod
     def eval_batch(self, data_iter: Any) -> Any:
-        """The loss of one micro-batch, without gradients."""
+        """Compute the loss of one micro-batch, without gradients. Collective.
+
+        Args:
+            data_iter: Iterator whose next micro-batch is taken.
+
+        Returns:
+            Scalar loss.
+        """
 
     @abstractmethod
     def step(self) -> None:
-        """Update at the accumulation boundary; elsewhere only count the micro-batch."""
+        """End a micro-batch: update the parameters at the accumulation boundary, only count elsewhere. Collective."""
 
     @abstractmethod
     def save_checkpoint(
@@ -96,15 +113,41 @@ class Engine(RunProgress, ABC):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> bool:
-        """Write everything needed to go on exactly. Every rank calls it. Raises CheckpointError."""
+        """Write everything needed to resume exactly, at any world size. Collective.
+
+        With `checkpoint.async` it returns when this rank's part is copied; `wait_for_checkpoint` waits for the rest.
+
+        Args:
+            save_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of this checkpoint; None is `global_step` and the number of steps.
+            client_state: Values of the script's own, which `load_checkpoint` returns.
+            save_latest: Make this the checkpoint that a load without a tag takes.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: On every rank: this save failed, or the one before it, or an accumulation is unfinished.
+        """
 
     @abstractmethod
     def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str, dict[str, Any]]:
-        """Go on from a checkpoint of any world size; returns its path and client state. Raises CheckpointError."""
+        """Resume from a checkpoint of any world size. Collective.
+
+        Args:
+            load_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of the checkpoint; None takes the latest, or a newer replica in memory.
+
+        Returns:
+            (path of the checkpoint, client state).
+
+        Raises:
+            CheckpointError: On every rank and with nothing changed: it is missing, damaged or of another model.
+        """
 
     @abstractmethod
     def destroy(self) -> None:
-        """Give back memory, hooks and connections. The model stays usable."""
+        """Release memory, hooks and connections. The model stays usable."""
 
     def _compose(self, parts: EngineParts) -> None:
         """Set all of the above but `zero`."""
@@ -146,13 +189,18 @@ class Engine(RunProgress, ABC):
         return WorkCounter(enabled=settings.counts_work, streams_of_batches=streams)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last `save_checkpoint` is complete and durable. Every rank calls it. Raises CheckpointError on
-        all of them if it failed on any."""
+        """Wait until the last `save_checkpoint` is complete and durable. Collective.
+
+        Raises:
+            CheckpointError: On every rank: the save failed on any of them.
+        """
         self._saver.wait()
 
     def has_replica(self) -> bool:
-        """Whether an earlier start of this job has left a replica, from which `load_checkpoint` without a tag goes on
-        if it is newer. Every rank calls it."""
+        """Return whether an earlier start of this job left a replica in memory. Collective.
+
+        `load_checkpoint` without a tag resumes from it if it is newer than the checkpoints.
+        """
         return self._replicas is not None and self._replicas.has_survivor()
 
     @abstractmethod
@@ -179,6 +227,38 @@ class Engine(RunProgress, ABC):
         if self._replicas is not None:
             self._replicas.settle()
 
+    def _save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        contents: Callable[[Mapping[str, Any]], SaveContents],
+    ) -> bool:
+        """Save what `contents` returns for the client state; without a `tag` under the number of the step."""
+        self._require_whole_optimizer_step()
+        state = self._state_to_save(client_state)
+        with self.timer(OUTSIDE):
+            tag = tag or f"global_step{self.global_steps}"
+            self._saver.save(save_dir, tag, contents(state), save_latest=save_latest)
+        return True
+
+    def _training_run(self, kind: Callable[..., Run], **own: Any) -> Run:
+        """Return the parts that a checkpoint holds, as they are now: a `kind` with fields of its `own`."""
+        optimizer = self.zero.optimizer
+        return kind(
+            zero=self.zero,
+            accelerator=self.accelerator,
+            communicator=self.communicator,
+            counters=self.counters,
+            loss_scaler=self.loss_scaler,
+            groups=None if optimizer is None else self.optimizer.param_groups,
+            optimizer_kind=None if optimizer is None else optimizer.kind,
+            schedule=self.lr_scheduler,
+            loading_nbytes=self._saver.policy.staging_nbytes,
+            **own,
+        )
+
     def _state_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a save holds as client state. Waits until states may be read by whoever moves them."""
         self._settle_replica()
@@ -198,17 +278,19 @@ class Engine(RunProgress, ABC):
     ) -> tuple[str, dict[str, Any]]:
         """`load` the checkpoint `tag` of `storage`, or the newest, which may be a replica where `is_whole` says that
         all of it is loaded. Collective. Returns what `load` does."""
-        self._settle_replica()
 
         def open_saved() -> CheckpointReader:
             return open_checkpoint(storage, tag, communicator=self.communicator, fallback=True)
 
-        if self._replicas is None or tag is not None or not is_whole:
-            loaded = load(open_saved())
-            if self._replicas is not None:
-                self._replicas.forget()
-        else:
-            loaded = self._replicas.resume(storage, open_saved, load)
+        with self.timer(OUTSIDE):
+            self._saver.wait()
+            self._settle_replica()
+            if self._replicas is None or tag is not None or not is_whole:
+                loaded = load(open_saved())
+                if self._replicas is not None:
+                    self._replicas.forget()
+            else:
+                loaded = self._replicas.resume(storage, open_saved, load)
         self.client_state, self._has_applied_not_finite = dict(loaded[1]), False
         return loaded
 
@@ -288,6 +370,12 @@ class Engine(RunProgress, ABC):
 
 
 def learning_rates(groups: Sequence[Group]) -> tuple[float, ...]:
-    """The learning rate of each optimizer group that has one: not of those whose rate is None, which an optimizer such
-    as Adafactor computes itself."""
+    """Return the learning rate of each optimizer group that has one; optimizers such as Adafactor compute their own.
+
+    Args:
+        groups: Optimizer groups, some of whose `lr` may be None.
+
+    Returns:
+        Learning rates in the order of the groups.
+    """
     return tuple(float(group["lr"]) for group in groups if group.get("lr") is not None)

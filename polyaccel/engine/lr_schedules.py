@@ -4,7 +4,7 @@
 A schedule writes `lr` (and `OneCycle` the momentum) into the `param_groups` of an optimizer of any framework. Its
 values are pure functions of the iteration (`lr_curves`), so its whole state is one number.
 
-[Note: The learning rate of the first steps]
+[Note: Learning rate of the first steps]
 The engine calls `step()` after each optimizer step that was applied, and a schedule sets the groups when it is
 constructed. So optimizer step 1 runs at iteration -1, step 2 at iteration 0, and so on, as in DeepSpeed. The warmups
 have the same value at -1 and 0, hence the first *two* optimizer steps both run at the warmup's lowest rate: 0 by

@@ -38,7 +38,7 @@ class EngineSettings:
 
 
 class RunProgress:
-    """The part of an engine that counts, and that answers what it counts with."""
+    """The part of an engine that counts steps and samples. Names are DeepSpeed's."""
 
     _settings: EngineSettings
     counters: StepCounters
@@ -75,48 +75,61 @@ class RunProgress:
         return self._recorder.last
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the parameters."""
+        """Return whether the last `step` changed the parameters."""
         return self.counters.step_applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-batch is the last of its optimizer step."""
+        """Return whether the present micro-batch is the last of its optimizer step."""
         return self.counters.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set by hand whether micro-batches end an accumulation; None counts them again."""
+        """Set by hand whether micro-batches end an accumulation, from now on.
+
+        Args:
+            is_boundary: Whether the next `step` updates the parameters; None counts micro-batches again.
+        """
         self.counters.set_gradient_accumulation_boundary(is_boundary)
 
     # What the config became, and what was set since.
 
     def train_batch_size(self) -> int:
-        """Samples of an optimizer step, of all ranks together."""
+        """Return the samples of an optimizer step, of all ranks together."""
         return self.counters.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-batch on one rank."""
         return self._settings.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of an optimizer step."""
         return self.counters.gradient_accumulation_steps
 
     def zero_optimization_stage(self) -> int:
+        """Return the stage of ZeRO, 0 to 3."""
         return self._settings.zero_stage
 
     def gradient_clipping(self) -> float:
+        """Return the L2 norm to which gradients are clipped; 0 is off."""
         return self._settings.gradient_clipping
 
     def get_loss_scale(self) -> float:
-        """The factor that losses are multiplied with now."""
+        """Return the factor that losses are multiplied with now."""
         return self.loss_scaler.loss_scale
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None before the first step."""
+        """Return the L2 norm of the last step's gradients before clipping; None before the first step."""
         return None if self._result is None else self._result.grad_norm
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Let optimizer steps have so many samples of all ranks from now on, by another number of micro-batches; their
-        size stays. Inside an unfinished window it takes effect at the next one. Every rank calls it.
+        """Change the samples of an optimizer step by changing the number of micro-batches. Collective.
 
-        Raises ConfigError unless it is a multiple of the micro-batch size times the data-parallel ranks.
+        The size of a micro-batch stays. Inside an unfinished accumulation the change takes effect at the next one.
+
+        Args:
+            train_batch_size: Samples of all ranks, a multiple of micro-batch size times data-parallel ranks.
+
+        Raises:
+            ConfigError: It is not such a multiple, or the optimizer needs one micro-batch a step.
         """
         each = self.train_micro_batch_size_per_gpu() * self._data_ranks
         if train_batch_size < 1 or train_batch_size % each:
@@ -127,9 +140,17 @@ class RunProgress:
         self._set_batch(steps, train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Count so many samples in each micro-batch from now on; the accumulation steps stay, and the batch size
-        changes with it. A loader that exists keeps its size. Inside an unfinished window it takes effect for
-        `global_samples` at the next one. Every rank calls it. Raises ConfigError for a size below 1."""
+        """Change the samples that are counted in each micro-batch. Collective.
+
+        The accumulation steps stay, so the samples of an optimizer step change; a loader that exists keeps its size.
+        Inside an unfinished accumulation `global_samples` follows at the next one.
+
+        Args:
+            micro_batch_size: Samples of a micro-batch on one rank, at least 1.
+
+        Raises:
+            ConfigError: The size is below 1.
+        """
         if micro_batch_size < 1:
             problem = Problem("train_micro_batch_size_per_gpu", micro_batch_size, "expected at least 1")
             raise ConfigError([problem])

@@ -1,12 +1,12 @@
 """Save and resume a run, for every frontend: names of its parts, comparison, reads of slices, counters.
 
-[Note: A refused load]
+[Note: All-or-nothing load]
 A load changes nothing on any rank before every rank has found all that it is going to take over: names and shapes fit,
 plain values are what their owners take, and every piece of a file that will be read has its checksum. Only then does it
 bring the pieces into the buffers of the engine: from the memory that they were verified in where they all fit, else by
-a second reading, verified too ([Note: Passes] in `checkpoint.load.cooperative.reading`). What fails there (a file that
-changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved until a
-load has succeeded.
+a second reading, verified too ([Note: Two-pass load] in `checkpoint.load.cooperative.reading`). What fails there (a
+file that changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved
+until a load has succeeded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
 from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
 from polyaccel.checkpoint.format.tensors import PARAM
+from polyaccel.checkpoint.load.read_item import ReadItem
 from polyaccel.comm.base import Communicator
-from polyaccel.core.block import Block
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.tagged_json import bytes_in
 from polyaccel.core.types import DType
@@ -148,7 +148,7 @@ class TrainingRun:
     def load_together(self, saved: CheckpointReader, check: Callable[[], LoadPlan]) -> None:
         """Take over the checkpoint `saved` on all ranks or on none; gradients are forgotten. Collective.
 
-        `check` changes nothing, and raises for whatever would make the takeover fail. See [Note: A refused load].
+        `check` changes nothing, and raises for whatever would make the takeover fail. See [Note: All-or-nothing load].
         Raises CheckpointError on every rank, whichever rank refused.
         """
         tag, found = saved.tag, list[LoadPlan]()
@@ -251,19 +251,9 @@ class StateReader(Protocol):
 
     def has(self, fqn: str, kind: str) -> bool: ...
 
-    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None) -> None: ...
+    def verify(self, item: ReadItem) -> None: ...
 
-    def read_into(
-        self,
-        fqn: str,
-        kind: str,
-        start: int,
-        length: int,
-        buffer: Buffer,
-        *,
-        block: Block | None,
-        cast_through: Callable[[int, DType], Buffer],
-    ) -> None: ...
+    def read_into(self, item: ReadItem, buffer: Buffer, cast_through: Callable[[int, DType], Buffer]) -> None: ...
 
 
 def check_names(
@@ -306,43 +296,24 @@ def check_names(
 
 
 @dataclass(frozen=True, slots=True)
-class ReadItem:
-    """Elements of this rank's block of a saved tensor, from `start` on, that `buffer` takes."""
-
-    fqn: str
-    kind: str
-    start: int
-    buffer: Buffer
-    block: Block | None
-
-
-@dataclass(frozen=True, slots=True)
 class WantedState:
     """The part of a checkpoint that this rank takes over; `kept` are the parameters of which something stays as it is,
     `fresh` the optimizer states, by kind, of those that were frozen when they were saved: they begin again."""
 
-    pieces: Sequence[ReadItem]
+    pieces: Sequence[tuple[ReadItem, Buffer]]
+    """Each with the buffer that takes it."""
     kept: Sequence[str]
     fresh: Sequence[tuple[Slot, Mapping[str, Buffer]]]
 
     def verify(self, reader: StateReader) -> None:
         """Raise CheckpointError where a checksum is wrong, or a type cannot be converted."""
-        for piece in self.pieces:
-            numel, dtype = piece.buffer.numel, piece.buffer.dtype
-            reader.verify(piece.fqn, piece.kind, piece.start, numel, dtype, block=piece.block)
+        for item, _ in self.pieces:
+            reader.verify(item)
 
     def read(self, reader: StateReader, accelerator: Accelerator) -> None:
         """Overwrite the buffers."""
-        for piece in self.pieces:
-            reader.read_into(
-                piece.fqn,
-                piece.kind,
-                piece.start,
-                piece.buffer.numel,
-                piece.buffer,
-                block=piece.block,
-                cast_through=accelerator.allocate,
-            )
+        for item, buffer in self.pieces:
+            reader.read_into(item, buffer, accelerator.allocate)
 
     def begin_fresh(self, run: TrainingRun) -> None:
         """Let the optimizer of `run` begin again where nothing was saved because there was nothing."""
@@ -370,14 +341,15 @@ def wanted_state(
     Without `strict`, a parameter that was not saved keeps its value and its optimizer states, and one that was saved
     without a state keeps that. Raises CheckpointError naming the states that are missing.
     """
-    pieces, kept, missing = list[ReadItem](), dict[str, None](), list[str]()
+    pieces, kept, missing = list[tuple[ReadItem, Buffer]](), dict[str, None](), list[str]()
     fresh = dict[tuple[str, int], tuple[Slot, dict[str, Buffer]]]()
     for slot, kind, start, buffer in zero.shards_to_load():
         fqn = slot.param.fqn
         if kind != PARAM and not optimizer_states:
             continue
         if reader.has(fqn, kind):
-            pieces.append(ReadItem(fqn, kind, start, buffer, slot.param.block))
+            item = ReadItem(fqn, kind, start, buffer.numel, buffer.dtype, slot.param.block)
+            pieces.append((item, buffer))
         elif not reader.has(fqn, PARAM):
             if fqn not in left_out:
                 kept[fqn] = None
@@ -396,5 +368,5 @@ def wanted_state(
             "load_module_strict=False leaves alone what was not saved",
             value=missing,
         )
-    pieces.sort(key=lambda piece: (reader.saved_name(piece.fqn), piece.kind, piece.start))  # as they are stored
+    pieces.sort(key=lambda piece: (reader.saved_name(piece[0].fqn), piece[0].kind, piece[0].start))  # as stored
     return WantedState(pieces, tuple(kept), tuple(fresh.values()))

@@ -1,6 +1,6 @@
 """Tensors of torch as arrays of JAX and back, by DLPack: the same memory where both agree on it, a copy where not.
 
-[Note: Memory of the other]
+[Note: Memory shared by DLPack]
 JAX reads a tensor's memory and believes that it never changes; torch changes it as it likes. Therefore the caller of
 `to_jax` waits for the result before it returns (`block_until_ready`), and keeps no array beyond that. Results are new
 memory: one that jit passed through from an input, or returns twice, is copied, or a change in place of one tensor would
@@ -40,7 +40,7 @@ class Handover:
             return CopyCount(self._views, self._copies)
 
     def to_jax(self, tensor: Tensor) -> jax.Array:
-        """`tensor`, without its graph, as an array to be used before it changes. See [Note: Memory of the other].
+        """`tensor`, without its graph, as an array to be used before it changes. See [Note: Memory shared by DLPack].
 
         Integers of 64 bits are cut to 32 where JAX has no others. Raises PolyaccelError for values that this would
         change, floating types that JAX would cut, and tensors that JAX cannot see.

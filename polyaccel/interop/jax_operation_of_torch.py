@@ -1,6 +1,6 @@
 """A differentiable function of torch as one of JAX, by callbacks to the host: under jit, with gradients of any order.
 
-[Note: What JAX may believe]
+[Note: Purity of JAX functions]
 JAX may call a pure function as often as it likes, and the backward pass here runs it again. Hence a function that
 changes its inputs is refused here, and one that depends on anything but its inputs is refused by
 `torch_to_jax`.

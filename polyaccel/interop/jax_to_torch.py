@@ -25,26 +25,42 @@ from polyaccel.torch.sharding.leaf_modules import set_z3_leaf_module
 
 
 def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
-    """A module that calls `fn(params, *args, **kwargs)`, a function of JAX, on tensors.
-
-    `params` is a pytree of arrays. Floating leaves become trained parameters and others buffers, copies all of them,
-    named by their path: `params["blocks"][0]["w"]` is "blocks.0.w". Arguments are pytrees of tensors; anything else in
-    them (numbers, strings, None) is a constant of the compiled program, as is every shape, so that new ones compile
-    again; layers of one function share their programs. Results are the function's, with tensors for arrays, on the
-    device of the arguments.
+    """Make a function of JAX a torch module, which calls `fn(params, *args, **kwargs)` on tensors.
 
     Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. The backward pass runs the
-    function again (see [Note: Recomputation] in `torch_operation_of_jax`). `torch.compile` leaves it as it is and
-    compiles the model around it. Transforms of `torch.func` are refused.
+    function again (see [Note: Recomputed JAX backward] in `torch_operation_of_jax`). `torch.compile` leaves it as it is
+    and compiles the model around it. Transforms of `torch.func` are refused.
 
-    Raises ShardingError for leaves that are not arrays or whose names clash; a call does for a function that closed
-    over parameters in place of using its first argument.
+    Args:
+        fn: Function of JAX. It uses its first argument, and does not close over parameters.
+        params: Pytree of arrays, which are copied. Floating leaves become trained parameters and others buffers, named
+            by their path: `params["blocks"][0]["w"]` is "blocks.0.w".
+
+    Returns:
+        Module whose arguments are pytrees of tensors; other leaves (numbers, strings, None) and all shapes are
+        constants of its compiled programs. Layers of one function share their programs. Results are the function's,
+        with tensors for arrays, on the device of the arguments.
+
+    Raises:
+        ShardingError: Leaves are not arrays, or their names clash. A call raises it for a function that closed over
+            parameters.
+
+    Example:
+        ```python
+        layer = polyaccel.jax.as_torch(fn, params)
+        outputs = layer(inputs)
+        ```
     """
     return JaxModule(fn, params)
 
 
 class JaxModule(nn.Module):
-    """The module that `as_torch` gives."""
+    """The torch module that `as_torch` makes.
+
+    Args:
+        fn: Function of JAX.
+        params: Pytree of arrays.
+    """
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
         super().__init__()
@@ -58,12 +74,25 @@ class JaxModule(nn.Module):
 
     @property
     def copies(self) -> CopyCount:
-        """How many tensors went to JAX and arrays came back so far, copied and not. Prints as "zero-copy 76/76"."""
+        """Number of tensors that went to JAX and arrays that came back so far, copied and not. It prints as "zero-copy
+        76/76".
+        """
         return self._call.handover.count()
 
     @torch.compiler.disable(reason="a function of JAX is compiled by JAX")  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`fn(params, *args, **kwargs)`. Raises PolyaccelError for what JAX cannot take, and inside `torch.func`."""
+        """Call the function.
+
+        Args:
+            *args: Pytrees of tensors. Any other leaf is a constant of the compiled program.
+            **kwargs: As `args`, by name.
+
+        Returns:
+            The function's result, with tensors for arrays, on the device of the arguments.
+
+        Raises:
+            PolyaccelError: JAX cannot take an argument, or the call is inside a transform of `torch.func`.
+        """
         if torch._C._are_functorch_transforms_active():
             raise PolyaccelError(
                 "a function of JAX cannot run inside vmap, grad or another transform of torch.func",

@@ -1,6 +1,6 @@
 """A compiled function of JAX as an operation of torch's autograd, differentiable any number of times.
 
-[Note: Recomputation]
+[Note: Recomputed JAX backward]
 The operation saves its inputs, by autograd's own means, and its backward pass computes the rest again. So autograd
 notices an input that was changed in between; activation checkpointing and `save_on_cpu` work; and of a sharded
 parameter no memory is saved, which other parameters use by the time of the backward pass. Residuals that JAX would keep
@@ -91,7 +91,7 @@ def _gradient_of(fn: ArrayFn, wanted: tuple[bool, ...], given: tuple[bool, ...])
 
 
 class _Apply(torch.autograd.Function):
-    """See [Note: Recomputation]."""
+    """See [Note: Recomputed JAX backward]."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
 """A module of torch as a function of JAX.
 
-[Note: Modules with their own will]
+[Note: Impure modules]
 JAX needs a function whose result depends on its arguments alone. So before a form of arguments is compiled, the module
 runs once on zeros: its results' shapes are learnt, and a module that draws random numbers or changes a buffer (batch
 norm in training) is refused. Whether it trains or evaluates is a constant of the program like the shapes.
 
-[Note: One at a time]
+[Note: Serialized module calls]
 A module computes with the parameters that are in it, so JAX's are put there for the time of a call, its backward
 included, which may run parts of the module again (`torch.utils.checkpoint`). JAX calls from many threads, within one
 program too, so every call holds the module and its children for itself.
@@ -37,23 +37,37 @@ _SEEDING = Lock()  # torch's generator is one for all threads
 
 
 def as_jax(module: nn.Module) -> TorchFunction:
-    """A function `fn(params, *args, rng=None, **kwargs)` of JAX that runs `module`, which must be on the CPU.
+    """Make a torch module a function of JAX: `fn(params, *args, rng=None, **kwargs)`.
 
-    `fn.params` are copies of the parameters that want gradients, by full name; the others, and buffers, are constants.
-    Arguments are pytrees of arrays; anything else in them is a constant of the compiled program. `rng` is a random key,
-    needed by modules that draw random numbers, and decides them. Results are the module's, with arrays for tensors.
+    It works under `jit`, `grad` of any order and `vmap` (one call an element), and from any thread. The backward pass
+    runs the module again. Each callback costs about 0.2 ms, and results are copied once. While a program runs, the
+    module holds the program's parameters.
 
-    Works under `jit`, `grad` of any order and `vmap` (one call an element), and from any thread. The backward pass runs
-    the module again. Each callback costs about 0.2 ms, and results are copied once. While a program runs, the module
-    holds the program's parameters.
+    Args:
+        module: Module on the CPU. Buffers, and parameters that need no gradient, are constants of the function.
 
-    Raises ShardingError for a module that an engine holds sharded, PolyaccelError for one that is not on the CPU.
+    Returns:
+        Function of JAX, whose `params` are copies of the module's trained parameters by full name.
+
+    Raises:
+        ShardingError: An engine holds the module sharded.
+        PolyaccelError: The module is not on the CPU.
+
+    Example:
+        ```python
+        fn = polyaccel.torch.as_jax(module)
+        outputs = jax.jit(fn)(fn.params, inputs)
+        ```
     """
     return TorchFunction(module)
 
 
 class TorchFunction:
-    """The function that `as_jax` gives."""
+    """The function of JAX that `as_jax` makes.
+
+    Args:
+        module: Module on the CPU.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         require_unsharded(module)
@@ -71,19 +85,32 @@ class TorchFunction:
 
     @property
     def params(self) -> dict[str, jax.Array]:
-        """Copies of the module's parameters as they are now, by full name."""
+        """Copies of the module's trained parameters as they are now, by full name."""
         with _held(self.module):
             named = dict(self.module.named_parameters())
         return {name: jnp.array(self._handover.to_jax(named[name]), copy=True) for name in self._names}
 
     @property
     def copies(self) -> CopyCount:
-        """How many arrays went to torch and tensors came back so far, copied and not."""
+        """Number of arrays that went to torch and tensors that came back so far, copied and not."""
         return self._handover.count()
 
     def __call__(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
-        """The module's result. Raises PolyaccelError for parameters of other names, and for a module that JAX cannot
-        have: see [Note: Modules with their own will]."""
+        """Run the module.
+
+        Args:
+            params: Arrays by full name, as in `params`.
+            *args: Pytrees of arrays. Any other leaf is a constant of the compiled program.
+            rng: Random key, which decides the numbers of a module that draws some; such a module needs it.
+            **kwargs: As `args`, by name.
+
+        Returns:
+            The module's result, with arrays for tensors.
+
+        Raises:
+            PolyaccelError: Parameters have other names, or the module cannot be a function of JAX. See
+            [Note: Impure modules].
+        """
         if set(params) != set(self._names):
             odd = sorted(set(params) ^ set(self._names))
             raise PolyaccelError(
@@ -167,7 +194,7 @@ _turns_lock = Lock()
 
 @contextmanager
 def _held(module: nn.Module) -> Iterator[None]:
-    """Keep other threads from calling `module` or a part of it. See [Note: One at a time]."""
+    """Keep other threads from calling `module` or a part of it. See [Note: Serialized module calls]."""
     with _turns_lock:
         turns = [_turns.setdefault(part, RLock()) for part in sorted(module.modules(), key=id)]  # one order for all
     with ExitStack() as held:

@@ -64,7 +64,7 @@ def load_run(
     custom: OwnTree | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Take over a checkpoint's state. Collective. Returns its path and the client state. `custom` makes the
-    parameters, see [Note: A user's own loading] in `checkpoint.load.custom_load`.
+    parameters, see [Note: User-defined loading] in `checkpoint.load.custom_load`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
@@ -98,7 +98,7 @@ def _check(
     name_map: NameMap | None,
     custom: OwnTree | None,
 ) -> LoadPlan:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resume`.
+    """Check and verify what this rank will take over from `saved`; see [Note: All-or-nothing load] in `engine.resume`.
     `members` are the parameters of all stages of a pipeline."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)

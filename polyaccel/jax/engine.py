@@ -1,6 +1,6 @@
 """The engine that JAX users hold, whatever its parameters rest on: steps, checkpoints, figures.
 
-[Note: Cotangents]
+[Note: Loss cotangent]
 A micro-batch's loss is differentiated as it is, with a cotangent of 1, as by plain `jax.grad`: a backward pass of the
 user's own (`jax.custom_vjp`) may clip or normalize its cotangent, and must get the one that it was written for.
 Gradients accumulate as a sum, and the update divides it by the number of micro-batches: one rounding, in the update's
@@ -49,18 +49,29 @@ log = getLogger(__name__)
 
 
 class OptimizerGroups:
-    """The hyperparameters of each optimizer group, which schedules move."""
+    """The hyperparameters of each optimizer group, which schedules move.
+
+    Args:
+        param_groups: One dict of hyperparameters for each group.
+    """
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         self.param_groups = param_groups
 
 
 class JaxEngine(Engine):
-    """A JAX function in training under ZeRO. Made by `polyaccel.initialize`.
+    """A JAX function in training under ZeRO, built by `polyaccel.initialize`.
 
     `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts. `params` follow the
     engine: in views mode they are arrays over its memory, which change with each step, and `jnp.array(x)` keeps a
-    value; in native mode, and where parameters are sharded, they are copies.
+    value. In native mode, and where parameters are sharded, they are copies.
+
+    Args:
+        fn: Function `fn(params, batch, rng)` that returns a scalar loss, or (loss, auxiliary output).
+        params: Pytree of its parameters, whose floating leaves are trained.
+        runtime: Parts that follow from the config.
+        hyperparameters: Hyperparameters of the optimizer's one group.
+        stacked: Names of subtrees of `params` with a leading axis over layers.
     """
 
     _beyond: Communicator | None = None
@@ -107,45 +118,74 @@ class JaxEngine(Engine):
         leaves = [jax.ShapeDtypeStruct(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in self.adapter.leaves()]
         return jax.make_jaxpr(self._loss_function.call)(leaves, batch, jax.random.key(0))
 
-    @property
-    def optimizer_kind(self) -> str | None:
-        """`SliceOptimizer.kind`; None without an optimizer."""
-        return None if self.zero.optimizer is None else self.zero.optimizer.kind
-
     # Running the function.
 
     @property
     @abstractmethod
     def params(self) -> Any:
-        """The parameters, in the caller's tree, up to date.
-
-        Where they are sharded over separate memories they are gathered copies, and every rank has to ask.
-        """
+        """Parameters in the caller's tree, up to date. Collective where they are sharded, and gathered copies there."""
 
     @property
     @abstractmethod
     def copies(self) -> CopyCount:
-        """How many parameters JAX sees without a copy."""
+        """Number of parameters that JAX sees with and without a copy."""
 
     @abstractmethod
     def grad_step(self, batch: Any) -> jax.Array:
-        """The loss of one micro-batch; its gradients are on their way. Auxiliary output is in `aux`.
+        """Compute the loss of one micro-batch, and start to reduce its gradients. Collective.
 
-        The function gets a random key that depends on the seed, the rank and the number of micro-batches alone.
+        The function gets a random key that follows from the seed, the rank and the number of micro-batches alone. Its
+        auxiliary output is in `aux`.
+
+        Args:
+            batch: Pytree of this process's arrays, with samples along the first axis. Arrays of numpy and torch are
+                converted.
+
+        Returns:
+            Scalar loss.
+
+        Raises:
+            PolyaccelError: A leaf is not an array of numbers, the engine has no optimizer, or this process was forked.
         """
 
     @abstractmethod
     def train_batch(self, data_iter: Any = None) -> jax.Array:
-        """One optimizer step; returns the mean loss of this process's micro-batches.
+        """Run one optimizer step, with all its micro-batches. Collective.
 
-        `data_iter` is a batch, whose arrays are cut along their first axis into as many micro-batches as the config
-        accumulates, or an iterator of micro-batches; `polyaccel.jax.replicated` marks what is to stay whole. Raises
-        PolyaccelError for a batch that cannot be cut evenly.
+        Args:
+            data_iter: A batch, whose arrays are split along the first axis into as many micro-batches as the config
+                accumulates; or an iterator of micro-batches. `polyaccel.jax.replicated` marks what stays whole.
+
+        Returns:
+            Scalar: the mean loss of this process's micro-batches.
+
+        Raises:
+            PolyaccelError: There is no data, or the batch cannot be split evenly.
+
+        Example:
+            ```python
+            engine = polyaccel.initialize(model=loss_fn, params=params, config=config)
+            for inputs, targets in batches:
+                loss = engine.train_batch((inputs, targets))
+            ```
         """
 
     @engine_call
     def eval_batch(self, data_iter: Any) -> jax.Array:
-        """The loss of one micro-batch (or of the next of an iterator), with None for the random key."""
+        """Compute the loss of one micro-batch without gradients.
+
+        Collective in native mode and where parameters are sharded.
+
+        Args:
+            data_iter: Micro-batch as in `grad_step`, or an iterator whose next one is taken. The function gets None as
+                its random key.
+
+        Returns:
+            Scalar loss; the auxiliary output is in `aux`.
+
+        Raises:
+            PolyaccelError: A leaf is not an array of numbers, or this process was forked.
+        """
         self._require_own_process()
         loss: jax.Array
         with self.timer(OUTSIDE):
@@ -158,11 +198,25 @@ class JaxEngine(Engine):
 
     @abstractmethod
     def program(self, batch: Any) -> jax.stages.Compiled:
-        """The compiled program of a micro-batch like `batch`: ask its `memory_analysis()` or `cost_analysis()`."""
+        """Compile the program of a micro-batch, without running it. `memory_analysis()` and `cost_analysis()` describe
+        it.
+
+        Args:
+            batch: Micro-batch of the same shapes and dtypes.
+
+        Returns:
+            Compiled program; in native mode the one of a step with its exchange and update.
+        """
 
     @engine_call
     def step(self) -> None:
-        """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
+        """End a micro-batch: at the accumulation boundary update the parameters and the learning-rate schedule.
+        Collective.
+
+        Raises:
+            PolyaccelError: The engine has no optimizer, or this process was forked.
+            LossScaleError: Gradients are not finite step after step, at the smallest loss scale of fp16.
+        """
         self._require_own_process()
         self._require_optimizer()
         if not self.counters.is_boundary:
@@ -176,7 +230,7 @@ class JaxEngine(Engine):
         self._end_step(self.optimizer.param_groups, loss, {})
 
     def zero_grad(self) -> None:
-        """Forget all gradients, accumulated ones too."""
+        """Discard all gradients, accumulated ones too."""
         self.zero.discard_gradients()
         self._losses.clear()
         self.counters.begin_window()
@@ -245,7 +299,7 @@ class JaxEngine(Engine):
 
     @property
     def _loss_factor(self) -> float:
-        """The cotangent of a micro-batch's loss. See [Note: Cotangents]."""
+        """The cotangent of a micro-batch's loss. See [Note: Loss cotangent]."""
         scaler = self.loss_scaler
         return scaler.loss_scale / self.gradient_accumulation_steps() if scaler.is_active else 1.0
 
@@ -271,17 +325,31 @@ class JaxEngine(Engine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> bool:
-        """Write everything needed to go on exactly, at any world size, in JAX or in torch. Every rank calls it.
+        """Write everything needed to resume exactly, at any world size, in JAX or in torch. Collective.
 
-        Raises CheckpointError, and PolyaccelError after half an update.
+        With `checkpoint.async` it returns when this rank's part is copied; `wait_for_checkpoint` waits for the rest.
+
+        Args:
+            save_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of this checkpoint; None is `global_step` and the number of steps.
+            client_state: Values of the script's own, which `load_checkpoint` returns.
+            save_latest: Make this the checkpoint that a load without a tag takes.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: On every rank: this save failed, or the one before it, or an accumulation is unfinished.
+            PolyaccelError: An update failed halfway, or this process was forked.
+
+        Example:
+            ```python
+            engine.save_checkpoint("checkpoints", client_state={"epoch": epoch})
+            path, client_state = engine.load_checkpoint("checkpoints")
+            ```
         """
         self._require_own_process()
-        self._require_whole_optimizer_step()
-        state = self._state_to_save(client_state)
-        with self.timer(OUTSIDE):
-            contents = self._contents(state)
-            self._saver.save(save_dir, tag or f"global_step{self.global_steps}", contents, save_latest=save_latest)
-        return True
+        return self._save(save_dir, tag, client_state, save_latest, self._contents)
 
     def _contents(self, client_state: Mapping[str, Any]) -> SaveContents:
         allows_bytes = self._saver.policy.allows_bytes
@@ -297,11 +365,23 @@ class JaxEngine(Engine):
         name_map: NameMap | None = None,
         custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
-        state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
-        dst=)` gives the tree of parameters itself.
+        """Resume from a checkpoint of any world size, stage and framework. Collective.
 
-        Raises CheckpointError for one that is missing, incomplete, damaged, of another model or another optimizer.
+        Args:
+            load_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of the checkpoint. None takes the latest, or a newer replica in memory; if it is not complete, the
+                newest complete one, with a warning.
+            load_optimizer_states: False leaves the optimizer's states as they are.
+            load_lr_scheduler_states: False leaves the learning-rate schedule as it is.
+            name_map: Saved names of parameters that have other names here: patterns, a function, or "flax".
+            custom_load_fn: Called as `fn(src=arrays, dst=params)`; returns the tree of parameters to train with.
+
+        Returns:
+            (path of the checkpoint, client state).
+
+        Raises:
+            CheckpointError: On every rank and with nothing changed: it is missing, incomplete, damaged, or of another
+                model or optimizer.
         """
         self._require_own_process()
         fence()
@@ -317,33 +397,16 @@ class JaxEngine(Engine):
                 custom=None if custom_load_fn is None else OwnTree(custom_load_fn, self.params),
             )
 
-        with self.timer(OUTSIDE):
-            self._saver.wait()
-            is_whole = (
-                load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None
-            )
-            return self._resume(self.runtime.storage(load_dir), tag, load, is_whole=is_whole)
+        is_whole = load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None
+        return self._resume(self.runtime.storage(load_dir), tag, load, is_whole=is_whole)
 
     def _run(self) -> TrainingRun:
-        """The parts that a checkpoint holds, as they are now."""
-        kind = self.optimizer_kind
-        return TrainingRun(
-            zero=self.zero,
-            accelerator=self.accelerator,
-            communicator=self.communicator,
-            counters=self.counters,
-            loss_scaler=self.loss_scaler,
-            groups=None if kind is None else self.optimizer.param_groups,
-            optimizer_kind=kind,
-            schedule=self.lr_scheduler,
-            model_parallel_group=self._beyond,
-            loading_nbytes=self._saver.policy.staging_nbytes,
-        )
+        return self._training_run(TrainingRun, model_parallel_group=self._beyond)
 
     # What users ask.
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every optimizer group."""
+        """Return the learning rate of every optimizer group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
 
     def _require_own_process(self) -> None:

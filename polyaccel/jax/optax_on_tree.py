@@ -39,11 +39,7 @@ class OptaxOnTree(SliceOptimizer):
         return "optax on whole parameters: " + ", ".join(texts)
 
     def update(
-        self,
-        shards: Iterable[Shard],
-        groups: Sequence[Group],
-        grad_scale: float,
-        communicator: Communicator,
+        self, shards: Iterable[Shard], groups: Sequence[Group], grad_scale: float, communicator: Communicator
     ) -> Iterator[Shard]:
         ready = list(shards)
         weights, grads = dict[str, Any](), dict[str, Any]()

@@ -4,8 +4,8 @@ The transformation is traced once on the caller's tree of parameters, so masks a
 arrays as in plain optax. What JAX has traced is cut into one program for each parameter, which runs on flat slices that
 begin anywhere (`polyaccel.jax.elementwise`). A transformation that cannot be cut is refused by name.
 
-[Note: States that begin with the weights]
-This state is computed from the slice's weights before its first update, which polyaccel's own number counts.
+[Note: Weight-initialised states]
+Such a state is computed from the slice's weights before its first update, which a number of our own counts.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class OptaxOptimizer(SliceOptimizer):
             self.numbers[name] = float(evaluate(self._init, [self._init.outputs[at]], {})[0].value)
         jax.eval_shape(self.numbers_after, dict.fromkeys(self.numbers, 0.0))
         if any(start is None for program in self._distinct for start in program.starts.values()):
-            self.numbers[_UPDATES] = 0.0  # see [Note: States that begin with the weights]
+            self.numbers[_UPDATES] = 0.0  # see [Note: Weight-initialised states]
 
     def follow(self, layers: Mapping[str, str]) -> dict[str, str]:
         """Take each of `layers` for its own parameter, updated as the whole one of this name. Gives the name of each
@@ -208,11 +208,7 @@ class OptaxOptimizer(SliceOptimizer):
             states[name].fill(start or 0.0)
 
     def update(
-        self,
-        shards: Iterable[Shard],
-        groups: Sequence[Group],
-        grad_scale: float,
-        communicator: Communicator,
+        self, shards: Iterable[Shard], groups: Sequence[Group], grad_scale: float, communicator: Communicator
     ) -> Iterator[Shard]:
         before = dict(self.numbers)
         for shard in shards:

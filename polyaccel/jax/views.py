@@ -1,6 +1,6 @@
 """Parameters in the engine's buffers, seen by JAX without a copy.
 
-[Note: Arrays over memory that changes]
+[Note: Fence before engine writes]
 JAX believes that arrays never change, and computes when it likes. The engine writes updated parameters into the very
 memory that JAX reads, so before it writes, every computation that may read it must have ended: `fence` waits for
 every live array of this process, the user's own included. A result that no variable holds any more may have any value.
@@ -34,7 +34,7 @@ class CopyCount:
 
 
 def fence() -> None:
-    """Wait until every computation that was dispatched has ended. See [Note: Arrays over memory that changes]."""
+    """Wait until every computation that was dispatched has ended. See [Note: Fence before engine writes]."""
     wait_for(jax.live_arrays())
 
 

@@ -1,6 +1,6 @@
 """Pick a free TCP port for the rendezvous store, outside the kernel's ephemeral range.
 
-[Note: A free port]
+[Note: Free port choice]
 The launcher picks the port and rank 0 binds it later, so that another process may take it in between. Ports that the
 kernel hands out by itself, to outgoing connections and to a process that binds port 0, are taken all the time on a busy
 machine; the others only by a process that asks for that very number. So the pick is a random one of the others that can
@@ -26,7 +26,7 @@ _IANA_RANGE = (49152, 65535)
 
 
 def free_port(candidates: Sequence[int] | None = None) -> int:
-    """A TCP port that can be bound on all addresses of this machine. See [Note: A free port].
+    """A TCP port that can be bound on all addresses of this machine. See [Note: Free port choice].
 
     `candidates` are tried in a random order. Raises LaunchError when none of (at most 200 of) them is free.
     """

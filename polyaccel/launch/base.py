@@ -1,7 +1,7 @@
-"""The contract of a launcher plugin: `Launcher` runs a `Job`, which says what runs on which hosts; a `LaunchPlan` has
-the process of every rank of one host.
+"""The contract of a launcher plugin. Read first: `Launcher`, `Job`.
 
-Both are values: a test, or a dry run, reads them without starting a process, and a job travels to its hosts as JSON.
+A `Job` and the `LaunchPlan` of one host are values: a test, or a dry run, reads them without starting a process, and a
+job is sent to its hosts as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 
 JOB_ID = "POLYACCEL_JOB_ID"
-"""The variable with the id of the job that a process belongs to. Every process that a rank starts inherits it."""
+"""Variable with the id of a process's job. Every process that a rank starts inherits it."""
 
 DEFAULT_GRACE_S = 5.0
 DEFAULT_STOP_TIMEOUT_S = 60.0
@@ -27,9 +27,14 @@ DEFAULT_STOP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """One process of the job: `command` run with `environment`, the whole of it and not additions.
+    """One process of the job.
 
-    `cores` are the logical CPUs that the process is bound to; None leaves it where the launcher may run.
+    Attributes:
+        rank: Rank in the job, from 0.
+        local_rank: Rank among those of this host, from 0.
+        command: Program and arguments.
+        environment: All variables of the process, not additions.
+        cores: Logical CPUs that the process is bound to; None for those of the launcher.
     """
 
     rank: int
@@ -41,8 +46,14 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticHosts:
-    """The numbers of hosts on which a job may run, from `least` to `most`, and how often its ranks are started again
-    when one has failed; `sizes`, ascending, are the numbers of ranks that can train, None where all can."""
+    """Limits of an elastic job: hosts, restarts and world sizes.
+
+    Attributes:
+        least: Fewest hosts on which the job may run.
+        most: Most hosts on which the job may run.
+        restarts: How often ranks are started again after one has failed.
+        sizes: Numbers of ranks that can train, ascending; None where all can.
+    """
 
     least: int = 1
     most: int = 1
@@ -50,30 +61,46 @@ class ElasticHosts:
     sizes: tuple[int, ...] | None = None
 
     def largest(self, ranks: int) -> int:
-        """The most of so many ranks that can train; 0 where none can."""
+        """Find the most ranks that can train.
+
+        Args:
+            ranks: Ranks that are there.
+
+        Returns:
+            The largest of `sizes` up to `ranks`; 0 where there is none.
+        """
         return ranks if self.sizes is None else max((size for size in self.sizes if size <= ranks), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What runs where: every rank of every slot of `hosts`, numbered in their order, runs `command` and, after it,
-    `arguments`; between the two stands `--local_rank=N` if `names_local_rank`.
+    """What runs where: every rank of every slot of `hosts`, numbered in their order.
 
-    `node` is the number of this machine, where the command is given on every host; None leaves all to the launcher.
-    Ranks find each other at `master_addr` and `master_port`; None leaves the choice to the launcher. `exports` are
-    variables that ranks get beyond the environment of their host, and `device_variable`, if there is one, gets the
-    numbers of the host's slots. `folder` is where ranks run. `job_id` is unique, and every process of the job finds it
-    in POLYACCEL_JOB_ID; `secret` seals what ranks send each other (empty: nothing does).
-
-    `launcher_args` are more options for the command that reaches other hosts, `ssh_port` is the one that their servers
-    listen on, and a shell there reads `venv_script` first. Rank R listens for a debugger on its host's loopback at
-    `debug_port` + R, and begins when there is one if it `debug_waits`; None lets none listen.
-
-    `bind_cores` gives each rank's process its share of the cores, `cores` (None: all that may be used) says of which.
-    After one rank failed the others get SIGTERM, and SIGKILL `grace_s` later. A stopped rank ends the job after
-    `stop_timeout_s`; 0 lets it be stopped for ever. When no rank has made a step for `hang_timeout_s`, the job ends; 0
-    lets it hang. `log_dir` gets one file a rank, and one of all; None keeps no files. `elastic` is for launchers whose
-    `run` starts ranks again itself.
+    Attributes:
+        command: Program of each rank, and its first arguments.
+        hosts: Slots by host: the numbers of the devices, one rank each.
+        arguments: Arguments after `command`.
+        names_local_rank: Insert `--local_rank=N` between `command` and `arguments`.
+        node: Number of this machine, where the command is given on every host; None leaves all to the launcher.
+        master_addr: Host where ranks find each other; None leaves the choice to the launcher.
+        master_port: TCP port there; None leaves the choice to the launcher.
+        exports: Variables of ranks in addition to the environment of their host.
+        device_variable: Variable that is set to the numbers of the host's slots; None for none.
+        folder: Working directory of the ranks.
+        job_id: Unique id, which every process of the job finds in POLYACCEL_JOB_ID.
+        secret: Key that authenticates what ranks send each other; "" for no authentication.
+        bind_cores: Bind each rank's process to its share of `cores`.
+        cores: Logical CPUs to share; None for all that may be used.
+        grace_s: Seconds from SIGTERM to SIGKILL for the other ranks after one has failed.
+        stop_timeout_s: Seconds after which a stopped rank ends the job; 0 for no limit.
+        hang_timeout_s: Seconds without a step of any rank after which the job ends; 0 for no limit.
+        log_dir: Folder with one log of each rank and one of all; None for no files.
+        launcher_args: Further options of the command that reaches other hosts.
+        ssh_port: Port of the hosts' ssh servers; None for the default.
+        venv_script: Script that a shell on each host reads first; None for none.
+        debug_port: Rank R listens for a debugger on its host's loopback at this port + R; None for no debugger.
+        debug_waits: Ranks begin when a debugger is attached.
+        elastic: Limits for launchers whose `run` restarts ranks itself.
     """
 
     command: tuple[str, ...]
@@ -107,16 +134,30 @@ class Job:
         return sum(map(len, self.hosts.values()))
 
     def first_rank(self, number: int) -> int:
-        """The first rank of the host of that number."""
+        """Return the first rank of a host.
+
+        Args:
+            number: Number of the host, from 0.
+
+        Returns:
+            The rank.
+        """
         return sum(len(slots) for slots in tuple(self.hosts.values())[:number])
 
     def to_json(self) -> str:
-        """The job as one line of JSON. It has the secret: hand it to the job's own processes only."""
+        """Return the job as one line of JSON. It contains the secret: pass it to the job's own processes only."""
         return json.dumps(asdict(self) | {"hosts": list(self.hosts.items())})
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The inverse of `to_json`."""
+        """Parse the line of `to_json`.
+
+        Args:
+            text: The line.
+
+        Returns:
+            An equal job.
+        """
         tree = json.loads(text)
         for name in ("command", "arguments", "cores", "launcher_args"):
             tree[name] = None if tree[name] is None else tuple(tree[name])
@@ -127,9 +168,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The ranks of a job on one host, where they meet, and how long a launcher waits for them.
+    """The ranks of a job on one host, where they join, and how long a launcher waits for them.
 
-    The fields that a `Job` has too mean the same here.
+    Attributes:
+        job_id: See `Job`.
+        ranks: Processes of this host, by local rank.
+        master_addr: Host where ranks find each other.
+        master_port: TCP port there.
+        grace_s: See `Job`.
+        stop_timeout_s: See `Job`.
+        log_dir: See `Job`.
+        hang_timeout_s: See `Job`.
     """
 
     job_id: str
@@ -144,12 +193,14 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended: its exit `code`, and for one that is not 0 the `cause`, a sentence. `killed` counts the ranks
-    that a signal had ended before the others were asked to end. `was_asked`: it ended of a signal that was passed
-    on.
+    """How a job ended.
 
-    The code is 0 only when every rank exited with 0, else that of the first rank that failed: its own exit code, or
-    128 + N when signal N ended it.
+    Attributes:
+        code: 0 only when every rank exited with 0, else that of the first rank that failed: its exit code, or 128 + N
+            when signal N ended it.
+        cause: Sentence for a code that is not 0.
+        killed: Ranks that a signal had ended before the others were asked to end.
+        was_asked: The job ended because of a signal that was passed on.
     """
 
     code: int
@@ -163,7 +214,7 @@ def noop() -> None:
 
 
 class Launcher(ABC):
-    """A way to start ranks and to stay with them until the last has ended."""
+    """A way to start ranks and to wait until the last has ended."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
@@ -175,27 +226,52 @@ class Launcher(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> Probe:
-        """Whether ranks could be started this way here. Starts nothing."""
+        """Return whether ranks could be started this way here. Starts nothing."""
 
     def plan(self, job: Job) -> LaunchPlan:
-        """The processes that `run` would start on this machine, for people to read (`polyaccel run --dry-run`).
+        """Return the processes that `run` would start on this machine, for `polyaccel run --dry-run`.
 
-        Raises LaunchError for a job that cannot be started this way. As it is here, it plans nothing and says so.
+        Args:
+            job: What runs where.
+
+        Returns:
+            The plan.
+
+        Raises:
+            LaunchError: The job cannot be started this way. The default raises it always.
         """
         raise LaunchError(
             f"the launcher {self.name!r} does not say beforehand what it starts", hint="leave --dry-run out"
         )
 
     def remote_command(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...] | None:
-        """A command that runs `command` on a host of the job, in its folder, with this command's input and output, and
-        ends with it. As it is here None: nothing but ranks is started on other hosts."""
+        """Wrap a command so that it runs on a host of the job, in its folder.
+
+        Args:
+            job: What runs where.
+            host: One of its hosts.
+            command: Program and arguments for that host.
+
+        Returns:
+            A command for this machine that passes input and output through and ends with `command`. None, the default,
+            where only ranks are started on other hosts.
+        """
         return None
 
     @abstractmethod
     def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
-        """Start the ranks, wait for them, and tell how the job ended.
+        """Start the ranks and block until the last has ended.
 
-        The reason stands on standard error, with the rank's number. When this returns or raises, no process of the job
-        is left. `look` is called while the job runs, at least when a process that is a child of this one has ended.
-        Raises LaunchError when a rank cannot be started.
+        The reason of a failure is written to standard error, with the rank's number. When this returns or raises, no
+        process of the job is left.
+
+        Args:
+            job: What runs where.
+            look: Called while the job runs, at least when a child process of this one has ended.
+
+        Returns:
+            How the job ended.
+
+        Raises:
+            LaunchError: A rank cannot be started.
         """

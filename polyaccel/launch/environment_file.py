@@ -1,6 +1,6 @@
 """Files of variables for ranks: lines `NAME=VALUE`, read as a shell's `export` reads them.
 
-[Note: Syntax of an environment file]
+[Note: Environment file syntax]
 Quotes group and go, `\\` escapes, `$NAME`, `${NAME}` and `${NAME:-other}` are expanded outside of single quotes, by
 this process's variables and those of earlier lines; one that is not set is empty. A backslash at the end of a line
 continues it, `#` after a blank begins a comment. A value without `export` may have blanks (`A=two words`), and what a
@@ -35,7 +35,7 @@ def read_text(file: Path) -> str:
 
 
 def read_environment(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file; `environment` is what its values may name. See [Note: Syntax of an environment file].
+    """The variables of a file; `environment` is what its values may name. See [Note: Environment file syntax].
     Raises LaunchError, which names the line and does not show it."""
     try:
         text = read_text(file)

@@ -1,6 +1,6 @@
 """The output of ranks: read from pipes by one thread, and shown with the rank's number before each line.
 
-[Note: Who owns the terminal]
+[Note: Terminal ownership]
 A progress bar needs a terminal, and a terminal shows one at a time. So the first rank of this host has the launcher's
 standard output (or error) itself when that is a terminal, and its lines have no prefix. With a log directory every
 rank is read, so that the files are complete.
@@ -109,7 +109,7 @@ class JobOutput:
         self._thread = threading.Thread(target=self._show, name="polyaccel-output", daemon=True)
 
     def owns(self, spec: RankSpec) -> tuple[bool, bool]:
-        """Whether the rank has our standard output, and error, itself. See [Note: Who owns the terminal]."""
+        """Whether the rank has our standard output, and error, itself. See [Note: Terminal ownership]."""
         if spec.local_rank != 0 or self._logs or self._merged is not None:
             return False, False
         return self._is_terminal

@@ -1,4 +1,4 @@
-"""From a job to the processes of one of its hosts. `plan_host` runs on that host: it looks at its cores and ports."""
+"""Plan of a job's processes on one host: `plan_host`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,23 @@ LOOPBACK = "127.0.0.1"  # the number, because some machines cannot look up even 
 
 
 def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None = None) -> LaunchPlan:
-    """The ranks of host `number` of the job, each with `environment` (None: this process's), the job's exports and the
-    variables of a rank.
+    """Plan the ranks of one host. Runs on that host: reads its cores and ports.
 
-    A job of one host needs no place to meet: then that is here, and a free port. The share of the cores only decides
-    OMP_NUM_THREADS, where the environment has none, unless the job binds. Raises LaunchError when `environment` is
-    that of a rank already, when the port is taken, when cores cannot be bound, and when ranks of several hosts are not
-    told where to meet.
+    A job of one host without an address joins here, at a free port. Unless the job binds cores, a rank's share of them
+    only sets OMP_NUM_THREADS where the environment does not.
+
+    Args:
+        job: What runs where.
+        number: Number of the host, from 0.
+        environment: Variables of each rank, to which the job's exports and the variables of a rank are added; None for
+            this process's.
+
+    Returns:
+        The plan.
+
+    Raises:
+        LaunchError: `environment` is that of a rank already, the port is taken, cores cannot be bound, or ranks of
+            several hosts have no address to join.
     """
     environment = os.environ if environment is None else environment
     check_not_nested(environment)

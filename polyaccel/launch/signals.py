@@ -1,12 +1,12 @@
 """The signals that a launcher passes on to its ranks, and how it collects them.
 
-[Note: Which signals are passed on]
-`ENDING` ask a job to end; they go to the process groups of all ranks. `NOTICES` are all others that schedulers send and
-whose default would end the launcher alone: SIGUSR1 and SIGUSR2 (Slurm's --signal, submitit), SIGXCPU (Grid Engine),
-timers, real-time signals. They go to the ranks' own processes, and a rank's handler gives them a meaning; a rank
-without one ends of it, as under srun. `SILENT` change nothing where no handler is. Left to the system are SIGCHLD,
-which is this process's own, those that stop and continue a process, those that cannot be caught, and those that a fault
-of this process raises.
+[Note: Forwarded signals]
+`ENDING` ask a job to end; they go to the process groups of all ranks. `NOTICES` are all others that schedulers send
+and whose default would end the launcher alone: SIGUSR1 and SIGUSR2 (Slurm's --signal, submitit), SIGXCPU (Grid
+Engine), timers, real-time signals. They go to the ranks' own processes, and a rank's handler says what they mean; a
+rank without one ends of it, as under srun. `SILENT` change nothing where no handler is. Left to the system are SIGCHLD,
+which is this process's own, those that stop and continue a process, those that nothing can catch, and those that a
+fault of this process raises.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _notices() -> tuple[int, ...]:
 
 NOTICES = _notices()
 PASSED_ON = (*map(int, ENDING), *NOTICES)
-"""See [Note: Which signals are passed on]."""
+"""See [Note: Forwarded signals]."""
 
 
 class SignalInbox:

@@ -1,6 +1,6 @@
 """The life of a job on this host: start the ranks, stay until all have ended, and end the others when one fails.
 
-[Note: How a job ends]
+[Note: Job termination]
 It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
 then every process of the job gets SIGTERM, and SIGKILL after the grace period. A rank that exits with 0 fails the job
 too where others wait for it in the rendezvous, as they report through the readiness pipe. A signal that the launcher
@@ -78,7 +78,7 @@ class JobFailure:
 
 
 class Supervisor:
-    """Runs one job, once. `look` is called whenever something may have happened. See [Note: How a job ends]."""
+    """Runs one job, once. `look` is called whenever something may have happened. See [Note: Job termination]."""
 
     signals: ClassVar[tuple[int, ...]] = (*PASSED_ON, signal.SIGCHLD)
     """Those that are waited for."""

@@ -1,7 +1,7 @@
-"""The figures of a step: `StepMetrics`, and the monitors that write them down.
+"""Figures of a step and monitors that write them. Read first: `StepMetrics`, `Monitor`.
 
-A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the one that needs nothing. It is
-opened on rank 0 alone, in the main thread, and written to and closed by a thread that is its own.
+A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` needs no package. It is opened on
+rank 0 only, in the main thread. A separate thread writes to it and closes it.
 """
 
 from __future__ import annotations
@@ -23,58 +23,70 @@ Event = tuple[str, float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Something is wrong with a run: `kind` is loss, grad_norm, replicas, straggler, data or memory."""
+    """A problem of a run, found by a threshold.
+
+    Attributes:
+        kind: "loss", "grad_norm", "replicas", "straggler", "data" or "memory".
+    """
 
     kind: str
     step: int
-    """The optimizer step in which it was, or until which."""
+    """Optimizer step in which it was detected, or the last one of its window."""
     sentence: str
     """What is wrong, and its hint."""
     value: float
-    """The figure that passed its threshold, in the threshold's unit; NaN for one that is not finite."""
+    """Figure that passed its threshold, in the threshold's unit; NaN for one that is not finite."""
     ranks: tuple[int, ...] = ()
-    """The (global) ranks that are concerned; none where all are."""
+    """Global ranks that are concerned; empty for all."""
 
     @property
     def event(self) -> Event:
-        """The alarm for those who can only write figures."""
+        """The alarm as a figure, for monitors that can only write figures."""
         return f"alarms/{self.kind}", self.value, self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFigures:
-    """How the tokens of a step went to the experts of a layer; but for exchanges, those of all ranks together."""
+    """Tokens of a step by expert of a layer. All figures except exchanges are those of all ranks together."""
 
     tokens: tuple[int, ...]
-    """How many each expert computed."""
+    """Tokens that each expert computed."""
     dropped_share: float
-    """Of all choices, those that came to nothing because an expert was full."""
+    """Share of all choices that were dropped because an expert was full."""
     balance: float
-    """The most tokens of an expert divided by the mean; 1 is even."""
+    """Most tokens of an expert divided by the mean; 1 is even."""
     exchanged_nbytes: int
-    """What this rank sent to experts on others, and of what it computed back, in forward and backward passes."""
+    """Bytes that this rank sent in dispatch and combine, in forward and backward passes."""
     exchange_s: float
-    """How long this rank's exchanges took, with waiting for others."""
+    """Seconds of this rank's exchanges, waiting for others included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFigures:
-    """This rank's collectives of one operation in a step."""
+    """This rank's collectives of one operation in a step.
+
+    Attributes:
+        calls: Number of collectives.
+    """
 
     calls: int
     sent_nbytes: int
-    """What it sent to others."""
+    """Bytes that this rank sent to others."""
     waited_s: float
-    """How long the host did nothing but wait for them; that of the last rank to come is the shortest."""
+    """Seconds that the host only waited for them, shortest on the rank that comes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimizer step as one rank saw it. None where a figure was not taken.
 
-    `loss` is the mean over the step's micro-batches, unscaled. `lr` has one entry for each optimizer group. `grad_norm`
-    is the global norm *before* clipping, `grad_norm_clipped` the norm of the gradients that the optimizer got; both
-    unscaled.
+    Attributes:
+        loss: Mean over the step's micro-batches, unscaled.
+        lr: Learning rate of each optimizer group.
+        grad_norm: Global norm *before* clipping, unscaled.
+        grad_norm_clipped: Global norm of the gradients that the optimizer got, unscaled.
+        loss_scale: Factor of the loss in the backward pass.
+        tokens_per_s: Tokens of all ranks a second.
     """
 
     step: int
@@ -85,43 +97,46 @@ class StepMetrics:
     grad_norm_clipped: float | None = None
     loss_scale: float = 1.0
     skipped: bool = False
-    """The gradients were not finite on some rank, and the update was not applied."""
+    """Whether gradients were not finite on some rank, so that the update was not applied."""
     samples: int = 0
     """Samples of all ranks since training began."""
     step_time_s: float | None = None
     """Seconds since the step before, without evaluation and without saving and loading checkpoints."""
     samples_per_s: float | None = None
-    """Of all ranks together, as `tokens_per_s`."""
+    """Samples of all ranks a second."""
     tokens_per_s: float | None = None
     tflops: float | None = None
-    """Floating-point operations of the model that each rank did in a second, in 10^12. None unless
-    `timers.throughput` counts them."""
+    """Floating-point operations of the model by each rank in a second, in 10^12. None unless `timers.throughput` counts
+    them."""
     model_flops_utilisation: float | None = None
-    """The same as a share of what the device does in a large product."""
+    """`tflops` as a share of the device's speed in a large matrix product."""
     peak_memory_nbytes: int | None = None
-    """The most device memory that this rank had in use."""
+    """Peak of device memory in use on this rank."""
     traffic_numel: int | None = None
     """Elements that this rank sent to others in this step."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
+    """Host seconds by phase (`PhaseTimer`), whose sum is `step_time_s`."""
     memory_nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Where monitors write or `memory_breakdown` is on, at the end of the step: bytes by purpose, in the words of
-    `polyaccel plan`, counted from this rank's buffers (of those that are there only inside a step the most so far), and
-    `in use`, all that the device has."""
+    """Bytes by purpose at the end of the step, in the terms of `polyaccel plan`, where monitors write or
+    `memory_breakdown` is on. They are counted from this rank's buffers; buffers that live only inside a step count with
+    their peak so far. `in use` is all memory in use on the device."""
     planned_nbytes: Mapping[str, int] = field(default_factory=dict)
-    """What the plan of the step foretold, in the same words: in the first step, and when it changes."""
+    """Bytes by purpose that the plan of the step predicted: in the first step, and when it changes."""
     experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
-    """By layer, where the config asks (`expert_parallel.log_load`)."""
+    """Figures by layer, with `expert_parallel.log_load`."""
     collectives: Mapping[str, CallFigures] = field(default_factory=dict)
-    """By operation."""
+    """Figures by operation."""
     device_phase_s: Mapping[str, float] = field(default_factory=dict)
-    """With `wall_clock_breakdown` or `alarms`, on a device with streams: its seconds by phase in the last step that it
-    has ended, which is the one before as a rule. What is no part of a step is `outside`."""
+    """Device seconds by phase in the last step that the device has ended, usually the one before. `outside` is time
+    that is not part of a step. With `wall_clock_breakdown` or `alarms`, on a device with streams."""
 
     def scalars(self) -> Iterator[Event]:
-        """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the
-        fields; `lr_1` is the second group's, `phase_s/backward` a phase's, `experts/LAYER/balance` a layer's,
-        `collectives/all_gather/calls` an operation's."""
+        """List the figures that were taken, for a dashboard of curves.
+
+        Yields:
+            (tag, value, step). Tags are the names of the fields; `lr_1` is the second group's, `phase_s/backward` a
+            phase's, `experts/LAYER/balance` a layer's, `collectives/all_gather/calls` an operation's.
+        """
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in ("step", "skipped") or value is None:
@@ -138,15 +153,19 @@ class StepMetrics:
                 yield each.name, float(value), self.step
 
     def as_record(self) -> dict[str, Any]:
-        """The figures under their names, ready for strict JSON; see `json_safe` for those that are not finite."""
+        """Return the figures by name, ready for strict JSON. See `json_safe` for those that are not finite."""
         return json_safe(asdict(self))
 
 
 def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`record` with every NaN and infinity, which JSON has no word for, replaced by None.
+    """Replace every NaN and infinity, which JSON cannot express, by None.
 
-    Where there was one, the new key `nonfinite` maps the dotted place to `nan`, `inf` or `-inf`, so that a reader can
-    tell an overflow from a figure that was not taken.
+    Args:
+        record: Values for JSON, nested at will. It stays as it is.
+
+    Returns:
+        A copy. Where a value was replaced, the new key `nonfinite` maps its dotted place to `nan`, `inf` or `-inf`, so
+        that a reader can distinguish an overflow from a figure that was not taken.
     """
     nonfinite: dict[str, str] = {}
 
@@ -165,30 +184,47 @@ def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricSink(Protocol):
-    """Where an engine hands over figures: on rank 0 to monitors, on the others to nobody."""
+    """Destination of an engine's figures: the monitors on rank 0, nothing on the others."""
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody writes down what is handed over."""
+        """Whether a monitor writes what is handed over."""
 
     def write(self, metrics: StepMetrics) -> None:
-        """Hand over the figures of a step. Does not wait for anybody."""
+        """Hand over the figures of a step. Does not block.
+
+        Args:
+            metrics: Figures of the step.
+        """
 
     def write_events(self, events: Iterable[Event]) -> None:
-        """Hand over figures of the user's own, as (tag, value, step). Does not wait for anybody."""
+        """Hand over the user's own figures. Does not block.
+
+        Args:
+            events: (tag, value, step) of each.
+        """
 
     def add_picture(self, name: str, draw: Callable[[], str]) -> None:
-        """Write the SVG picture that `draw` gives as the file `name` into the run's folder, where there is one."""
+        """Write an SVG picture into the run's folder, where there is one.
+
+        Args:
+            name: Name of the file.
+            draw: Returns the SVG text. Called only where there is a folder.
+        """
 
     def write_alarm(self, alarm: Alarm) -> None:
-        """Hand over what is wrong with the run. Does not wait for anybody."""
+        """Hand over a problem of the run. Does not block.
+
+        Args:
+            alarm: The problem.
+        """
 
     def close(self) -> None:
-        """Let all be written that was handed over. May be called twice."""
+        """Write everything that was handed over. May be called twice."""
 
 
 class Monitor(ABC):
-    """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
+    """A destination of metrics: a file or a dashboard. Constructing it must be cheap and must open nothing."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
@@ -196,44 +232,72 @@ class Monitor(ABC):
 
     @classmethod
     def probe(cls) -> Probe:
-        """Whether it could be used here: whether the packages that it needs are installed, say. Opens nothing."""
+        """Return whether the monitor could be used here, such as whether its packages are installed. Opens nothing."""
         return Probe(usable=True, reason="needs nothing")
 
     @abstractmethod
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Begin, or go on with, the run whose files are in `directory`. Raises ConfigError for unusable `options`."""
+        """Begin or continue a run. Called in the main thread of rank 0; `write` and `close` run in a separate thread.
+
+        Args:
+            directory: Folder of the run's files, which may not exist yet.
+            options: Options of the plugin, as the user wrote them.
+
+        Raises:
+            ConfigError: An option is unknown or invalid.
+        """
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write down one step. A monitor without a method of its own writes the figures as events."""
+        """Write one step. The default writes the figures as events.
+
+        Args:
+            metrics: Figures of the step. Losses may be NaN.
+        """
         self.write_events(metrics.scalars())
 
     @abstractmethod
     def write_events(self, events: Iterable[Event]) -> None:
-        """Write down figures of the user's own, as (tag, value, step)."""
+        """Write the user's own figures.
+
+        Args:
+            events: (tag, value, step) of each, as any iterable.
+        """
 
     def write_alarm(self, alarm: Alarm) -> None:
-        """Write down what is wrong with the run. A monitor without a method of its own writes its figure."""
+        """Write a problem of the run. The default writes its figure as an event.
+
+        Args:
+            alarm: The problem.
+        """
         self.write_events([alarm.event])
 
     @abstractmethod
     def close(self) -> None:
-        """Write out metrics that are left. May be called twice, and without `open`."""
+        """Write buffered metrics. May be called twice, and without `open`."""
 
     def read(self, directory: Path, options: Mapping[str, Any]) -> Iterable[tuple[str, float | None, int]] | None:
-        """What closed monitors have written for the run in `directory`, as (tag, value, step): the loss of each step
-        under the tag `loss`, and events. A value that was not finite may be None. Other figures may be among them.
+        """Read back what closed monitors have written for a run. Tests use it.
 
-        Tests read by it; None from a monitor that cannot read what it has written.
+        Args:
+            directory: Folder of the run's files.
+            options: Options of the plugin.
+
+        Returns:
+            (tag, value, step): the loss of each step under the tag `loss`, and events. A value that was not finite may
+            be None. Other figures may be among them. None where the monitor cannot read what it has written.
         """
         return None
 
 
 class JsonlMonitor(Monitor):
-    """Appends to `metrics.jsonl`, or `file_name`, in the run's directory: one JSON object a line, flushed line by line.
+    """Appends one JSON object a line to a file in the run's directory, flushed line by line.
 
-    A step is its `StepMetrics.as_record()`; an event is `{"tag": ..., "value": ..., "step": ...}`, and an alarm an
-    event that has its sentence as `alarm`, and `ranks`, too. A resumed run goes on in the same file, so steps after the
-    checkpoint appear twice and the later line counts.
+    A step is its `StepMetrics.as_record()`. An event is `{"tag": ..., "value": ..., "step": ...}`. An alarm is an event
+    with its sentence as `alarm`, and `ranks`. A resumed run continues in the same file, so steps after the checkpoint
+    appear twice and the later line counts.
+
+    Args:
+        file_name: Name of the file.
     """
 
     name = "jsonl"
@@ -244,8 +308,15 @@ class JsonlMonitor(Monitor):
         self._file: TextIO | None = None
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Make the directory and the file where they are missing. A last line that a killed run left half written is
-        cut off. Raises ConfigError for any option (it has none) and when the file cannot be opened."""
+        """Create the directory and the file if needed. An unfinished last line, of a killed run, is cut off.
+
+        Args:
+            directory: Folder of the run's files.
+            options: There are none.
+
+        Raises:
+            ConfigError: An option was given, or the file cannot be opened.
+        """
         if options:
             raise ConfigError([Problem(f"jsonl.{key}", value, "has no such option") for key, value in options.items()])
         self.close()
@@ -289,7 +360,11 @@ class JsonlMonitor(Monitor):
 
 
 def cut_unfinished_line(path: Path) -> None:
-    """Cut `path` off after its last line end, if it exists."""
+    """Truncate a file after its last line end. Does nothing if it does not exist.
+
+    Args:
+        path: The file.
+    """
     if not path.exists():
         return
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""A buffer whose contents rest in a file: every access reads or writes it. See [Note: Buffers that rest elsewhere]."""
+"""A buffer whose contents rest in a file: every access reads or writes it. See [Note: Non-resident buffers]."""
 
 from __future__ import annotations
 

@@ -7,35 +7,18 @@ from collections.abc import Generator, Sequence
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
-from polyaccel.errors import InvariantError
-from polyaccel.offload.tier import HostMemory, Tier, TierOptions
+from polyaccel.offload.tier import HostBackedTier, HostMemory, TierOptions
 
 
-class HostTier(Tier):
+class HostTier(HostBackedTier):
     """Memory of the host; page-locked where `pin_memory` asks for it and the device can use it."""
 
     name = "host"
-
-    def __init__(self) -> None:
-        self._memory: HostMemory | None = None
-
-    @property
-    def compute(self) -> Accelerator:
-        return self._opened.host
-
-    @property
-    def _opened(self) -> HostMemory:
-        if self._memory is None:
-            raise InvariantError("the host tier was used before it was opened, or after it was closed")
-        return self._memory
 
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
         self._memory = HostMemory(accelerator, host, pin=options.pin_memory)
 
     def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
-        return self._opened.allocate(numel, dtype)
-
-    def stage(self, numel: int, dtype: DType) -> Buffer:
         return self._opened.allocate(numel, dtype)
 
     def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:

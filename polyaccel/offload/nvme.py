@@ -19,7 +19,7 @@ from polyaccel.offload.folder import RankFolder
 from polyaccel.offload.native_transfers import describe_transfers, open_transfers
 from polyaccel.offload.prefetch_pipeline import Walk
 from polyaccel.offload.state_file import StateFile, padded
-from polyaccel.offload.tier import Fetch, HostMemory, Tier, TierOptions
+from polyaccel.offload.tier import Fetch, HostBackedTier, HostMemory, TierOptions
 from polyaccel.offload.transfers import Transfers
 
 _log = getLogger(__name__)
@@ -27,7 +27,7 @@ _THREADS = 4  # a group has about three files, and some are read while others ar
 _KEY = re.compile(r"[\w.-]+")
 
 
-class NvmeTier(Tier):
+class NvmeTier(HostBackedTier):
     """Files below `<path>/polyaccel-<run id>/rank<rank>/`, deleted on `close` and at the end of the process.
 
     Files that a killed process left behind are deleted by the next job that uses the path. They carry no checksums: a
@@ -40,7 +40,7 @@ class NvmeTier(Tier):
     is_resident: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._memory: HostMemory | None = None
+        super().__init__()
         self._options = TierOptions()
         self._buffers: dict[str, FileBuffer] = {}
         self._free: dict[DType, list[Buffer]] = {}
@@ -57,16 +57,6 @@ class NvmeTier(Tier):
     @classmethod
     def probe(cls) -> Probe:
         return Probe(usable=True, reason=f"files, read and written by {describe_transfers()}")
-
-    @property
-    def compute(self) -> Accelerator:
-        return self._opened.host
-
-    @property
-    def _opened(self) -> HostMemory:
-        if self._memory is None:
-            raise InvariantError("the nvme tier was used before it was opened, or after it was closed")
-        return self._memory
 
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
         if options.path is None:
@@ -89,9 +79,6 @@ class NvmeTier(Tier):
         buffer = self._buffers[key] = FileBuffer(file, numel, dtype, host)
         self._largest_nbytes[dtype] = max(self._largest_nbytes.get(dtype, 0), padded(buffer.nbytes))
         return buffer
-
-    def stage(self, numel: int, dtype: DType) -> Buffer:
-        return self._opened.allocate(numel, dtype)
 
     def fetch(self, source: Buffer, target: Buffer) -> Fetch:
         file = _file_buffer(source).file

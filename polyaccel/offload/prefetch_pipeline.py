@@ -1,6 +1,6 @@
 """A walk over groups of files: the order in which they are read, lent and written, in a bounded number of buffers.
 
-[Note: Lending from files]
+[Note: Prefetch from files]
 A group's files are read side by side into host buffers, lent, and written back. With `pipeline_read` the groups that
 come next are read while one is in use, as far ahead as there are host buffers; with `pipeline_write` a group is written
 while later ones are in use. All of it runs on its own threads (`Transfers`). A host buffer is used again only when its
@@ -71,7 +71,7 @@ class Loan:
 
 
 class Walk:
-    """One walk over `groups`. See [Note: Lending from files].
+    """One walk over `groups`. See [Note: Prefetch from files].
 
     `take` gives a host buffer for a whole file of a type, `give_back` returns it; `failures` collects failed writes.
     """

@@ -1,13 +1,13 @@
-"""Where states rest between uses: a `Tier` holds buffers and lends them, group by group, to the kernels of a machine.
+"""The contract of a tier plugin: `Tier` stores buffers and lends them, group by group, to kernels.
 
 The *device* tier keeps everything in the accelerator's own memory, *host* in the host's, *nvme* in files.
-`Tier.compute` is the accelerator whose kernels reach the lent buffers. They do the update, so states are never moved to
-the device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
+`Tier.compute` is the accelerator whose kernels reach the lent buffers. They compute the update, so states are never
+moved to the device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
 
-[Note: Buffers that rest elsewhere]
+[Note: Non-resident buffers]
 `allocate` returns a `Buffer` under every tier, which can be cut, filled, copied from and to, and saved as bytes at any
-time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and
-`raw` and `data_ptr` raise InvariantError: kernels get the buffers that `stream_groups` yields instead.
+time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and `raw`
+and `data_ptr` raise InvariantError: kernels use the buffers that `stream_groups` yields instead.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from typing import Any, ClassVar
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
+from polyaccel.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """The settings of tiers. Each tier reads those that concern it.
+    """Settings of tiers. Each tier reads those that concern it.
 
-    `run_id` is the same on all ranks of a job and on no other job, `path` a directory for files. `pin_memory` asks for
-    host memory that the device copies from and to without the processor. `buffer_count` is how many host buffers may
-    stand between kernels and files, `pipeline_read` and `pipeline_write` whether the next group is read, and the last
-    one written, while one is in use. `piece_numel` bounds what a host buffer holds where contents only pass through it
-    to the device (`Tier.fetch`). `own` are `tier_options` of the config: options of the plugin's own, which `open`
-    checks, raising ConfigError.
+    Attributes:
+        run_id: Id that is the same on all ranks of a job and on no other job.
+        rank: Global rank of this process.
+        path: Directory for files.
+        pin_memory: Use host memory that the device copies from and to without the processor.
+        buffer_count: Host buffers that may stand between kernels and files.
+        pipeline_read: Read the next group while one is in use.
+        pipeline_write: Write the last group while one is in use.
+        piece_numel: Most elements of a host buffer through which contents pass to the device (`Tier.fetch`).
+        own: `tier_options` of the config: options of the plugin's own, which `open` checks.
     """
 
     run_id: str = "0"
@@ -46,16 +51,20 @@ class TierOptions:
 
 
 class Fetch(ABC):
-    """A buffer's contents on their way to the device. Until the fetch is over, nothing else may touch source or
+    """A copy of a buffer's contents to the device, under way. Until it is over, nothing else may touch source or
     target."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until the target has the contents. Raises OffloadError when they cannot be read; it is over then too."""
+        """Block until the target has the contents. The fetch is over then.
+
+        Raises:
+            OffloadError: The contents cannot be read. The fetch is over too.
+        """
 
     @abstractmethod
     def cancel(self) -> None:
-        """Wait until nothing is under way, and leave the target undefined. Does nothing to a fetch that is over."""
+        """Block until nothing is under way, and leave the target undefined. Does nothing to a fetch that is over."""
 
 
 class DoneFetch(Fetch):
@@ -69,64 +78,138 @@ class DoneFetch(Fetch):
 
 
 class Tier(ABC):
-    """A place for buffers, on one rank. Used from one thread at a time, and not always from the same: autograd walks
-    backward in threads of its own. The tiers of several ranks may be at work at once in threads of one process."""
+    """A place for buffers, on one rank.
+
+    It is used from one thread at a time, but not always the same: autograd runs backward in its own threads. The tiers
+    of several ranks may work at once in threads of one process.
+    """
 
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
     is_resident: ClassVar[bool] = True
-    """Whether buffers are always where kernels of `compute` reach them. See [Note: Buffers that rest elsewhere]."""
+    """Whether buffers are always where kernels of `compute` reach them. See [Note: Non-resident buffers]."""
 
     @classmethod
     def probe(cls) -> Probe:
+        """Return whether the tier could be used here. Opens nothing."""
         return Probe(usable=True, reason="always there")
 
     @property
     @abstractmethod
     def compute(self) -> Accelerator:
-        """The accelerator whose kernels update the buffers of this tier. Raises InvariantError before `open`."""
+        """The accelerator whose kernels update the buffers of this tier.
+
+        Raises:
+            InvariantError: The tier is not open.
+        """
 
     @abstractmethod
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
-        """Make ready to hold states of `accelerator`'s device; `host` runs kernels in host memory and is the same
-        object where the device is the host. Raises OffloadError when the place cannot be used."""
+        """Prepare to hold states of a device.
+
+        Args:
+            accelerator: The device of the model.
+            host: Runs kernels in host memory. The same object as `accelerator` where the device is the host.
+            options: Settings of tiers.
+
+        Raises:
+            OffloadError: The place cannot be used.
+            ConfigError: An option of `options.own` is invalid.
+        """
 
     @abstractmethod
     def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
-        """Zeros in this tier. No two buffers have the same `key`, such as `bucket3.exp_avg`.
+        """Allocate zeros in this tier.
 
-        Raises OffloadError when there is no room.
+        Args:
+            key: Unique name of the buffer, such as `bucket3.exp_avg`.
+            numel: Elements of the buffer. 0 is allowed.
+            dtype: Element type.
+
+        Returns:
+            A buffer that stays valid until `close`. See [Note: Non-resident buffers].
+
+        Raises:
+            OffloadError: There is no room.
+            InvariantError: The tier is closed.
         """
 
     def stage(self, numel: int, dtype: DType) -> Buffer:
-        """Memory of `compute` through which gradients and parameters pass between its kernels and the device."""
+        """Allocate zeros through which gradients and parameters pass between kernels and the device.
+
+        Args:
+            numel: Elements of the buffer.
+            dtype: Element type.
+
+        Returns:
+            Memory of `compute`, owned by the caller.
+        """
         return self.compute.allocate(numel, dtype)
 
     def fetch(self, source: Buffer, target: Buffer) -> Fetch:
-        """Start to copy a whole buffer that `allocate` gave to `target` on the device, of equal type and length."""
+        """Start to copy a whole buffer to the device.
+
+        Args:
+            source: Buffer from `allocate`.
+            target: Buffer on the device, of equal type and length.
+
+        Returns:
+            The fetch. Until it is over, nothing else may touch `source` or `target`.
+        """
         target.copy_from(source)
         return DoneFetch()
 
     @abstractmethod
     def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
-        """Walk over groups of buffers that `allocate` gave, each buffer in one group at most.
+        """Walk over groups of buffers and lend their contents to kernels. One walk at a time, and meanwhile no other
+        access to its buffers.
 
-        The buffers that are yielded for a group have its contents, in memory that kernels of `compute` reach; changes
-        are kept when the walk moves on, ends, or is closed early. There is one walk at a time, and meanwhile no other
-        access to its buffers. Raises OffloadError at once when contents cannot be read, and at the end of the walk when
-        contents could not be written: every group was lent by then, and those contents stay in memory and are lent from
-        there.
+        Args:
+            groups: Buffers from `allocate`, each in one group at most.
+
+        Yields:
+            For each group, in order, buffers with its contents, in memory that kernels of `compute` reach. They are
+            valid until the walk moves on. Changes are kept then, also when the walk ends or is closed early.
+
+        Raises:
+            OffloadError: At once when contents cannot be read. At the end of the walk when contents could not be
+                written: every group was lent by then, and those contents stay in memory and are lent from there.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Forget all buffers and give back the place. May be called again."""
+        """Release all buffers and the place. May be called again."""
+
+
+class HostBackedTier(Tier):
+    """Base of tiers whose buffers pass through the host's memory, where the host's kernels update them."""
+
+    def __init__(self) -> None:
+        self._memory: HostMemory | None = None
+
+    @property
+    def compute(self) -> Accelerator:
+        return self._opened.host
+
+    @property
+    def _opened(self) -> HostMemory:
+        if self._memory is None:
+            raise InvariantError(f"the {self.name} tier was used before it was opened, or after it was closed")
+        return self._memory
+
+    def stage(self, numel: int, dtype: DType) -> Buffer:
+        return self._opened.allocate(numel, dtype)
 
 
 class HostMemory:
-    """Memory that kernels of `host` reach and `accelerator` copies to and from; `pin` asks for page-locked memory.
+    """Memory that kernels of the host reach and a device copies to and from.
 
-    `is_the_devices`: the device works in host memory itself.
+    `is_the_devices` is True where the device works in host memory itself.
+
+    Args:
+        accelerator: The device.
+        host: Runs kernels in host memory. The same object as `accelerator` where the device is the host.
+        pin: Use page-locked memory where the device supports it.
     """
 
     def __init__(self, accelerator: Accelerator, host: Accelerator, *, pin: bool) -> None:
@@ -136,7 +219,15 @@ class HostMemory:
         self._pinned_by = accelerator if pins else None
 
     def allocate(self, numel: int, dtype: DType) -> Buffer:
-        """Zeros."""
+        """Allocate zeros.
+
+        Args:
+            numel: Elements of the buffer.
+            dtype: Element type.
+
+        Returns:
+            A buffer in host memory, owned by the caller.
+        """
         if self._pinned_by is not None:
             return self._pinned_by.allocate(numel, dtype, pinned=True)
         return self.host.allocate(numel, dtype)

@@ -4,7 +4,7 @@ An `Op` is the name of an operation with a typed signature. A `KernelTable` maps
 device; the step looks kernels up in the accelerator's table and never asks for the device's name.
 `polyaccel.ops.reference` says in float64 numpy what each op means, and the testkit compares every kernel with it.
 
-[Note: Slices and rounding]
+[Note: Slice-independent rounding]
 A kernel's result for an element must not depend on where the buffer starts or ends (masked tails, the same use of
 fused multiply-add everywhere), for then stages that cut parameters differently stay bitwise equal.
 
@@ -17,7 +17,7 @@ Only 16-bit weights are rounded in this way: `out`, and `master` where that has 
 rounded to the nearest number, and so are infinities, NaN and values beyond the type's largest number. A value that the
 type can hold is kept. A float64 value is rounded to float32 first.
 
-[Note: Matrix products]
+[Note: Matrix product kernels]
 Matrix products are part of the model's graph, whose memory the framework manages. Their kernels therefore take and
 return arrays of the framework (torch tensors, numpy arrays), and an accelerator may have none: the framework's own
 products are the fallback. `Accelerator.matrix_kernels` gives a table of the products that are worth replacing.
@@ -42,7 +42,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Op(Generic[F]):
-    """The declaration of an operation: its name in tables and reports, and a short description."""
+    """The declaration of an operation, whose type parameter is the signature of its kernels.
+
+    Attributes:
+        name: Name in tables and reports.
+        summary: Short description.
+    """
 
     name: str
     summary: str
@@ -52,39 +57,68 @@ class Op(Generic[F]):
 class StochasticRounding:
     """The randomness with which one call rounds its weights; see [Note: Stochastic rounding].
 
-    `key` (64 bits) differs for each parameter and update. `start` is the index, in the parameter, of the first element
-    of the call's buffers.
+    Attributes:
+        key: 64 bits that differ for each parameter and update.
+        start: Index in the parameter of the first element of the call's buffers.
     """
 
     key: int
     start: int = 0
 
     def at(self, offset: int) -> StochasticRounding:
-        """The rounding of buffers that begin `offset` elements later."""
+        """Return the rounding of a slice.
+
+        Args:
+            offset: First element of the slice in the present buffers.
+
+        Returns:
+            The same key with a later start.
+        """
         return StochasticRounding(self.key, self.start + offset)
 
 
 class ReduceFn(Protocol):
     def __call__(self, target: Buffer, source: Buffer, op: ReduceOp) -> None:
-        """`target[i] = op(target[i], source[i])` in `target`'s element type (`source`'s may differ); AVG only adds."""
+        """Compute `target[i] = op(target[i], source[i])` in `target`'s element type.
+
+        Args:
+            target: Overwritten.
+            source: Equal `numel`; its element type may differ.
+            op: The reduction. AVG only adds.
+        """
 
 
 class ScaleFn(Protocol):
     def __call__(self, target: Buffer, factor: float) -> None:
-        """`target[i] *= factor`."""
+        """Compute `target[i] *= factor`.
+
+        Args:
+            target: Overwritten. Of a floating-point type.
+            factor: The number.
+        """
 
 
 class CastFn(Protocol):
     def __call__(self, source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
-        """`out[i] = source[i]` in `out`'s type."""
+        """Compute `out[i] = source[i]` in `out`'s type.
+
+        Args:
+            source: Elements to convert.
+            out: Overwritten. Equal `numel`.
+            rounding: Rounds to 16 bits stochastically; None rounds to nearest even.
+        """
 
 
 class SquareSumsFn(Protocol):
     def __call__(self, out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
-        """For each (index, piece): `out[index] += sum(piece[i]**2)`.
+        """Add the squared norm of each piece: `out[index] += sum(piece[i]**2)`.
 
-        Accumulates in float64 where the device has it; `out` is float64 there and float32 elsewhere. NaN and
-        infinities propagate: the step finds an overflow by them.
+        Accumulates in float64 where the device has it. NaN and infinities propagate: the step finds an overflow by
+        them.
+
+        Args:
+            out: Totals, float64 where the device has it and float32 elsewhere.
+            pieces: Index in `out` and floating-point elements of each piece. An index may repeat.
         """
 
 
@@ -100,31 +134,89 @@ class StateRole(Enum):
 
 
 class ArrayMath(Protocol):
-    """The arithmetic that a formula needs beyond Python's `+=`, `-=`, `*=` and `/=`, on arrays of one library.
+    """Arithmetic that a formula needs in addition to Python's `+=`, `-=`, `*=` and `/=`, on arrays of one library.
 
     A result may lie in memory that the next call with the same `slot` overwrites.
     """
 
     def mul(self, a: Any, b: Any, slot: int = 0) -> Any:
-        """`a * b` for an array `a` and a number or an array `b`."""
+        """Multiply elementwise.
+
+        Args:
+            a: Array.
+            b: Number or array.
+            slot: Names the memory of the result.
+
+        Returns:
+            `a * b`.
+        """
 
     def sqrt(self, a: Any, slot: int = 0) -> Any:
-        """The square root of each element, correctly rounded."""
+        """Take the square root of each element, correctly rounded.
+
+        Args:
+            a: Array.
+            slot: Names the memory of the result.
+
+        Returns:
+            The roots.
+        """
 
     def abs(self, a: Any, slot: int = 0) -> Any:
-        """The magnitude of each element."""
+        """Take the magnitude of each element.
+
+        Args:
+            a: Array.
+            slot: Names the memory of the result.
+
+        Returns:
+            The magnitudes.
+        """
 
     def maximum(self, a: Any, b: Any) -> Any:
-        """The larger of each two elements, NaN where either is NaN; may overwrite `a`."""
+        """Take the larger of each two elements, NaN where either is NaN.
+
+        Args:
+            a: Array, which may be overwritten.
+            b: Array.
+
+        Returns:
+            The maxima.
+        """
 
     def sign(self, a: Any) -> Any:
-        """-1, 0 or 1 for each element, and NaN for NaN; may overwrite `a`."""
+        """Take the sign of each element.
+
+        Args:
+            a: Array, which may be overwritten.
+
+        Returns:
+            -1, 0 or 1, and NaN for NaN.
+        """
 
     def plus_decay(self, a: Any, weights: Any, decay: Any) -> Any:
-        """`a + weights * decay`; may overwrite `a`."""
+        """Add weight decay.
+
+        Args:
+            a: Array, which may be overwritten.
+            weights: Array.
+            decay: Number.
+
+        Returns:
+            `a + weights * decay`.
+        """
 
     def choose(self, condition: Any, a: Any, b: Any) -> Any:
-        """`a` where the number `condition` is not 0, else `b`."""
+        """Select one of two arrays.
+
+        Args:
+            condition: Number.
+            a: Returned where `condition` is not 0.
+            b: Returned else.
+
+        Returns:
+            `a` or `b` itself.
+        """
 
 
 Settings = Mapping[str, float]
@@ -135,8 +227,11 @@ Settings = Mapping[str, float]
 class Formula:
     """The computation of one update for an element, as data: kernels look it up by name, or run `arrays`.
 
-    `states` names the optimizer's states that the formula takes, in the order of a call, with their roles. Without
-    `writes_weights` the master weights are only read, and the last state, of role DIRECTION, takes the result.
+    Attributes:
+        name: Name by which kernels select their implementation.
+        states: Names and roles of the optimizer's states, in the order of a call.
+        writes_weights: False: the master weights are only read, and the last state, of role DIRECTION, receives the
+            result.
     """
 
     name: str
@@ -153,13 +248,19 @@ class Formula:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The states that the formula reads."""
+        """Names of the states that the formula reads."""
         return tuple(name for name, role in self.states if role is not StateRole.DIRECTION)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The formula of one call of UPDATE, with the hyperparameters of the update number `step` (from 1)."""
+    """The formula of one call of UPDATE, with its hyperparameters.
+
+    Attributes:
+        formula: What is computed.
+        settings: Hyperparameters by name.
+        step: Number of the update, from 1.
+    """
 
     formula: Formula
     settings: Settings
@@ -167,12 +268,21 @@ class Rule:
 
     @property
     def constants(self) -> tuple[float, ...]:
-        """The formula's constants."""
+        """Constants of the formula, in its order."""
         return self.formula.constants(self.settings, self.step)
 
     def check(self, master: Buffer, grad: Buffer, states: Sequence[Buffer], out: Buffer | None) -> None:
-        """Raise ShardingError unless these are as many states as the formula has, and all buffers are as long as
-        `master`."""
+        """Refuse buffers that do not fit the formula.
+
+        Args:
+            master: Master weights.
+            grad: Gradients.
+            states: States of the formula.
+            out: Buffer for the weights in another type; None without one.
+
+        Raises:
+            ShardingError: The number of states is not that of the formula, or a buffer is not as long as `master`.
+        """
         if len(states) != len(self.formula.states):
             names = ", ".join(name for name, _ in self.formula.states) or "none"
             raise ShardingError(
@@ -183,7 +293,13 @@ class Rule:
                 raise ShardingError(f"{other!r} does not match {master!r}", value=other.numel)
 
     def bump_version(self, master: Buffer, states: Sequence[Buffer], out: Buffer | None) -> None:
-        """Note in each buffer that a call has written that it was."""
+        """Mark the buffers that a call has written.
+
+        Args:
+            master: Master weights.
+            states: States of the formula.
+            out: Buffer for the weights in another type; None without one.
+        """
         for buffer in (*((master,) if self.formula.writes_weights else ()), *states):
             buffer.bump_version()
         if out is not None:
@@ -201,28 +317,57 @@ class UpdateFn(Protocol):
         grad_scale: float = 1.0,
         rounding: StochasticRounding | None = None,
     ) -> None:
-        """One update by a rule of `polyaccel.ops.optimizers`.
+        """Apply one update by a rule of `polyaccel.ops.optimizers`.
 
-        Uses `grad * grad_scale`, updates `master` and `states` (those of `rule.formula`, in its order) in place, and
-        writes `master` to `out` in `out`'s type. May overwrite `grad`. Computes in float64 where `master` is float64,
-        else in float32. Raises ShardingError as `Rule.check` does.
+        Computes in float64 where `master` is float64, else in float32.
+
+        Args:
+            rule: Formula and hyperparameters.
+            master: Master weights, updated in place.
+            grad: Gradients, multiplied by `grad_scale`. May be overwritten.
+            states: States of `rule.formula`, in its order, updated in place.
+            out: Receives the updated weights in its own type; None for nothing.
+            grad_scale: Factor of the gradients: unscaling and clipping.
+            rounding: Rounds 16-bit weights stochastically; None rounds to nearest even.
+
+        Raises:
+            ShardingError: See `Rule.check`.
         """
 
 
 class QuantizeFn(Protocol):
     def __call__(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
-        """Symmetric quantisation by blocks of `block_numel` elements, the last one perhaps shorter.
+        """Quantise symmetrically by blocks.
 
-        `scales[b]` (float32) is the largest magnitude of block b divided by 127, and `codes` (int8) is `source / scale`
-        to nearest even. With uint8 `codes` it is 4 bits, 7 in place of 127 and an even `block_numel`: two codes in
-        two's complement share a byte, the first in the low half. A block that is not finite has scale NaN and codes 0,
-        so that it comes back as NaN; a block of zeros has scale 0. Raises ShardingError when the sizes do not fit.
+        `scales[b]` is the largest magnitude of block b divided by 127, or 7 for 4 bits. A code is `source / scale` to
+        nearest even. A block that is not finite has scale NaN and codes 0, so that it is dequantised to NaN. A block of
+        zeros has scale 0.
+
+        Args:
+            source: Elements of a floating-point type.
+            codes: Overwritten. int8: one code an element. uint8: 4-bit codes in two's complement, two in a byte, the
+                first in the low half.
+            scales: Overwritten. float32, one a block.
+            block_numel: Elements of a block, even for 4 bits. The last block may be shorter.
+
+        Raises:
+            ShardingError: Sizes or types do not fit.
         """
 
 
 class DequantizeFn(Protocol):
     def __call__(self, out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
-        """`out[i] = codes[i] * scales[i // block_numel]` in `out`'s type, for codes and scales of `QuantizeFn`."""
+        """Compute `out[i] = codes[i] * scales[i // block_numel]` in `out`'s type.
+
+        Args:
+            out: Overwritten.
+            codes: Codes of `QuantizeFn`.
+            scales: Scales of `QuantizeFn`.
+            block_numel: Elements of a block.
+
+        Raises:
+            ShardingError: Sizes or types do not fit.
+        """
 
 
 LARGEST_CODE = {8: 127, 4: 7}
@@ -230,7 +375,20 @@ LARGEST_CODE = {8: 127, 4: 7}
 
 
 def code_bits(values: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> int:
-    """8 for int8 `codes`, 4 for uint8. Raises ShardingError when types or sizes are not those of `QuantizeFn`."""
+    """Check the buffers of a quantisation and return the width of its codes.
+
+    Args:
+        values: Elements that are, or will be, quantised.
+        codes: int8, or uint8 for two 4-bit codes in a byte.
+        scales: float32, one a block.
+        block_numel: Elements of a block.
+
+    Returns:
+        Bits of a code: 8 or 4.
+
+    Raises:
+        ShardingError: Sizes or types are not those of `QuantizeFn`.
+    """
     bits = {DType.INT8: 8, DType.UINT8: 4}.get(codes.dtype)
     if bits is None:
         raise ShardingError(
@@ -251,53 +409,126 @@ def code_bits(values: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -
 
 class LinearFn(Protocol):
     def __call__(self, x: Any, weight: Any, bias: Any | None) -> Any:
-        """A new array (rows, outputs): `x @ weight.T + bias` for x (rows, inputs), weight (outputs, inputs), bias
-        (outputs)."""
+        """Compute a linear layer's output.
+
+        Args:
+            x: Shape (rows, inputs).
+            weight: Shape (outputs, inputs).
+            bias: Shape (outputs,); None without one.
+
+        Returns:
+            `x @ weight.T + bias`: a new array of shape (rows, outputs).
+        """
 
 
 class LinearInputGradFn(Protocol):
     def __call__(self, grad: Any, weight: Any) -> Any:
-        """A new array (rows, inputs): `grad @ weight` for grad (rows, outputs), weight (outputs, inputs)."""
+        """Compute the gradient of a linear layer's input.
+
+        Args:
+            grad: Gradient of the output, shape (rows, outputs).
+            weight: Shape (outputs, inputs).
+
+        Returns:
+            `grad @ weight`: a new array of shape (rows, inputs).
+        """
 
 
 class LinearWeightGradFn(Protocol):
     def __call__(self, grad: Any, x: Any) -> Any:
-        """A new array (outputs, inputs): `grad.T @ x` for grad (rows, outputs), x (rows, inputs)."""
+        """Compute the gradient of a linear layer's weight.
+
+        Args:
+            grad: Gradient of the output, shape (rows, outputs).
+            x: Input, shape (rows, inputs).
+
+        Returns:
+            `grad.T @ x`: a new array of shape (outputs, inputs).
+        """
 
 
 class MatmulFn(Protocol):
     def __call__(self, left: Any, right: Any) -> Any:
-        """A new array (rows, columns): `left @ right` for left (rows, inner), right (inner, columns)."""
+        """Multiply two matrices.
+
+        Args:
+            left: Shape (rows, inner).
+            right: Shape (inner, columns).
+
+        Returns:
+            `left @ right`: a new array of shape (rows, columns).
+        """
 
 
 class MatmulLeftGradFn(Protocol):
     def __call__(self, grad: Any, right: Any) -> Any:
-        """A new array (rows, inner): `grad @ right.T` for grad (rows, columns), right (inner, columns)."""
+        """Compute the gradient of the left matrix of a product.
+
+        Args:
+            grad: Gradient of the product, shape (rows, columns).
+            right: Shape (inner, columns).
+
+        Returns:
+            `grad @ right.T`: a new array of shape (rows, inner).
+        """
 
 
 class MatmulRightGradFn(Protocol):
     def __call__(self, left: Any, grad: Any) -> Any:
-        """A new array (inner, columns): `left.T @ grad` for left (rows, inner), grad (rows, columns)."""
+        """Compute the gradient of the right matrix of a product.
+
+        Args:
+            left: Shape (rows, inner).
+            grad: Gradient of the product, shape (rows, columns).
+
+        Returns:
+            `left.T @ grad`: a new array of shape (inner, columns).
+        """
 
 
 class GroupedLinearFn(Protocol):
     def __call__(self, rows: Any, weights: Any, counts: Sequence[int], *, out: Any = None) -> Any:
-        """(rows, outputs), in `out` where that is given, which is contiguous: of the next `counts[g]` of `rows` (rows,
-        inputs) their product with group g's `weights` (groups, outputs, inputs), transposed. What a row gives does not
-        depend on others."""
+        """Compute the outputs of one linear layer for each group of rows. The result of a row does not depend on other
+        rows.
+
+        Args:
+            rows: Shape (rows, inputs), ordered by group.
+            weights: Shape (groups, outputs, inputs).
+            counts: Rows of each group.
+            out: Contiguous array of shape (rows, outputs) for the result; None for a new one.
+
+        Returns:
+            `rows_g @ weights[g].T` for the rows of each group g: shape (rows, outputs).
+        """
 
 
 class GroupedInputGradFn(Protocol):
     def __call__(self, grad: Any, weights: Any, counts: Sequence[int]) -> Any:
-        """A new array (rows, inputs): of the next `counts[g]` rows of `grad` (rows, outputs) their product with group
-        g's `weights` (groups, outputs, inputs). What a row gives does not depend on others."""
+        """Compute the gradient of the rows of grouped linear layers. The result of a row does not depend on other rows.
+
+        Args:
+            grad: Gradient of the outputs, shape (rows, outputs), ordered by group.
+            weights: Shape (groups, outputs, inputs).
+            counts: Rows of each group.
+
+        Returns:
+            `grad_g @ weights[g]` for the rows of each group g: a new array of shape (rows, inputs).
+        """
 
 
 class GroupedWeightGradFn(Protocol):
     def __call__(self, grad: Any, rows: Any, counts: Sequence[Sequence[int]]) -> Any:
-        """A new array (groups, outputs, inputs): of the next rows of `grad` (rows, outputs) and `rows` (rows, inputs)
-        the sum of `grad.T @ rows` over the parts of group g, which have `counts[g][0]`, `counts[g][1]`, ... rows: each
-        part's product by itself, added in order."""
+        """Compute the gradient of the weights of grouped linear layers, part by part.
+
+        Args:
+            grad: Gradient of the outputs, shape (rows, outputs), ordered by group and part.
+            rows: Inputs, shape (rows, inputs), in the same order.
+            counts: For each group the rows of each of its parts.
+
+        Returns:
+            A new array of shape (groups, outputs, inputs): for each group the sum of `grad_p.T @ rows_p` over its parts
+            p, each product computed separately and added in order.
+        """
 
 
 REDUCE: Op[ReduceFn] = Op("combine", "elementwise reduction of one buffer into another")
@@ -326,23 +557,38 @@ MATRIX_OPS: tuple[Op[Any], ...] = (
     *(LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD),
     *(MATMUL, MATMUL_LEFT_GRAD, MATMUL_RIGHT_GRAD),
 )
-"""The ops of `Accelerator.matrix_kernels` that replace products of the framework where they are faster. See [Note:
-Matrix products]."""
+"""The ops of `Accelerator.matrix_kernels` that replace products of the framework where they are faster. See
+[Note: Matrix product kernels]."""
 
 GROUPED_OPS: tuple[Op[Any], ...] = (GROUPED_LINEAR, GROUPED_INPUT_GRAD, GROUPED_WEIGHT_GRAD)
-"""The ops that `Accelerator.matrix_kernels` may hold too, all of them or none: experts compute by them, whatever the
-framework's speed, because their results do not depend on what lies beside a row."""
+"""Ops that `Accelerator.matrix_kernels` may hold too, all of them or none. Experts compute by them, at any speed,
+because the result of a row does not depend on other rows."""
 
 
 class KernelTable:
-    """The kernels of one accelerator, by op. Immutable; `replaced` gives a table with some entries exchanged."""
+    """The kernels of one accelerator, by op. Immutable.
+
+    Args:
+        provider: Name of the implementation, for reports.
+        kernels: Kernel of each op.
+    """
 
     def __init__(self, provider: str, kernels: Mapping[Op[Any], Callable[..., Any]]) -> None:
         self._kernels = dict(kernels)
         self._providers = dict.fromkeys(self._kernels, provider)
 
     def __getitem__(self, op: Op[F]) -> F:
-        """The kernel for `op`. Raises PluginContractError when the accelerator registered none."""
+        """Return the kernel of an op.
+
+        Args:
+            op: The op.
+
+        Returns:
+            Its kernel.
+
+        Raises:
+            PluginContractError: The accelerator registered none.
+        """
         try:
             return self._kernels[op]  # type: ignore[return-value]
         except KeyError:
@@ -360,17 +606,39 @@ class KernelTable:
         return iter(self._kernels)
 
     def replaced(self, provider: str, kernels: Mapping[Op[Any], Callable[..., Any]]) -> KernelTable:
-        """This table with `kernels` from `provider` in place of its own."""
+        """Exchange some kernels.
+
+        Args:
+            provider: Name of the new kernels' implementation, for reports.
+            kernels: Kernel of each op to exchange or add.
+
+        Returns:
+            A new table.
+        """
         table = KernelTable("", {**self._kernels, **kernels})
         table._providers = {**self._providers, **dict.fromkeys(kernels, provider)}
         return table
 
     def only(self, ops: Collection[Op[Any]]) -> KernelTable:
-        """A table with the entries of this one for `ops` alone."""
+        """Restrict the table to some ops.
+
+        Args:
+            ops: Ops to keep.
+
+        Returns:
+            A new table.
+        """
         table = KernelTable("", {op: kernel for op, kernel in self._kernels.items() if op in ops})
         table._providers = {op: self._providers[op] for op in table}
         return table
 
     def provider(self, op: Op[Any]) -> str:
-        """The name, for reports, of the implementation of `op`: `torch`, `numpy`, `csrc avx512`, a plugin's name."""
+        """Return the name of the implementation of an op, for reports.
+
+        Args:
+            op: An op of this table.
+
+        Returns:
+            Such as `torch`, `numpy`, `csrc avx512`, or a plugin's name.
+        """
         return self._providers[op]

@@ -1,7 +1,7 @@
 """Updates as one sweep over a slice by a compiled kernel: csrc on the host, Triton on devices.
 
-Both get a formula's constants in the same order and compute in float32 with one rounding an operation ([Note: One
-rounding an operation] in csrc/kernels/updates.h). So they agree bitwise, with each other and with
+Both get a formula's constants in the same order and compute in float32 with one rounding an operation
+([Note: One rounding per operation] in csrc/kernels/updates.h). So they agree bitwise, with each other and with
 `polyaccel.ops.numpy.kernels`, and moving a state between device and host changes no number.
 """
 

@@ -1,12 +1,12 @@
-"""The optimizers, as data: a row says which states an optimizer keeps, what it reads of a group, and its formula.
+"""Optimizers as data: each row of `OPTIMIZERS` has the states, the keys of a group, and the formula.
 
-A formula stands here twice: as the literature has it, in float64, and in the order of operations that every kernel
-keeps, on arrays of any library. It stands a third time in csrc/kernels/updates.h and a fourth in
-`polyaccel.ops.triton.updates`, under the same name and with the same constants; a device that has neither runs it on
-arrays. To add an optimizer, add a row here, its formula there, and its parameters to `polyaccel.config`; staging,
-casts, rounding, cutting and tests are the same for all.
+A formula is written here twice: as in the literature, in float64, and in the order of operations that every kernel
+keeps, on arrays of any library. It is written again in csrc/kernels/updates.h and in `polyaccel.ops.triton.updates`,
+under the same name and with the same constants; a device that has neither runs it on arrays. To add an optimizer, add a
+row here, its formula there, and its parameters to `polyaccel.config`; staging, casts, rounding, cutting and tests are
+the same for all.
 
-[Note: One formula, the same bits]
+[Note: Bit-exact formulas]
 `arrays` rounds each operation once, in the order in which csrc and Triton compute. numpy's results, csrc's and Triton's
 are the same bits therefore; torch's and JAX's own compilers may fuse a product and a sum.
 """
@@ -26,11 +26,16 @@ _AVERAGE, _MAGNITUDE, _DIRECTION = StateRole
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Optimizer:
-    """One optimizer. `kind` names it in checkpoints, `config_names` in configs.
+    """One optimizer: its states, the keys that it reads of a group, and its formula.
 
-    `states` has the names of what is kept for each element, in float32, and the group's key for the value that it
-    starts with (None: zero). `keys` are the group's keys that an update reads, with their defaults (None: required);
-    `betas` is read as `beta1` and `beta2`. `formula` chooses by these settings.
+    Attributes:
+        kind: Name in checkpoints.
+        config_names: Names in configs.
+        states: States that are kept for each element, in float32, and the group's key of their initial value (None:
+            zero).
+        keys: Keys of the group that an update reads, with their defaults (None: required). `betas` is read as `beta1`
+            and `beta2`.
+        formula: Chooses the formula by these settings.
     """
 
     kind: str
@@ -40,7 +45,15 @@ class Optimizer:
     formula: Callable[[Settings], Formula]
 
     def rule(self, group: Mapping[str, Any], step: int) -> Rule:
-        """The rule of the update number `step` (from 1) of a parameter in `group`."""
+        """Make the rule of one update.
+
+        Args:
+            group: Optimizer group of the parameter.
+            step: Number of the update, from 1.
+
+        Returns:
+            The formula with the group's hyperparameters.
+        """
         settings: dict[str, float] = {}
         for key, default in self.keys.items():
             value = group[key] if default is None else group.get(key, default)
@@ -161,7 +174,16 @@ APPLY = Formula("apply", (), lambda s, step: (s["rate"],), _apply, _apply_meanin
 
 
 def apply_direction(rate: float) -> Rule:
-    """`master -= rate * direction`, for the direction that a rule without `writes_weights` wrote."""
+    """Make the rule `master -= rate * direction`, the second half of a rule without `writes_weights`.
+
+    The call passes as gradient the direction that the first half wrote.
+
+    Args:
+        rate: Learning rate times trust ratio.
+
+    Returns:
+        The rule.
+    """
     return Rule(APPLY, {"rate": rate})
 
 

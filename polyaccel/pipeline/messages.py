@@ -1,6 +1,6 @@
 """What stages send each other, derived from a table: the table's tasks with sends and receives between them.
 
-[Note: One order for all]
+[Note: Global message order]
 All tasks and messages stand in one order over all stages: that of the time at which a task begins, or a message is
 there, if every operation takes as long as in `UNIT_TIMES`. A stage's program is that order without what concerns other
 stages, so two stages have the messages between them in the same order. And nothing can wait for ever, even where a
@@ -66,7 +66,7 @@ def message_of(task: PipelineTask, placement: tuple[int, ...]) -> StageMessage |
 
 
 def programs_of(table: PipelineTable) -> Programs:
-    """The programs of all stages of a table that `check_table` accepts, see [Note: One order for all]."""
+    """The programs of all stages of a table that `check_table` accepts, see [Note: Global message order]."""
     walked = compute_timeline(table, unit_durations(table.chunks))
     events: list[tuple[float, int, int, int, PipelineTask | StageMessage]] = []  # time, 1 for a task, stage, position
     for stage, tasks in enumerate(table.tasks):

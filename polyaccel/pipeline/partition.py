@@ -96,7 +96,9 @@ def layer_weights(method: str, names: Sequence[str], numels: Sequence[int]) -> l
     try:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise PipelineError(f"partition_method {method!r}: {error}", hint="write a regular expression") from None
+        raise PipelineError(
+            f"partition_method {method!r}: {error}", hint="write a regular expression", value=method
+        ) from None
     weights = [float(bool(expression.search(name))) for name in names]
     if not any(weights):
         classes = ", ".join(dict.fromkeys(names))

@@ -1,6 +1,6 @@
 """The published schedules, each a function of numbers that makes a table.
 
-[Note: Fewer micro-batches]
+[Note: Schedules of fewer micro-batches]
 Some schedules are published for a number of micro-batches that the stages divide, or for many. A table of fewer
 micro-batches is then the table of the next valid number with the others left out: every order that held between the
 tasks that stay holds on, so the table is as right as before, and nothing is drawn twice.
@@ -51,7 +51,8 @@ class PipelineSchedule:
         tasks = tuple(tuple(self.tasks(stages, made, chunks, stage)) for stage in range(stages))
         most = tuple(self.most_live(stages, made, chunks, stage) for stage in range(stages))
         table = PipelineTable(self.name, made, placement, tasks, most)
-        return table if made == micro_batches else table.first(micro_batches)  # [Note: Fewer micro-batches]
+        # See [Note: Schedules of fewer micro-batches].
+        return table if made == micro_batches else table.first(micro_batches)
 
 
 def make_table(schedule: str, stages: int, micro_batches: int, chunks: int | None = None) -> PipelineTable:

@@ -1,6 +1,6 @@
 """Loading one plugin: its class is imported, then checked. This is the only module that imports stevedore.
 
-[Note: Fresh entry points]
+[Note: Entry point cache]
 Stevedore answers from a cache on disk whose key packs modification times as 32-bit floats, which step by 128 s
 nowadays: a plugin that was installed again soon after keeps its old entry points, for good. It also drops the
 distribution of every entry point. So stevedore gets its entry points from here: `_manager_class` overrides the one
@@ -53,7 +53,7 @@ def _import(info: PluginInfo, entry_point: metadata.EntryPoint) -> Any:
 
 
 def _manager_class(entry_point: metadata.EntryPoint) -> Any:
-    """Stevedore's manager of one plugin, restricted to `entry_point` [Note: Fresh entry points]."""
+    """Stevedore's manager of one plugin, restricted to `entry_point` [Note: Entry point cache]."""
     try:
         from stevedore import driver  # here and not above: `polyaccel doctor` runs without it too
     except ImportError as error:

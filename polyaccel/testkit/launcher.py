@@ -1,4 +1,4 @@
-"""The contract of launchers as tests: subclass `LauncherContract` and define how to make yours.
+"""The contract of launchers as tests: subclass `LauncherContract` and implement `make`.
 
 Ranks are this Python running a line of code, on this machine. A launcher that needs other hosts plans for them itself.
 """
@@ -27,7 +27,8 @@ class LauncherContract(ABC):
     """The tests that every launcher passes."""
 
     @abstractmethod
-    def make(self) -> Launcher: ...
+    def make(self) -> Launcher:
+        """Return a new launcher."""
 
     def test_probes(self) -> None:
         """The probe reports whether the launcher could be used here, and why: `doctor` shows it."""

@@ -1,7 +1,7 @@
-"""The contract of monitors as tests: subclass `MonitorContract` and define how to make yours.
+"""The contract of monitors as tests: subclass `MonitorContract` and implement `make`.
 
-The suite makes every call that an engine makes. Where and how a monitor writes is its own affair: what it wrote is read
-back by its own `read`.
+The suite makes every call that an engine makes. Where and how a monitor writes is its own matter: its own `read` reads
+back what it wrote.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ class MonitorContract(ABC):
     """The options that `opened` gives it."""
 
     @abstractmethod
-    def make(self) -> Monitor: ...
+    def make(self) -> Monitor:
+        """Return a new monitor, not open."""
 
     @contextmanager
     def opened(self) -> Iterator[Monitor]:
-        """A monitor that is open in an empty folder."""
+        """Open a monitor in an empty folder, and close it at the end of the context.
+
+        Yields:
+            The monitor.
+        """
         with tempfile.TemporaryDirectory() as folder:
             monitor = self.make()
             monitor.open(Path(folder, "run"), self.options)

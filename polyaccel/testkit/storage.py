@@ -1,4 +1,4 @@
-"""The contract of storages as tests: subclass `StorageContract` and define how to make yours over an empty place."""
+"""The contract of storages as tests: subclass `StorageContract` and implement `make`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StorageContract(ABC):
 
     @abstractmethod
     def make(self) -> Storage:
-        """A storage over the same empty, or not yet existing, place in every call of one test."""
+        """Return a storage over the same empty, or not yet existing, place in every call of one test."""
 
     def test_probes(self) -> None:
         """The probe reports whether the storage could be used here, and why: `doctor` shows it."""

@@ -1,4 +1,4 @@
-"""The contract of tiers as tests: subclass `TierContract` and define how to open yours."""
+"""The contract of tiers as tests: subclass `TierContract` and implement `make`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TierContract(ABC):
 
     @abstractmethod
     def make(self) -> Tier:
-        """A new, open tier, which the caller closes."""
+        """Return a new, open tier, which the caller closes."""
 
     def test_probes(self) -> None:
         """The probe reports whether the tier could be used here, and why: `doctor` shows it."""
@@ -178,7 +178,17 @@ class TierContract(ABC):
 
 
 def in_thread(act: Callable[[], T]) -> T:
-    """What `act` gives in its own thread; its exception is raised here."""
+    """Call a function in a new thread and wait for it.
+
+    Args:
+        act: The function. Its exception is raised here.
+
+    Returns:
+        Its result.
+
+    Raises:
+        AssertionError: It did not end in time.
+    """
     found: list[T] = []
     errors: list[BaseException] = []
 

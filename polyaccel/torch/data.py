@@ -2,7 +2,7 @@
 far it has come, and goes on from there after a restart, at another world size too. And batches on their way: to the
 device, into another type, and the loss that a module makes of them.
 
-[Note: Positions]
+[Note: Loader positions]
 Every epoch has one global order of samples, a function of seed and epoch only. Micro-batch k of all ranks together is
 the next `micro_batch_size * world_size` samples of it, dealt out in turn: sample i of them goes to rank
 i % world_size, as torch's DistributedSampler does. So how far an epoch has come is one integer, counted in samples of
@@ -95,17 +95,44 @@ class PositionedSampler(DistributedSampler[Any]):
 
 
 class ShardedDataLoader(Generic[_T]):
-    """This rank's micro-batches of a dataset. One iteration is one epoch; `RepeatingLoader` goes on for ever.
+    """Loader of this rank's micro-batches of a dataset, which resumes at any number of ranks. See
+    [Note: Loader positions].
 
-    Each `iter` begins a new epoch with a new order, also when the last one was not finished; only the first one after
-    `load_state_dict` goes on where that was saved. One iteration at a time.
+    One iteration is one epoch, and `RepeatingLoader` repeats them. Each `iter` begins a new epoch with a new order,
+    even if the last one was not finished; only the first one after `load_state_dict` continues there. One iteration at
+    a time.
 
-    An IterableDataset is taken as it is: sharding it over ranks is its own business, and every rank must get equally
-    many micro-batches of it. Its `set_epoch` is called if it has one. It resumes by reading and dropping the samples
-    that were seen.
+    An IterableDataset shards itself over the ranks, and gives equally many micro-batches on each. Its `set_epoch` is
+    called if it has one. It resumes by reading and dropping the samples that were seen.
 
-    Workers have other random seeds in every epoch, on every rank and in every worker, and the process's own generators
-    are left alone. A resumed epoch seeds its workers afresh: only the *order* of samples is exactly continued there.
+    Workers have different random seeds in every epoch, on every rank and in every worker, and the process's own
+    generators stay as they are. A resumed epoch seeds its workers again: only the *order* of samples continues exactly.
+
+    Args:
+        dataset: torch Dataset with a length, or IterableDataset.
+        micro_batch_size: Samples of a micro-batch on this rank.
+        rank: This rank among the ranks that share the dataset, from 0.
+        world_size: Number of ranks that share the dataset.
+        shuffle: Draw a new order of samples from `seed` and the epoch.
+        seed: Seed of the order and of the workers, equal on all ranks.
+        drop_last: Leave out what does not fill a micro-batch on every rank. False fills up from the beginning of the
+            epoch's order.
+        collate_fn: Makes a batch from a list of samples; None is torch's default.
+        num_workers: Processes that load samples; 0 loads in this one.
+        pin_memory: Copy batches to page-locked host memory.
+        reshuffles: False keeps one order for every epoch, until `sampler.set_epoch` is called.
+
+    Raises:
+        ConfigError: A size is out of range, `dataset` is not a dataset, or it does not fill a single micro-batch.
+
+    Example:
+        ```python
+        ranks = {"rank": comm.get_rank(), "world_size": comm.get_world_size()}
+        loader = ShardedDataLoader(dataset, micro_batch_size=8, **ranks)
+        for epoch in range(epochs):
+            for batch in loader:
+                ...
+        ```
     """
 
     sampler_class: ClassVar[type[PositionedSampler]] = PositionedSampler
@@ -125,11 +152,6 @@ class ShardedDataLoader(Generic[_T]):
         pin_memory: bool = False,
         reshuffles: bool = True,
     ) -> None:
-        """`micro_batch_size` samples on each of `world_size` ranks make a micro-batch.
-
-        Without `reshuffles` every epoch has the same order, until `sampler.set_epoch` is called. Raises ConfigError for
-        sizes that cannot be, for what is no dataset, and for one that does not give a single micro-batch.
-        """
         require_dataset(dataset)
         sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "world_size": world_size}
         problems = [Problem(key, value, "expected at least 1") for key, value in sizes.items() if value < 1]
@@ -176,11 +198,11 @@ class ShardedDataLoader(Generic[_T]):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a micro-batch of all ranks together."""
+        """Samples of a micro-batch of all ranks together."""
         return self.micro_batch_size * self.world_size
 
     def __len__(self) -> int:
-        """Micro-batches that a whole epoch gives each rank. Raises TypeError for a dataset without a length."""
+        """Return the micro-batches of a whole epoch on each rank. Raises TypeError for a dataset without a length."""
         return self.sampler.micro_batches_from(0) if self.sampler else len(self._loader)
 
     def __iter__(self) -> Iterator[_T]:
@@ -228,13 +250,17 @@ class ShardedDataLoader(Generic[_T]):
                 return  # a whole epoch, even if it was empty; resumed at its very end, there is the next one to give
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next micro-batch is: the same on all ranks, and in terms of samples of all ranks."""
+        """Return the position of the next micro-batch, in samples of all ranks; it is equal on all ranks."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` was made.
+        """Make the next iteration continue at a saved position.
 
-        Raises CheckpointError when the position means nothing here: another dataset length, seed or shuffling.
+        Args:
+            state_dict: Result of `state_dict`, from any number of ranks and any micro-batch size.
+
+        Raises:
+            CheckpointError: The position does not fit: another dataset length, seed or shuffling.
         """
         wrong = {key: state_dict.get(key) for key, value in self._identity().items() if state_dict.get(key) != value}
         wrong |= {key: value for key in ("epoch", "position") if not _is_count(value := state_dict.get(key))}
@@ -273,8 +299,11 @@ class ShardedDataLoader(Generic[_T]):
 
 
 class RepeatingLoader(Iterator[_T]):
-    """Iterates over `loader` again and again: `next` begins another epoch where one has ended. Raises ConfigError when
-    `loader` gives nothing at all."""
+    """Iterator over the epochs of a loader, one after another. DeepSpeed's name.
+
+    Args:
+        loader: Iterable that each epoch iterates over. If it gives nothing at all, `next` raises ConfigError.
+    """
 
     def __init__(self, loader: Iterable[_T]) -> None:
         self.loader = loader

@@ -1,10 +1,10 @@
 """The model's linear layers over the accelerator's own matrix products, where it has faster ones than torch.
 
-[Note: What stays as it is]
-A layer keeps its class, its parameters and its state dict; it has its own `forward` among its attributes, which goes
-with no copy or pickle of it. Whatever is not a plain float32 product on this device goes the ordinary way: other types,
-autocast, tensor subclasses, compiling and tracing, functorch's transforms, forward-mode differentiation, a precision
-below "highest", oneDNN switched off. The path depends on nothing that differs between ranks or stages.
+[Note: Unchanged linear layers]
+A layer keeps its class, its parameters and its state dict; it has a `forward` of its own among its attributes, which
+goes with no copy or pickle of it. Whatever is not a plain float32 product on this device goes the ordinary way: other
+types, autocast, tensor subclasses, compiling and tracing, functorch's transforms, forward-mode differentiation, a
+precision below "highest", oneDNN switched off. The path depends on nothing that differs between ranks or stages.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MatmulKernels:
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
     def suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether the product may go another way. See [Note: What stays as it is]."""
+        """Whether the product may go another way. See [Note: Unchanged linear layers]."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return False
         for each in (x, weight, bias):
@@ -187,6 +187,7 @@ class Linears:
         self, module: nn.Module, accelerator: Accelerator, communicator: Communicator, configured: MatrixChoice
     ) -> None:
         self._layers: list[nn.Linear] = []
+        self._names: list[str] = []
         self._shared: list[SharedModule] = []
         self._heads: list[TiledHead] = []
         self._experts: list[ExpertParallelExperts | StackedExperts] = []
@@ -200,7 +201,7 @@ class Linears:
         products = None
         if any(op in table for op in _LAYERS_OPS):
             products = MatmulKernels.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
-        for layer in module.modules():
+        for name, layer in module.named_modules():
             if isinstance(layer, SharedModule):  # experts too, whose tensor ranks add up what each of them gives
                 layer.share.ranks.products = products
                 self._shared.append(layer)
@@ -215,9 +216,17 @@ class Linears:
             elif isinstance(head := layer.__dict__.get("forward"), TiledHead):
                 head.products = products
                 self._heads.append(head)
+            else:
+                continue
+            self._names.append(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Full names of the modules that have other products."""
+        return tuple(self._names)
 
     def __len__(self) -> int:
-        """How many layers have other products."""
+        """How many linear layers have other products."""
         return len(self._layers)
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
 """Linear layers that give the gradients of their inputs now and those of their parameters later.
 
-[Note: What is left for later]
+[Note: Deferred weight gradients]
 A backward pass for the inputs runs all of autograd once, and a linear layer leaves its parameters out of it: what their
 gradients are made of, its input and the gradient of its output, stays with a root of a later pass, which makes the
 product when that pass comes to it. So nothing is computed twice, also where activations are recomputed, and gradients
@@ -8,8 +8,8 @@ of parameters reach buckets one by one as in any pass. Layers of other kinds com
 the later pass as they are (`BackwardRunner.defer_weight_grads`): that is little work next to the products. Linear
 layers are those of torch, and GPT-2's in transformers (`Conv1D`), whose weights are transposed.
 
-[Note: Products that add up in place]
-Where only the engine uses the gradient of a weight, its product is added to the bucket by the product itself
+[Note: In-place weight gradients]
+Where nobody but the engine sees the gradient of a weight, its product is added to the bucket by the product itself
 (`DeferredWGrad.write`), and no gradient is made that would then be added: of a micro-batch of few tokens that is a part
 of the work that shows. Sums of several micro-batches then round a little otherwise.
 """
@@ -59,7 +59,7 @@ class DeferredWGrad:
         return self.products.weight_grad(self.grad, self.x).to(self.weight.dtype)
 
     def write(self, place: Buffer, adds: bool) -> None:
-        """Write the weight's gradient to `place`, in the bucket. See [Note: Products that add up in place]."""
+        """Write the weight's gradient to `place`, in the bucket. See [Note: In-place weight gradients]."""
         target, grad = place.raw.view(self.weight.shape), self.grad
         if self.adds_in_place and target.dtype is grad.dtype is self.x.dtype:
             factors = (self.x.t(), grad) if self.is_transposed else (grad.t(), self.x)
@@ -162,7 +162,7 @@ def _transposed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Delayed(torch.autograd.Function):
-    """A linear layer. See [Note: What is left for later]."""
+    """A linear layer. See [Note: Deferred weight gradients]."""
 
     @staticmethod
     def forward(

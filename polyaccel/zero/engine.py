@@ -4,12 +4,12 @@ Every frontend drives this same object and keeps only what its framework must do
 in the buckets (`ParamBuckets`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
 here sees a tensor, an array or a device's name; stages are values of `ZeroPolicy`, asked when buffers are allocated.
 
-[Note: One order]
+[Note: Launch order of collectives]
 Collectives must be launched in the same order on every rank. Where parameters are replicated, a backward pass launches
 nothing but reductions, and bucket order is that order. Where they are sharded, gathers come in between, and the arrival
-of gradients is not a guide: a rank whose data missed an expert never sees its gradients. So there the frontend says
-when a bucket has had its time on this rank (`release`), and it is launched where the schedule that the ranks follow has
-it ([Note: Ways]); what comes later on some rank is late.
+of gradients is no guide: a rank whose data missed an expert never sees its gradients. So there the frontend says when a
+bucket has had its time on this rank (`release`), and it is launched where the schedule that the ranks follow has it
+([Note: Schedule of unshard events]); what comes later on some rank is late.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class ZeroEngine:
             self._launch_ready()
 
     def release(self, indices: Iterable[int]) -> None:
-        """No more gradients come for these buckets on this rank in this pass. See [Note: One order]."""
+        """No more gradients come for these buckets on this rank in this pass. See
+        [Note: Launch order of collectives]."""
         for index in indices:
             self.uses.release(index)
 

@@ -145,8 +145,9 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_or_the_new_one(fault: str, 
     def work(communicator: Communicator) -> str:
         for tag in ("old", "t"):
             save(communicator, tmp_path, tag, 1.0)
-        with pytest.raises(CheckpointError, match="saving 't' in the background failed on ") as caught:
+        with pytest.raises(CheckpointError) as caught:
             save(communicator, tmp_path, "t", 2.0, fault=fault, at=at)
+        assert "'t'" in str(caught.value)
         return caught.value.message
 
     with TABLE.case(f"the process that writes a checkpoint: {fault} one of its writes", FAILED):
@@ -182,8 +183,10 @@ def test_the_next_step_tells_all_ranks_of_a_failure(tmp_path: Path) -> None:
             for number in range(1, 100_000):
                 step(engine, communicator, number)
 
-        with pytest.raises(CheckpointError, match=r"saving 't' in the background failed on .*rank 1: t/save-.* as the"):
+        with pytest.raises(CheckpointError) as caught:
             step_on()
+        assert caught.value.value == (0, 1)
+        assert all(part in str(caught.value) for part in ("'t'", "t/save", "rank 1"))
         step(engine, communicator, 0)  # training may go on
         engine.destroy()
 
@@ -262,8 +265,9 @@ def test_a_process_that_is_killed_is_told_of_and_started_again(tmp_path: Path) -
         os.kill(beside, signal.SIGSTOP)
         engine.save_checkpoint(str(tmp_path), tag="lost")
         os.kill(beside, signal.SIGKILL)
-        with pytest.raises(CheckpointError, match="the process that writes checkpoints has ended"):
+        with pytest.raises(CheckpointError) as caught:
             engine.wait_for_checkpoint()
+        assert caught.value.value == (0,)
         engine.save_checkpoint(str(tmp_path), tag="kept")
         engine.destroy()
 

@@ -30,7 +30,7 @@ class Damage:
 
     fault: str
     do: Callable[[], None]
-    message: str
+    named: tuple[str, ...]
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def damages(folder: Path) -> dict[Path, list[Damage]]:
     for tensor in manifest["tensors"]:
         for start, length, file, offset, _ in tensor["pieces"]:
             path = folder / file
-            what = rf"{file} in .*elements \[{start}, {start + length}\) of '{tensor['fqn']}' \({tensor['kind']}\)"
+            what = (file, f"[{start}, {start + length})", f"'{tensor['fqn']}'", f"({tensor['kind']})")
             nbytes = length * torch.empty(0, dtype=getattr(torch, tensor["dtype"])).element_size()
             found.setdefault(path, []).extend(
                 Damage("a flipped byte of a tensor", lambda path=path, at=at: flip(path, at), what)
@@ -65,12 +65,12 @@ def damages(folder: Path) -> dict[Path, list[Damage]]:
     for rank, blobs in enumerate(manifest["blobs"]):
         for name, (file, offset, _, _) in blobs.items():
             path = folder / file
-            what = rf"{file} in .*'{name}' of rank {rank}"
+            what = (file, f"'{name}'", f"rank {rank}")
             found[path].append(
                 Damage("a flipped byte of a rank's own state", lambda p=path, at=offset: flip(p, at), what)
             )
     for path in [*found, folder / "manifest.json"]:
-        damaged = f"{path.name} in .* (has|is missing)"
+        damaged = (path.name,)
         found.setdefault(path, []).extend(
             [
                 Damage("a truncated file", lambda p=path: p.write_bytes(p.read_bytes()[:-1]), damaged),
@@ -80,21 +80,21 @@ def damages(folder: Path) -> dict[Path, list[Damage]]:
         )
     marker = folder.parent / "commit.json"
     found[marker] = [
-        Damage("a truncated file", lambda: marker.write_bytes(marker.read_bytes()[:-1]), r"commit\.json is damaged"),
-        Damage("an emptied file", lambda: marker.write_bytes(b""), r"commit\.json is damaged"),
-        Damage("a missing file", marker.unlink, "was never completed: it has no commit marker"),
+        Damage("a truncated file", lambda: marker.write_bytes(marker.read_bytes()[:-1]), ("commit.json",)),
+        Damage("an emptied file", lambda: marker.write_bytes(b""), ("commit.json",)),
+        Damage("a missing file", marker.unlink, ("second", "commit")),
         *(
-            Damage("a flipped byte of a marker", lambda at=at: flip(marker, at), r"commit\.json is damaged")
+            Damage("a flipped byte of a marker", lambda at=at: flip(marker, at), ("commit.json",))
             for at in range(0, marker.stat().st_size, 16)
         ),
     ]
     told = folder / "manifest.json"
     found[told] += [
-        Damage("a flipped byte of a manifest", lambda at=at: flip(told, at), "its checksum is wrong")
+        Damage("a flipped byte of a manifest", lambda at=at: flip(told, at), ("manifest.json",))
         for at in range(0, told.stat().st_size, 1024)
     ]
     first, second = sorted(path for path in found if path.suffix == ".safetensors")
-    swapped = Damage("two files swapped", lambda: first.write_bytes(second.read_bytes()), f"{first.name} in .*")
+    swapped = Damage("two files swapped", lambda: first.write_bytes(second.read_bytes()), (first.name,))
     found[first].append(swapped)
     return found
 
@@ -146,11 +146,12 @@ def folder_of(place: Path, tag: str) -> Path:
     return place / commit.folder
 
 
-def refused(engine, place: Path, message: str) -> None:
+def refused(engine, place: Path, named: tuple[str, ...]) -> None:
     """The load of `second` is refused, and the engine is as it was."""
     before = digest(engine)
-    with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
+    with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(str(place), tag="second")
+    assert all(part in str(caught.value) for part in named)
     assert "first" in str(caught.value)
     assert digest(engine) == before
 
@@ -168,11 +169,11 @@ def test_a_damaged_file_changes_nothing_on_any_rank(tmp_path: Path, stage: int, 
                 with TABLE.case(damage.fault, REFUSED), kept(path):
                     damage.do()
                     communicator.barrier()
-                    refused(engine, tmp_path, damage.message)
+                    refused(engine, tmp_path, damage.named)
                     communicator.barrier()
             else:
                 communicator.barrier()
-                refused(engine, tmp_path, damage.message)
+                refused(engine, tmp_path, damage.named)
                 communicator.barrier()
         engine.load_checkpoint(str(tmp_path), tag="first")
         assert digest(engine) == first
@@ -210,14 +211,14 @@ def test_damage_that_one_rank_alone_sees_is_an_error_on_all(
             communicator.barrier()
             bad[:] = [f"rank {rank}"]
             communicator.barrier()
-            refused(engine, tmp_path, rf"failed on rank {rank}: second/.*rank0000\d\.safetensors in .* is damaged")
+            refused(engine, tmp_path, (f"rank {rank}", "second/", ".safetensors"))
             communicator.barrier()
             bad.clear()
             communicator.barrier()
         engine.load_checkpoint(str(tmp_path), tag="first")
         assert digest(engine) == first
 
-    with TABLE.case("damage that one rank alone sees", REFUSED):
+    with TABLE.case("damage that only one rank reads", REFUSED):
         on_threads(3, work, parity_model)
 
 
@@ -233,12 +234,16 @@ def test_a_file_that_changes_during_a_load_leaves_an_engine_that_refuses_to_trai
         if communicator.rank == 0:
             monkeypatch.setattr("polyaccel.engine.resume.WantedState.read", failing)
         communicator.barrier()
-        with pytest.raises(CheckpointError, match=r"taking over 'second' failed on rank 0: .*the disk went away"):
+        with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(tmp_path), tag="second")
-        with pytest.raises(PolyaccelError, match="loading 'second' failed in the middle"):
+        assert caught.value.value == (0, 1)
+        assert all(part in str(caught.value) for part in ("'second'", "rank 0"))
+        with pytest.raises(PolyaccelError) as caught:
             go(engine, communicator, range(1))
-        with pytest.raises(PolyaccelError, match="loading 'second' failed in the middle"):
+        assert caught.value.value == "loading 'second'"
+        with pytest.raises(PolyaccelError) as caught:
             engine.save_checkpoint(str(tmp_path), tag="third")
+        assert caught.value.value == "loading 'second'"
         communicator.barrier()
         monkeypatch.undo()
         engine.load_checkpoint(str(tmp_path), tag="first")

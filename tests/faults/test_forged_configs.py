@@ -1,4 +1,4 @@
-"""Configs that nobody would write: accepted, or refused with a ConfigError that says what is wrong."""
+"""Configs that nobody would write: accepted, or refused with a ConfigError that names what is wrong."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ class Trap:
 
 def test_no_note_on_the_board_is_a_traceback() -> None:
     random = random_of(1)
-    with TABLE.case(
-        "forged notes on the board", Ends("what the note says, if it is one", "a rank that has not reported")
-    ):
+    with TABLE.case("forged notes on the board", Ends("the contents of a valid note", "a rank that has not reported")):
         for number in range(COUNT):
             board = DictBoard()
             text = json.dumps(forged(NOTE, random))
@@ -83,7 +81,9 @@ def test_no_flight_record_is_a_traceback(tmp_path: Path) -> None:
 def test_no_note_of_a_start_is_a_traceback() -> None:
     random = random_of(3)
     note = {"rank": 1, "world_size": 3, "text": "note"}
-    with TABLE.case("forged notes of a start", Ends("says what is wrong", "the note of a rank of this world, or none")):
+    with TABLE.case(
+        "forged notes of a start", Ends("names what is wrong", "the note of a rank of this world, or none")
+    ):
         for number in range(COUNT):
             data = tagged_json.to_bytes(note, "note") if number % 2 else json.dumps(forged(note, random)).encode()
             notes = {0: "own"}
@@ -124,7 +124,9 @@ def test_no_object_of_a_stranger_is_read(secret: str | None, message: bytes, mon
             said.append(error.message)
         return found
 
-    with TABLE.case("an object of a stranger", Ends("names the rank in whose place it came", "nothing of it runs")):
+    with TABLE.case(
+        "an object of an unknown sender", Ends("names the rank in whose place it came", "nothing of it runs")
+    ):
         found = run_threads(2, body)[0]
         assert RAN == []
         if said:

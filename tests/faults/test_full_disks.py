@@ -13,9 +13,7 @@ from fault_table import TABLE, Ends
 from one_value import installed_in
 
 SAVES = Path(__file__).parents[1] / "support" / "saves"
-REFUSED = Ends(
-    "names the file, and says to free some space or to look at rights", "the old checkpoint, or the new one, whole"
-)
+REFUSED = Ends("names the file; hint: free space or check permissions", "the old checkpoint, or the new one, whole")
 CASES, MOUNT = 12, ("unshare", "-rm", "mount", "-t", "tmpfs")
 
 

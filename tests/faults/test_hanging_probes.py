@@ -61,9 +61,11 @@ def ways_to_ask() -> dict[str, Callable[[], object]]:
 def test_a_named_plugin_that_does_not_answer_is_an_error_that_names_it(hanging: None, way: str) -> None:
     with (
         TABLE.case("a probe that hangs", ENDING),
-        pytest.raises(PluginContractError, match=said(LIMIT_S) + r"(?s:.*)hint: uninstall polyaccel"),
+        pytest.raises(PluginContractError) as caught,
     ):
         ways_to_ask()[way]()
+    assert caught.value.value == "polyaccel.accelerators.mps:MpsAccelerator"
+    assert f"{LIMIT_S:g}" in str(caught.value)
 
 
 def test_a_plugin_that_does_not_answer_is_left_out_with_a_warning(

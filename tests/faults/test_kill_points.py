@@ -13,7 +13,7 @@ from fault_table import IS_FULL, TABLE, Ends
 from one_value import installed_in
 
 SAVES = Path(__file__).parents[1] / "support" / "saves"
-KILLED = Ends("none, or that the process beside has ended", "the old checkpoint, or the new one, whole", code="-")
+KILLED = Ends("none, or that the writing process has ended", "the old checkpoint, or the new one, whole", code="-")
 KINDS = {
     "foreground": "a save that training waits for",
     "writer": "the process that writes a checkpoint",

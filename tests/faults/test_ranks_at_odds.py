@@ -15,7 +15,7 @@ from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.torch_group import join_default_group
 from polyaccel.core.deadline import Deadline
 from polyaccel.core.types import DType, ReduceOp
-from polyaccel.errors import CommError
+from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.ranks.threads import run_threads
 
 F32, I32 = DType.FLOAT32, DType.INT32
@@ -101,5 +101,6 @@ def test_a_start_where_something_else_answers_ends_at_its_limit(answer: str) -> 
         server(ANSWERS[answer]) as port,
     ):
         here = Rendezvous(1, 2, 1, 2, "127.0.0.1", port, "this test")
-        with pytest.raises(CommError, match=rf"rank 1 could not reach the other 1 ranks at tcp://127.0.0.1:{port}"):
+        with pytest.raises(CommTimeout) as caught:
             join_default_group("gloo", here, Deadline(SHORT_S), lambda: None)
+        assert all(part in str(caught.value) for part in ("tcp://127.0.0.1", "rank 1", str(port)))

@@ -194,8 +194,8 @@ def test_what_a_living_process_writes_stays(tmp_path: Path, whose: str, caplog: 
     owner = parent if whose == "living" else ProcessIdentity(12345, 1, 1)
     now = Path(tmp_path).stat().st_mtime
     with TABLE.case(
-        "files of a save that goes on",
-        Ends("a warning: who is saving", "both saves are whole", code="0", left="what the living write"),
+        "files of a save in progress",
+        Ends("a warning: who is saving", "both saves are whole", code="0", left="the files of the save in progress"),
     ):
         folder = leave(tmp_path, owner, "t", since_s=now)
         save(FileStorage(tmp_path), 1.0)

@@ -14,6 +14,7 @@ READERS = (
     "engine/policies",  # makes values of them
     "engine/runtime.py",
     "torch/initialize.py",
+    "torch/rewrites",
     "jax/initialize.py",
 )
 PASSES_ON = {  # Entry points of users that take a config too, and check it.

@@ -37,7 +37,7 @@ def test_every_module_of_the_table_with_names_of_its_own_stands_below_it() -> No
 @pytest.mark.parametrize(
     "line",
     [
-        "- `ReduceFn(target: Buffer, source: Buffer, op: ReduceOp) -> None`: `target[i] = op(target[i], ",
+        "- `ReduceFn(target: Buffer, source: Buffer, op: ReduceOp) -> None`: Compute `target[i] = op(target[i], ",
         "- `CountedBuffer(writes: WriteCount | None=None)`",
         "- `Collective(operation: Operation, source: Buffer | None=None, target: Buffer | None=None, numel: int=0,",
         "- `SUM`, `AVG`, `MAX`, `MIN`, `PROD`\n",

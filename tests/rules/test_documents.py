@@ -36,6 +36,13 @@ PATH = re.compile(r"`((?:polyaccel|plugins|tests|csrc|docs)/[\w./-]+|[\w-]+\.(?:
 """A file or folder of the project, as CONTRIBUTING writes it."""
 
 
+MADE_BY_MKDOCS = {
+    *(ROOT / "docs" / "reference" / name for name in ("config.md", "check.md", "notes.md")),
+    ROOT / "docs" / "compatibility.md",
+}
+"""Pages that docs/generate/hooks.py makes while the site is built."""
+
+
 def commands() -> set[str]:
     """Every line of every block of shell in the two documents."""
     documents = (ROOT / name for name in ("README.md", "CONTRIBUTING.md"))
@@ -80,9 +87,27 @@ def test_make_makes_its_environment_when_it_is_missing(tmp_path: Path) -> None:
 
 
 def test_every_file_that_a_document_links_to_exists() -> None:
-    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docs" / "design.md"):
-        links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))
-        assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+    for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")):
+        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", FENCE.sub("", document.read_text(encoding="utf-8")))
+        files = {(document.parent / link).resolve() for link in links if "://" not in link}
+        assert [str(file) for file in files - MADE_BY_MKDOCS if not file.exists()] == [], document
+
+
+def test_the_page_on_packages_has_each_folder() -> None:
+    page = (ROOT / "docs" / "packages.md").read_text(encoding="utf-8")
+    rows = {
+        name for cell in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for name in re.findall(r"`([\w/]+)`", cell)
+    }
+    inits = ROOT.glob("polyaccel/**/__init__.py")
+    folders = {str(file.parent.relative_to(ROOT / "polyaccel")) for file in inits} - {"."}
+    deeper = {name for name in folders if name.startswith("comm/backends/")}
+    backends = {"local", "gloo", "nccl", "xccl", "hccl", "shm", "mpi", "ccl"}
+    assert folders - deeper <= rows
+    assert [name for name in rows - backends if not _is_a_module(name)] == []
+
+
+def _is_a_module(name: str) -> bool:
+    return (ROOT / "polyaccel" / name).is_dir() or (ROOT / "polyaccel" / f"{name}.py").exists()
 
 
 def test_every_test_that_a_document_runs_exists() -> None:

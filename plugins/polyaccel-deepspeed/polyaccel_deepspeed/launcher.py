@@ -138,8 +138,8 @@ def without_autotuning(argv: Sequence[str]) -> list[str]:
 def tune(given: argparse.Namespace, argv: Sequence[str], job: Job) -> Path | None:
     """Find the best settings of `job`, whose command had the words `argv`; the file of the best config, None where
     nothing fits. Raises PolyaccelError."""
-    from polyaccel.cli.tune import TunedJob, tune_job
     from polyaccel.planner.autotune import results
+    from polyaccel.planner.autotune.tuned_job import TunedJob, tune_job
     from polyaccel_deepspeed.config import log_changes, normalise
 
     file = config_of(given.arguments)

@@ -1,10 +1,11 @@
 """`deepspeed.zero`: `Init` with DeepSpeed's positions; `GatheredParameters` that keeps what all ranks wrote in the same
 way.
 
-[Note: Before there is an engine] A model that was built in `Init` may be loaded by rank 0 alone: `from_pretrained` does
-so. The engine will take rank 0's values, but until then other ranks have what the constructors left. So parameters of
-`Init` get a `ds_id`, a context with `modifier_rank` notes that rank on them, and the next context has all ranks take
-over its values. A model that is not read meanwhile is not copied.
+[Note: Weights before engine construction]
+A model that was built in `Init` may be loaded by rank 0 alone: `from_pretrained` does so. The engine will take rank 0's
+values, but until then other ranks have what the constructors left. So parameters of `Init` get a `ds_id`, a context
+with `modifier_rank` notes that rank on them, and the next context, whoever opens it, has all ranks take over its
+values. A model that is not used meanwhile is not copied.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class GatheredParameters(gathered.GatheredParameters):
 
     Trainers do that, the same on every rank. What every rank wrote to is taken from rank 0; a parameter that only some
     ranks wrote to stays the error that it is in polyaccel. Parameters of `Init` that no engine has yet are whole
-    already, and inside they are the same on all ranks: [Note: Before there is an engine].
+    already, and inside they are the same on all ranks: [Note: Weights before engine construction].
     """
 
     def __enter__(self) -> None:

@@ -1,6 +1,6 @@
 """The extension's fused optimizer steps as ops of polyaccel. What a step does not cover is left to the host's own.
 
-[Note: Whole vectors only]
+[Note: Vector-aligned slices]
 The steps fuse multiply and add in their vector loops and not in the scalar tails, of which each thread has one, so that
 an element's bits would depend on where a slice ends. Hence a call gets a number of elements that divides into whole
 vectors for each thread; what is left goes in grains, which one thread takes alone, and the last of them padded.
@@ -58,7 +58,7 @@ class _IpexKernels:
         )
 
     def _sweep(self, step: Callable[..., Any], *buffers: Buffer | None) -> None:
-        """`step` on the tensors of `buffers`, in portions that are whole vectors. See [Note: Whole vectors only]."""
+        """`step` on the tensors of `buffers`, in portions that are whole vectors. See [Note: Vector-aligned slices]."""
         tensors = [None if buffer is None else buffer.raw for buffer in buffers]
         numel = next(tensor.numel() for tensor in tensors if tensor is not None)
         each = _GRAIN_NUMEL * torch.get_num_threads()

@@ -66,5 +66,6 @@ def test_it_trains_as_the_plain_host(stage: int) -> None:
 
 @pytest.mark.parametrize("option", ["optimizer", "weights_prepack"])
 def test_what_would_take_the_weights_from_the_engine_is_refused(option: str) -> None:
-    with pytest.raises(ShardingError, match=option):
+    with pytest.raises(ShardingError) as caught:
         optimize(torch.nn.Linear(2, 2), **{option: True})
+    assert option in str(caught.value)

@@ -1,7 +1,7 @@
-"""Host memory: where an allocation starts in it, how much this process has, and what malloc does with freed blocks.
+"""Host memory: start of an allocation, figures of this process, and freed blocks in malloc.
 
-[Note: Staggered starts]
-An optimizer reads four equally long buffers side by side. The system places large allocations next to each other, so
+[Note: Staggered allocation]
+An optimizer reads four equally long buffers in parallel. The system places large allocations next to each other, so
 lengths that are powers of two put the four streams 4 KiB apart modulo 64 KiB, where the processor's prefetchers disturb
 one another: Adam over 16 M elements ran at 31 GB/s there and at 50 GB/s elsewhere (one EPYC core). So each large host
 allocation starts at the next of several offsets into a 64 KiB window, whatever the allocator did.
@@ -20,10 +20,9 @@ from polyaccel.accelerators.base import MemoryStats
 from polyaccel.core.cgroup import memory_free_nbytes
 
 HostArrays = Literal["torch", "numpy"]
-"""Whose arrays buffers in host memory are made of."""
+"""Framework of the arrays below buffers in host memory."""
 ALIGNMENT_NBYTES = 64
-"""Every allocation starts on such a boundary: a cache line, a vector register, the alignment that DLPack importers ask
-for."""
+"""Alignment of every allocation: a cache line, a vector register, and what DLPack importers require."""
 
 _LARGE_NBYTES = 1 << 20
 _WINDOW_NBYTES = 1 << 16
@@ -43,14 +42,26 @@ _USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 def spare_nbytes(nbytes: int) -> int:
-    """How much longer than `nbytes` a host allocation has to be, for `aligned_shift` to find its start."""
+    """Return the additional bytes that a host allocation needs so that `aligned_shift` finds its start.
+
+    Args:
+        nbytes: Bytes that will be used.
+
+    Returns:
+        Bytes to allocate in addition to `nbytes`.
+    """
     return _WINDOW_NBYTES if nbytes >= _LARGE_NBYTES else ALIGNMENT_NBYTES
 
 
 def aligned_shift(address: int, nbytes: int) -> int:
-    """How many bytes behind `address` an allocation of `nbytes` starts: aligned, and staggered when it is large.
+    """Find the start of an allocation: aligned, and staggered when it is large. See [Note: Staggered allocation].
 
-    See [Note: Staggered starts].
+    Args:
+        address: Address of the allocated memory.
+        nbytes: Bytes that will be used; `spare_nbytes` more are allocated.
+
+    Returns:
+        Bytes between `address` and the start.
     """
     if nbytes < _LARGE_NBYTES:
         return -address % ALIGNMENT_NBYTES
@@ -58,7 +69,7 @@ def aligned_shift(address: int, nbytes: int) -> int:
 
 
 def memory_stats() -> MemoryStats:
-    """Resident bytes of this process now and at most, and the machine's memory, of which a control group may leave less
+    """Return resident bytes of this process, now and at most, and the machine's memory. A control group may leave less
     free."""
     total_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -81,9 +92,12 @@ def memory_stats() -> MemoryStats:
 
 
 def own_nbytes() -> int:
-    """Bytes of this process that no file backs, in memory or swapped out: what it has allocated, shared memory too.
+    """Count the bytes that this process has allocated, in memory or swapped out, shared memory included.
 
-    The pages of its libraries are left out, which the system takes away and brings back as it likes.
+    Pages of its libraries are left out: the system drops and reloads them as it likes.
+
+    Returns:
+        Bytes that no file backs; resident bytes where the system does not count these.
     """
     try:
         return sum(_fields(_STATUS, "RssAnon", "RssShmem", "VmSwap"))
@@ -92,7 +106,7 @@ def own_nbytes() -> int:
 
 
 def reset_peak() -> None:
-    """Let the peak start again from what is resident now; does nothing where the system has no such switch."""
+    """Restart the peak at what is resident now. Does nothing where the system does not support it."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError:
@@ -110,12 +124,13 @@ def _fields(path: str, *names: str) -> list[int]:
 def keep_freed_memory() -> bool:
     """Let malloc keep the memory that a training step frees, because the next step needs it again.
 
-    Returns whether that was done: not where the C library is another than glibc, nor where the user has set malloc up
-    in the environment.
-
     Left to itself, glibc gives the end of its heap back to the system with every large block that is freed there, and
     touches new pages for the next one: up to 6,000 page faults of 1 to 2 us in each step of a model of 29 M parameters,
     or none, as the blocks happen to lie. Blocks of more than 32 MiB still come from the system and return to it.
+
+    Returns:
+        Whether that was done. False for a C library other than glibc, and where the user has set malloc up in the
+        environment.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "").split(":")
     is_set_up = any("glibc.malloc" in tunable and not tunable.startswith(_COMPATIBLE) for tunable in tunables)

@@ -1,6 +1,6 @@
 """Buffers on devices that only JAX supports.
 
-[Note: Handles]
+[Note: Handles of immutable arrays]
 An array of JAX never changes. A buffer is therefore a handle: a write through it computes a new array, gives the old
 one up so that its memory can be used again, and lets the handle point to the new one. Views share the handle, so a
 write through one is seen by all. `data_ptr` is a number that stands for the handle as long as it lives; the memory
@@ -38,7 +38,7 @@ class Handle:
 
 
 class JaxBuffer(CountedBuffer):
-    """Elements [offset, offset + numel) of a handle's array. See [Note: Handles]."""
+    """Elements [offset, offset + numel) of a handle's array. See [Note: Handles of immutable arrays]."""
 
     def __init__(
         self, handle: Handle, offset: int, numel: int, device: DeviceId, *, writes: WriteCount | None = None

@@ -17,7 +17,17 @@ Array = npt.NDArray[Any]
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """numpy's type for `dtype`. Raises ShardingError for bfloat16 when ml_dtypes, which adds it, is not installed."""
+    """Return numpy's element type.
+
+    Args:
+        dtype: Element type.
+
+    Returns:
+        numpy's type; that of ml_dtypes for bfloat16.
+
+    Raises:
+        ShardingError: The type is bfloat16 and ml_dtypes is not installed.
+    """
     if dtype is not DType.BFLOAT16:
         plain: np.dtype[Any] = np.dtype(dtype.value)
         return plain
@@ -33,7 +43,15 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 class NumpyBuffer(CountedBuffer):
-    """A flat buffer over a one-dimensional contiguous array in host memory."""
+    """A flat buffer over a one-dimensional contiguous array in host memory.
+
+    Args:
+        array: Shape (numel,), contiguous. The buffer keeps it alive and shares its memory.
+        writes: See `CountedBuffer`.
+
+    Raises:
+        ShardingError: The array has another shape or is not contiguous.
+    """
 
     def __init__(self, array: Array, *, writes: WriteCount | None = None) -> None:
         if array.ndim != 1 or not array.flags.c_contiguous:
@@ -85,7 +103,15 @@ def _import_foreign(source: Buffer) -> Array:
 
 
 def allocate_numpy(numel: int, dtype: DType) -> NumpyBuffer:
-    """Zeroed, 64-byte aligned host memory."""
+    """Allocate zero-filled host memory on a 64-byte boundary.
+
+    Args:
+        numel: Elements of the buffer.
+        dtype: Element type.
+
+    Returns:
+        A buffer over new memory.
+    """
     theirs = numpy_dtype(dtype)
     nbytes = numel * theirs.itemsize
     room = np.zeros(nbytes + spare_nbytes(nbytes), dtype=np.uint8)
@@ -94,20 +120,42 @@ def allocate_numpy(numel: int, dtype: DType) -> NumpyBuffer:
 
 
 def numpy_over(memory: npt.NDArray[np.uint8], dtype: DType) -> NumpyBuffer:
-    """A buffer over the array's bytes, which it keeps alive."""
+    """Make a buffer over the bytes of an array.
+
+    Args:
+        memory: Shape (nbytes,), uint8. The buffer keeps it alive.
+        dtype: Element type of the buffer.
+
+    Returns:
+        A buffer over the same memory.
+    """
     return NumpyBuffer(memory.view(numpy_dtype(dtype)))
 
 
 def import_numpy(array: object) -> NumpyBuffer:
-    """A buffer to read from: over the memory of an array where numpy can see it and it is contiguous, else over a
-    copy."""
+    """Make a buffer to read from over an array.
+
+    Args:
+        array: Array of any shape that numpy can convert.
+
+    Returns:
+        A flat view where numpy can see the memory and it is contiguous, else a copy.
+    """
     return NumpyBuffer(np.ascontiguousarray(array).reshape(-1))
 
 
 def wrap_numpy(array: object) -> NumpyBuffer:
-    """A buffer over an array's memory, flattened.
+    """Make a flat buffer over the memory of an array.
 
-    Raises PluginContractError for anything but an array, ShardingError for one that is not contiguous or is read-only.
+    Args:
+        array: numpy array of any shape, contiguous and writable. The buffer keeps it alive.
+
+    Returns:
+        A flat view.
+
+    Raises:
+        PluginContractError: It is not a numpy array.
+        ShardingError: It is not contiguous or is read-only.
     """
     if not isinstance(array, np.ndarray):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"

@@ -1,4 +1,4 @@
-"""Buffers whose memory is a torch tensor, on any device that torch knows."""
+"""Buffers whose memory is a torch tensor, on any device that torch supports."""
 
 from __future__ import annotations
 
@@ -24,11 +24,29 @@ _DTYPE_OF = {theirs: ours for ours, theirs in _TORCH_DTYPE.items()}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
+    """Return torch's element type.
+
+    Args:
+        dtype: Element type.
+
+    Returns:
+        The torch type of the same name.
+    """
     return _TORCH_DTYPE[dtype]
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Our name of a torch element type. Raises ShardingError for one that the engine does not handle (complex, ...)."""
+    """Return the element type of a torch type.
+
+    Args:
+        dtype: torch's type.
+
+    Returns:
+        The type of the same name.
+
+    Raises:
+        ShardingError: The engine does not support the type (complex, ...).
+    """
     try:
         return _DTYPE_OF[dtype]
     except KeyError:
@@ -44,7 +62,15 @@ def _device_id(device: torch.device) -> DeviceId:
 
 
 class TorchBuffer(CountedBuffer):
-    """A flat buffer over a one-dimensional contiguous tensor."""
+    """A flat buffer over a one-dimensional contiguous tensor.
+
+    Args:
+        tensor: Shape (numel,), contiguous. The buffer keeps it alive and shares its memory.
+        writes: See `CountedBuffer`.
+
+    Raises:
+        ShardingError: The tensor has another shape or is not contiguous.
+    """
 
     def __init__(self, tensor: torch.Tensor, *, writes: WriteCount | None = None) -> None:
         if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -109,7 +135,17 @@ _ordinary = torch.inference_mode(False)
 
 @_ordinary
 def allocate_torch(numel: int, dtype: DType, device: torch.device, *, pinned: bool = False) -> TorchBuffer:
-    """Zeroed, 64-byte aligned memory: on `device`, or page-locked host memory for it when `pinned`."""
+    """Allocate zero-filled memory on a 64-byte boundary.
+
+    Args:
+        numel: Elements of the buffer.
+        dtype: Element type.
+        device: Device of the memory.
+        pinned: Allocate page-locked host memory for `device` instead.
+
+    Returns:
+        A buffer over new memory.
+    """
     if device.type != "cpu" and not pinned:
         return TorchBuffer(
             torch.zeros(numel, dtype=torch_dtype(dtype), device=device)
@@ -122,14 +158,22 @@ def allocate_torch(numel: int, dtype: DType, device: torch.device, *, pinned: bo
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """Zeroed bytes of host memory.
+    """Allocate zero-filled bytes of host memory.
 
-    From 256 KiB on they are mapped from the system, which gives a page when it is touched and gets all of them back
-    when the tensor is freed; from 2 MiB on in huge pages where the system has them.
+    From 256 KiB on they are mapped from the system, which allocates each page when it is touched and gets all of them
+    back when the tensor is freed. From 2 MiB on the pages are huge where the system has them.
 
     From malloc they would leave holes: under glibc an aligned request does not fit into the hole of an equal one, so
-    buckets that come and go while the engine is built would stay resident, each at a place of its own.
-    Raises MemoryError.
+    buckets that come and go while the engine is built would stay resident, each at its own place.
+
+    Args:
+        nbytes: Bytes to allocate.
+
+    Returns:
+        Shape (nbytes,), uint8.
+
+    Raises:
+        MemoryError: There is no room.
     """
     if nbytes < _PAGED_NBYTES:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
@@ -145,14 +189,30 @@ def host_memory(nbytes: int) -> torch.Tensor:
 
 @_ordinary
 def torch_over(memory: npt.NDArray[np.uint8], dtype: DType) -> TorchBuffer:
-    """A buffer over the array's bytes, which it keeps alive."""
+    """Make a buffer over the bytes of an array.
+
+    Args:
+        memory: Shape (nbytes,), uint8. The buffer keeps it alive.
+        dtype: Element type of the buffer.
+
+    Returns:
+        A buffer over the same memory.
+    """
     return TorchBuffer(torch.from_numpy(memory).view(torch_dtype(dtype)))
 
 
 def import_torch(array: object) -> TorchBuffer:
-    """A buffer over the memory of any array that exports DLPack, flattened.
+    """Make a flat buffer over the memory of an array that exports DLPack.
 
-    Raises PluginContractError for one that does not, ShardingError for one that is not contiguous.
+    Args:
+        array: Array of any shape, contiguous, on a device that torch supports. The buffer keeps it alive.
+
+    Returns:
+        A flat view.
+
+    Raises:
+        PluginContractError: The array does not export DLPack to torch.
+        ShardingError: It is not contiguous.
     """
     try:
         tensor = torch.from_dlpack(array)  # type: ignore[attr-defined]
@@ -167,9 +227,17 @@ def import_torch(array: object) -> TorchBuffer:
 
 
 def wrap_torch(array: object) -> TorchBuffer:
-    """A buffer over a tensor's memory, flattened; the tensor's autograd history is left out.
+    """Make a flat buffer over the memory of a tensor. Its autograd history is left out.
 
-    Raises PluginContractError for anything but a tensor, ShardingError for one that is not contiguous.
+    Args:
+        array: Tensor of any shape, contiguous. The buffer keeps it alive.
+
+    Returns:
+        A flat view.
+
+    Raises:
+        PluginContractError: It is not a tensor.
+        ShardingError: It is not contiguous.
     """
     if not isinstance(array, torch.Tensor):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"

@@ -1,7 +1,7 @@
 """Writing a checkpoint of tensors that come from elsewhere, so that an engine loads it like one that it saved.
 
-[Note: Plain values of an import]
-A checkpoint has plain values next to its tensors (`polyaccel.engine.resume.SavedValues`). Weights alone have nothing of
+[Note: Run values of an import]
+A checkpoint has plain values beside its tensors (`polyaccel.engine.resume.SavedValues`). Weights alone say nothing of
 a run: its counts are zero, its optimizer is unknown, and no parameter counts as trained, so that an engine begins the
 optimizer states of each again. Where states come too, their parameters count as trained, with their updates.
 """
@@ -102,7 +102,7 @@ class Incoming:
         return bool(self.steps or self.groups or self.counters or self.lr_scheduler or self.blobs)
 
     def scalars(self) -> dict[str, Any]:
-        """The plain values of the checkpoint. See [Note: Plain values of an import]."""
+        """The plain values of the checkpoint. See [Note: Run values of an import]."""
         counts = dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0)
         groups: dict[str, Any] | None = None
         if self.groups is not None:

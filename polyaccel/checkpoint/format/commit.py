@@ -6,7 +6,7 @@
     <tag>/save-0001-5f0a77c2/rank00000.safetensors
     <tag>/save-0001-5f0a77c2/manifest.json
 
-[Note: Commit]
+[Note: Commit marker]
 A save exists only where a commit marker names it. The marker is written last, in one atomic replacement, after every
 file it stands for is durable, so a save that was cut short leaves a folder that no marker names. Saving a tag again
 writes another `save-` folder next to the first and then replaces the marker: at every instant the tag is the old

@@ -1,6 +1,6 @@
 """A rank's part of a save: its `TensorPiece`s and blobs, and the file in which they are laid out.
 
-[Note: Rank files]
+[Note: Rank file layout]
 A rank's file is a safetensors file, which every tool opens and frameworks map without a copy: each tensor starts on a
 64-byte boundary. The format wants no gap between tensors, so what fills up is a tensor too, of uint8. All lengths are
 fixed before the first byte is written, checksums are not: they stand in the manifest.

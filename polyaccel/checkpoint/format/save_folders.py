@@ -1,12 +1,12 @@
 """The folders that saves are written into: whose they are, and which of them will not be finished or read.
 
-[Note: Two jobs]
-Several jobs may save into one directory, even under one tag. Each writes into a folder of a name that no other has, and
-into that, first of all, a note of the process that saves. The tag is what its marker names, so the last one to commit
-has it. A folder may be deleted when its owner is dead, or does not save any more, *and then* the marker names another:
-a save that has ended has replaced the marker before, so a folder that is found without a living owner is either the one
-that the marker names from then on, or one that no marker will name. An empty folder is one whose note is about to be
-written; `Storage.clear_unfinished` finds out whether its process is dead.
+[Note: Concurrent saves]
+Several jobs may save into one directory, even under one tag. Each writes into a folder of a name that no other has,
+and into that, first of all, a note of the process that saves. The tag is what its marker names, so the last one to
+commit has it. A folder may be deleted when its owner is dead, or does not save any more, *and then* the marker names
+another: a save that has ended has replaced the marker before, so a folder that is found without a living owner is
+either the one that the marker names from then on, or one that no marker will name. An empty folder is one whose note
+is about to be written; `Storage.clear_unfinished` tells whether its process is dead.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _clear_tag(storage: Storage, tag: str) -> None:
         if not files:
             storage.clear_unfinished(path, if_empty=True)
         elif all(_OURS.fullmatch(name) for name in files) and _living_owner(storage, path) is None:
-            commit = read_commit(storage, tag)  # after the owner: see [Note: Two jobs]
+            commit = read_commit(storage, tag)  # after the owner: see [Note: Concurrent saves]
             if commit is None or commit.save != folder:
                 discard(storage, tag, folder)
     storage.clear_unfinished(tag, if_empty=True)

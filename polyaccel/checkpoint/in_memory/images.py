@@ -1,6 +1,6 @@
 """The memory of parts: two images of each rank's, and how much all of them may take.
 
-[Note: Two generations]
+[Note: Replica generations]
 A rank has two images of its parts, and two of those of each rank whose copies it takes. While one holds the part of the
 last replica that *every* rank has finished, the next part goes into the other. The ranks agree on the step of that last
 one when they begin the next: each sends which part it has finished, its own with its keeper and the neighbours' here,
@@ -11,7 +11,6 @@ are all parts. A part is dropped there before its image is written again.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 from polyaccel.accelerators.memory.host import memory_stats
@@ -37,11 +36,11 @@ class BufferSlot:
 
 
 class MemoryBudget:
-    """What the images of rank `rank` may take: `limit_nbytes`, or half of what the host has left, shared by its ranks,
-    of which the job has `world_size`."""
+    """What the images of rank `rank` may take: `limit_nbytes`, or half of what the host has left, shared by its
+    `local_size` ranks."""
 
-    def __init__(self, rank: int, world_size: int, limit_nbytes: int | None) -> None:
-        self._rank, self._world_size, self._limit_nbytes = rank, world_size, limit_nbytes
+    def __init__(self, rank: int, local_size: int, limit_nbytes: int | None) -> None:
+        self._rank, self._local_size, self._limit_nbytes = rank, local_size, limit_nbytes
         self._claims: dict[int, int] = {}
         self._taken_nbytes = 0
 
@@ -50,8 +49,7 @@ class MemoryBudget:
         self._claims[of_rank] = 2 * nbytes
         needed, most = sum(self._claims.values()), self._limit_nbytes
         if most is None:
-            here = max(1, min(int(os.environ.get("LOCAL_WORLD_SIZE") or self._world_size), self._world_size))
-            most = memory_stats().free_nbytes // 2 // here + self._taken_nbytes
+            most = memory_stats().free_nbytes // 2 // self._local_size + self._taken_nbytes
         if needed > most:
             raise NoRoom(
                 f"replicas of rank {self._rank} would take {needed:,} bytes, and may take {most:,}",
@@ -68,7 +66,7 @@ class MemoryBudget:
 
 
 class DoubleBuffer:
-    """The two images of the parts of rank `of_rank`. See [Note: Two generations]."""
+    """The two images of the parts of rank `of_rank`. See [Note: Replica generations]."""
 
     def __init__(self, of_rank: int, room: MemoryBudget) -> None:
         self._of_rank, self._room = of_rank, room

@@ -18,8 +18,8 @@ _WHO = "place"
 
 @dataclass(frozen=True, slots=True)
 class HostKeepers:
-    """The keepers of the ranks of `communicator`: `client` is connected to this rank's, `places` has whose it is
-    too."""
+    """The keepers of the ranks of `communicator`: `client` is connected to this rank's, `places` says whose it is
+    too. `HostTopology` does not say that: a host has a keeper for each launcher's agent that runs there."""
 
     communicator: Communicator
     client: KeeperClient

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import PurePosixPath
 from weakref import finalize
 
 from polyaccel.checkpoint.storage.base import Storage
@@ -39,16 +38,13 @@ class KeptStorage(Storage):
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         memory = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            for chunk in chunks:
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(memory, view) :]
-            seal_length(memory)
-            self._client.put(self._key(path), memory=memory)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"cannot write {path} in {self.location}: {error.strerror}", value=path) from error
+            with self._explain(path, "write"):
+                for chunk in chunks:
+                    view = memoryview(chunk)
+                    while view:
+                        view = view[os.write(memory, view) :]
+                seal_length(memory)
+                self._client.put(self._key(path), memory=memory)
         finally:
             os.close(memory)
         self._forget(self._key(path))
@@ -97,10 +93,7 @@ class KeptStorage(Storage):
             os.close(self._open.pop(each))
 
     def _key(self, path: str) -> str:
-        parts = PurePosixPath(path).parts
-        if ".." in parts or path.startswith("/"):
-            raise CheckpointError(f"{path!r} leads out of {self.location}", value=path)
-        return "/".join([self._folder, *parts])
+        return "/".join([self._folder, *self._parts(path)])
 
 
 class ApartStorage(KeptStorage):

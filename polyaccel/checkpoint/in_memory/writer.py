@@ -1,10 +1,10 @@
 """The replica of each step: a rank's part, copied into memory that the keeper holds too.
 
-[Note: Two generations] of `images` has the memory of parts. Where ranks are on several hosts each part also goes to the
-keeper of the neighbour host (`neighbours`), by the thread that has copied it: out of the image, so neither the next
-pass nor the next update waits for that, only the next replica.
+What memory parts have is told in [Note: Replica generations] of `images`. Where ranks are on several hosts each part
+also goes to the keeper of the neighbour host (`neighbours`), by the thread that has copied it: out of the image, so
+neither the next pass nor the next update waits for that, only the next replica.
 
-[Note: What is copied when]
+[Note: Copy times of a replica]
 Parameters may be written by users as soon as the step has ended, so they are copied before it does. Master weights and
 optimizer states change in the next update alone, so where they lie in host memory a thread copies them while the next
 forward and backward pass run, and then computes all checksums; the update waits for it. A write to one of these in
@@ -73,7 +73,7 @@ class ReplicaWriter:
     ) -> None:
         self._communicator = communicator
         self._is_leader = places.is_leader(communicator.rank)
-        room = MemoryBudget(communicator.rank, communicator.world_size, limit_nbytes)
+        room = MemoryBudget(communicator.rank, communicator.host_topology.local_size, limit_nbytes)
         self._own = DoubleBuffer(communicator.rank, room)
         self._neighbours = NeighbourCopies(communicator, places, room) if places.count > 1 else None
         self._client: KeeperClient | None = None
@@ -91,7 +91,7 @@ class ReplicaWriter:
 
     def begin(self, step: int, contents: SaveContents, *, in_background: bool, not_finite: str) -> None:
         """Make the replica of `step`, which has just ended; what `contents` gives may change when this has returned,
-        except as in [Note: What is copied when]. Collective.
+        but for what [Note: Copy times of a replica] says. Collective.
 
         `in_background`: buffers count their writes, and those in host memory may be read until `settle`. `not_finite`
         names a parameter with a gradient that was not finite and was applied. What goes wrong is logged.

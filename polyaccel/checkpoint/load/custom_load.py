@@ -1,6 +1,6 @@
 """Values that a user's own function makes of a checkpoint: `load_checkpoint(..., custom_load_fn=...)`.
 
-[Note: A user's own loading]
+[Note: User-defined loading]
 The function gets every parameter and buffer of the checkpoint, whole and under the saved names, and a copy of what is
 trained, which it changes as it likes. Only then are its values compared with the model and taken over, like those of a
 checkpoint: a function that raises, on any rank, leaves the engine as it was. Optimizer states are the checkpoint's, for
@@ -20,8 +20,8 @@ import numpy.typing as npt
 from polyaccel.checkpoint.format.tensors import BUFFER as BUFFER
 from polyaccel.checkpoint.format.tensors import PARAM, TensorEntry
 from polyaccel.checkpoint.load.name_map import Part, RenamedReader
+from polyaccel.checkpoint.load.read_item import ReadItem
 from polyaccel.checkpoint.load.reader import CheckpointReader
-from polyaccel.core.block import Block
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
@@ -70,7 +70,7 @@ class GivenValues:
 
 class CustomLoadReader:
     """`reader`, but parameters and buffers are `given`; of optimizer states only those are there whose shape is that of
-    the parameter here, in `shapes`. See [Note: A user's own loading]."""
+    the parameter here, in `shapes`. See [Note: User-defined loading]."""
 
     def __init__(self, reader: RenamedReader, given: GivenValues, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._reader, self._given = reader, given
@@ -105,35 +105,25 @@ class CustomLoadReader:
             return self._reader.tensor(fqn, kind)
         return TensorEntry(fqn, kind, value.shape, value.dtype, ())
 
-    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None = None) -> None:
-        value = self._value(fqn, kind)
+    def verify(self, item: ReadItem) -> None:
+        value = self._value(item.fqn, item.kind)
         if value is None:
-            self._reader.verify(fqn, kind, start, length, dtype, block=block)
-        elif dtype is not value.dtype and dtype.is_floating != value.dtype.is_floating:
+            self._reader.verify(item)
+        elif item.dtype is not value.dtype and item.dtype.is_floating != value.dtype.is_floating:
             raise CheckpointError(
-                f"custom_load_fn made {fqn!r} {value.dtype.value}, the model has {dtype.value}",
+                f"custom_load_fn made {item.fqn!r} {value.dtype.value}, the model has {item.dtype.value}",
                 hint="keep the type of what is in dst",
-                value=fqn,
+                value=item.fqn,
             )
 
-    def read_into(
-        self,
-        fqn: str,
-        kind: str,
-        start: int,
-        length: int,
-        buffer: Buffer,
-        *,
-        block: Block | None = None,
-        cast_through: Callable[[int, DType], Buffer],
-    ) -> None:
-        value = self._value(fqn, kind)
+    def read_into(self, item: ReadItem, buffer: Buffer, cast_through: Callable[[int, DType], Buffer]) -> None:
+        value = self._value(item.fqn, item.kind)
         if value is None:
-            self._reader.read_into(fqn, kind, start, length, buffer, block=block, cast_through=cast_through)
+            self._reader.read_into(item, buffer, cast_through)
             return
         size = value.dtype.itemsize  # a block's own elements are all that the model has of a parameter that is cut
-        part = cast_through(length, value.dtype)
-        part.from_bytes(value.data[start * size : (start + length) * size].tobytes())
+        part = cast_through(item.length, value.dtype)
+        part.from_bytes(value.data[item.start * size : (item.start + item.length) * size].tobytes())
         buffer.copy_from(part)
 
     def _value(self, fqn: str, kind: str) -> GivenValue | None:

@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from polyaccel.checkpoint.format.tensors import BUFFER, PARAM, TensorEntry
+from polyaccel.checkpoint.load.read_item import ReadItem
 from polyaccel.checkpoint.load.reader import CheckpointReader
-from polyaccel.core.block import Block
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
@@ -127,29 +127,18 @@ class RenamedReader:
         """One saved tensor, as it was saved. Raises CheckpointError if it was not."""
         return self._reader.tensor(*self._saved(fqn, kind))
 
-    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None = None) -> None:
+    def verify(self, item: ReadItem) -> None:
         """Like `CheckpointReader.verify`, for what `read_into` would read."""
-        source, (name, kind) = self._source_of(fqn), self._saved(fqn, kind)
+        source, (name, kind) = self._source_of(item.fqn), self._saved(item.fqn, item.kind)
         if source.axes is None:
-            self._reader.verify(name, kind, source.start + start, length, dtype, block=block)
+            self._reader.verify(name, kind, source.start + item.start, item.length, item.dtype, block=item.block)
         else:
-            self._reader.verify(name, kind, 0, self._reader.tensor(name, kind).numel, dtype)
+            self._reader.verify(name, kind, 0, self._reader.tensor(name, kind).numel, item.dtype)
 
-    def read_into(
-        self,
-        fqn: str,
-        kind: str,
-        start: int,
-        length: int,
-        buffer: Buffer,
-        *,
-        block: Block | None = None,
-        cast_through: Callable[[int, DType], Buffer],
-    ) -> None:
-        """Like `CheckpointReader.read_into`; `start`, `length` and `block` count elements in the parameter's order of
-        axes."""
-        source, (name, kind) = self._source_of(fqn), self._saved(fqn, kind)
-        start += source.start
+    def read_into(self, item: ReadItem, buffer: Buffer, cast_through: Callable[[int, DType], Buffer]) -> None:
+        """Like `CheckpointReader.read_into`; `item` counts elements in the parameter's order of axes."""
+        source, (name, kind) = self._source_of(item.fqn), self._saved(item.fqn, item.kind)
+        start, length, block = source.start + item.start, item.length, item.block
         if source.axes is None:
             self._reader.read_into(name, kind, start, length, buffer, block=block, cast_through=cast_through)
             return

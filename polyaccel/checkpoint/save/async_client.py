@@ -23,7 +23,7 @@ from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
-# See [Note: A job that is ended] in `async_process`; here it is set before anything else is loaded.
+# See [Note: SIGTERM during a save] in `async_process`; here it is said before anything else is loaded.
 _MAIN = """
 import signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -4,13 +4,13 @@ It receives jobs over the socket of that descriptor, and answers each over a soc
 rank has ended and its jobs have. A rank that was killed after it handed over its part loses nothing by that: what was
 staged is written, and committed if all ranks came so far.
 
-[Note: A job that is ended]
-A launcher that ends a job asks all of its processes to (SIGTERM), and kills those that are there some seconds later.
-When one rank was killed, its save is in order and should count. So on SIGTERM the writer finishes pending saves, for
-which it has the time until the kill. It then waits only briefly for the parts of ranks that report nothing.
+[Note: SIGTERM during a save]
+Whoever ends a job asks all of its processes to (SIGTERM), and kills those that are there some seconds later. When one
+rank was killed, its save is in order and should count. So on SIGTERM the writer finishes pending saves, for which it
+has the time until the kill. It then waits only briefly for the parts of ranks that report nothing.
 
-[Note: Who commits]
-Ranks' processes find each other by the save's folder alone, on whatever storage it is. Each leaves a note in `told/`
+[Note: Commit by rank 0's process]
+Ranks' processes know each other by the save's folder alone, on whatever storage it is. Each leaves a note in `told/`
 when its file is durable, or when it failed; rank 0's waits for all of them, then commits. It gives up when its rank
 requests that, and when its rank has ended and no note has come for some time.
 """

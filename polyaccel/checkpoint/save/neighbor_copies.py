@@ -1,6 +1,6 @@
 """Second copies: every rank's file goes to a rank of the neighbour place, in chunks, and is verified there.
 
-[Note: Turns]
+[Note: Turns of neighbour copies]
 A rank sends one file and receives those of some ranks of the place before, one a turn. In a turn every pair exchanges
 its chunks in step, so each rank needs memory for two of them. No rank leaves a turn before its end: a rank that cannot
 write what it receives takes the rest and drops it, one that cannot read what it sends sends zeros; both report that

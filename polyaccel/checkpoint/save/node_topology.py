@@ -1,7 +1,10 @@
 """Which ranks see one and the same storage, where hosts have their own.
 
-A *place* is a storage that some ranks see and others do not. It has an identity, in its own file: ranks that read the
-same one see the same files. A place without that file, such as a new disk, is that of the host and the location.
+A *place* is a storage that some ranks see and others do not. It has an identity, in a file of its own: ranks that read
+the same one see the same files. A place without that file, such as a new disk, is that of the host and the location.
+
+`HostTopology` does not answer that: a file system may be shared by some hosts, containers of one host may each have
+their own, and a host may have several.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from polyaccel.checkpoint.format.identity import NOTE, place_id, read_note, writ
 from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
+from polyaccel.job.host_topology import group_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,12 @@ class StorageNodes:
         run_on_all(communicator, step, mark)  # of several notes the last one stays
         gathered = run_on_all(communicator, step, lambda: (place_id(storage), host, storage.location))
         keys = [found if may_write else f"{found}:{host}:{location}" for found, host, location in gathered]
-        order = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        firsts = [keys.index(key) for key in order]
+        groups = group_ranks(keys)
+        of_rank = {rank: place for place, ranks in enumerate(groups) for rank in ranks}
         found = cls(
-            tuple(order[key] for key in keys),
-            tuple(gathered[rank][0] for rank in firsts),
-            tuple(f"{gathered[rank][1]}:{gathered[rank][2]}" for rank in firsts),
+            tuple(of_rank[rank] for rank in range(len(keys))),
+            tuple(gathered[ranks[0]][0] for ranks in groups),
+            tuple(f"{gathered[ranks[0]][1]}:{gathered[ranks[0]][2]}" for ranks in groups),
         )
         if may_write and len(set(gathered)) > found.count:
             found._prove(storage, communicator, step)

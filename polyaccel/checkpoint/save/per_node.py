@@ -1,9 +1,9 @@
 """A save where hosts have separate storages: each rank writes on its host, and the neighbour gets a copy.
 
-[Note: A marker for each place]
-[Note: Commit] holds for all of these folders as for one: every file and every copy is durable and verified on its place
-before the first marker is written, anywhere. So one marker is enough to show that a save is whole, and a save that was
-cut short between two markers counts: the next one first gives the marker to the places that lack it
+[Note: Commit marker per storage]
+What [Note: Commit marker] says of one folder holds for all of them: every file and every copy is durable and verified
+on its place before the first marker is written, anywhere. So one marker is enough to know that a save is whole, and a
+save that was cut short between two markers counts: the next one first gives the marker to the places that lack it
 (`complete_markers`), and only then clears up. A file of a lost place is with its neighbour, its copies are with the
 place before, so any one place can be missing.
 """

@@ -1,6 +1,6 @@
 """The steps of a save, taken by the ranks themselves (`writer`) or processes next to them (`async_process`).
 
-The order is everything: see [Note: Commit] in `polyaccel.checkpoint.format.commit`.
+The order is everything: see [Note: Commit marker] in `polyaccel.checkpoint.format.commit`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Saving: every rank writes its own pieces into one file, then rank 0 makes the checkpoint exist.
 
-The order is everything: see [Note: Commit] in `polyaccel.checkpoint.format.commit`.
+The order is everything: see [Note: Commit marker] in `polyaccel.checkpoint.format.commit`.
 """
 
 from __future__ import annotations

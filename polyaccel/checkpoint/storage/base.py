@@ -1,8 +1,8 @@
-"""Where checkpoints are kept: the `Storage` contract, and `FileStorage`, a directory.
+"""The contract of a storage plugin, `Storage`, and `FileStorage`, a directory.
 
-Paths are relative to the storage's location and use `/`. The contract is small because everything subtle about a
-checkpoint (what is complete, what may be deleted) needs only this: a file appears whole or not at all, and once `write`
-has returned it stays. There is no rename: a pointer moves by writing its file again.
+The contract is small because the format of a checkpoint (what is complete, what may be deleted) needs only this: a file
+appears whole or not at all, and it stays once `write` has returned. There is no rename: a pointer moves by writing its
+file again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polyaccel.registry import PluginGroup, load_plugin
 
 _UNFINISHED = ".tmp"
 _writes = count()
-"""Numbers of the writes of this process, which make their temporary names unlike."""
+"""Numbers of the writes of this process, which make their temporary names unique."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _WRITEBACK_NBYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
@@ -40,26 +40,43 @@ _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, e
 class Storage(ABC):
     """A place for files, of all ranks or of one host's. A file has one writer at a time; many may read.
 
-    Every method raises CheckpointError, naming the file, when the place fails or refuses.
+    Every method raises CheckpointError, naming the file, when the place fails or refuses. Paths are relative to the
+    place, with "/" between folders. One that leads out of it is refused.
+
+    Args:
+        location: The place: a directory, URL or name, as the plugin defines it.
+        options: Options of `checkpoint.storage` in the config, which `check_options` turns into `self.options`.
+
+    Raises:
+        ConfigError: The options are refused.
     """
 
     API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
     is_shared: ClassVar[bool] = True
-    """Whether all ranks see the same files. False: only those of one host do, such as on a disk of its own."""
+    """Whether all ranks read the same files. False: only those of one host do, such as on a local disk."""
     is_cached: ClassVar[bool] = False
-    """Whether the system keeps in memory what was just read, so that it is read again at the memory's speed: then a
-    load verifies first and reads again, instead of keeping all that it has verified."""
+    """Whether the system caches what was just read. A load then verifies first and reads again, instead of keeping
+    everything that it has verified."""
+    _failures: ClassVar[type[Exception]] = OSError
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
-        """`options` are those of `checkpoint.storage`. Raises ConfigError for what `check_options` refuses."""
         self.location = os.fspath(location)
         self.options = self.check_options(options or {})
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> Any:
-        """What `self.options` will be: a plugin's own model of its options. Raises ConfigError, whose keys begin with
-        `name`. Opens nothing. Without a method of its own a plugin has no options."""
+        """Parse the options of the plugin, without opening anything. The default refuses every option.
+
+        Args:
+            options: Options by name, as the user wrote them.
+
+        Returns:
+            Value of `self.options`: a plugin's own model of its options.
+
+        Raises:
+            ConfigError: An option is unknown or invalid. Keys begin with `name`.
+        """
         if options:
             raise ConfigError(
                 [Problem(f"{cls.name}.{key}", value, "is no option of this storage") for key, value in options.items()]
@@ -69,51 +86,140 @@ class Storage(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> Probe:
-        """Whether this kind of storage could be used here. Opens and connects nothing."""
+        """Return whether this kind of storage could be used here. Opens and connects nothing."""
 
     @abstractmethod
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Create or replace the file, and whatever folders it needs, with `chunks` one after the other, which are
-        bytes or views of memory that stay as they are until the call returns.
+        """Create or replace a file, with the folders that it needs.
 
         Atomic: until the call returns, readers find the former contents, or no file if there was none, also after a
         crash. Durable: once it has returned, the file survives a power cut. Memory is bounded by the largest chunk.
+
+        Args:
+            path: File to write.
+            chunks: Contents in order. Views of memory stay unchanged until the call returns. Exceptions of the
+                iterable are passed on, and the former file stays.
+
+        Raises:
+            CheckpointError: The file cannot be written.
         """
 
     @abstractmethod
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from byte `offset`. Raises CheckpointError when the file ends before."""
+        """Read a part of a file.
+
+        Args:
+            path: File to read.
+            offset: First byte.
+            nbytes: Bytes to read.
+
+        Returns:
+            Exactly `nbytes` bytes.
+
+        Raises:
+            CheckpointError: There is no such file, or it ends before.
+        """
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill `target`, bytes, with those from byte `offset`. As it is here, by way of `read`."""
+        """Read a part of a file into memory. The default uses `read`.
+
+        Args:
+            path: File to read.
+            offset: First byte.
+            target: Bytes to fill, all of them.
+
+        Raises:
+            CheckpointError: There is no such file, or it ends before.
+        """
         target[:] = self.read(path, offset, target.nbytes)
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """The file's length in bytes; None if there is no file (a folder is none)."""
+        """Return the length of a file.
+
+        Args:
+            path: File to look at.
+
+        Returns:
+            Bytes; None if there is no file (a folder is not one).
+        """
 
     @abstractmethod
     def names(self, path: str = "") -> tuple[str, ...]:
-        """Files and folders directly in a folder, sorted, unfinished writes left out; empty if it does not exist."""
+        """List a folder.
+
+        Args:
+            path: The folder; "" for the place itself.
+
+        Returns:
+            Sorted names of files and folders directly in it, without unfinished writes. Empty if it does not exist.
+        """
 
     @abstractmethod
     def delete_tree(self, path: str) -> None:
-        """Remove a folder and all in it. One that does not exist is no error."""
+        """Remove a folder with everything in it. Does nothing if it does not exist.
+
+        Args:
+            path: The folder.
+        """
 
     def delete(self, path: str) -> None:
-        """Remove a file: once the call has returned, no reader finds it, also after a power cut. One that does not
-        exist is no error. As it is here, it serves storages whose `delete_tree` removes a file as well."""
+        """Remove a file. Once the call has returned, no reader finds it, also after a power cut. Does nothing if it
+        does not exist.
+
+        The default serves storages whose `delete_tree` removes a file too.
+
+        Args:
+            path: The file.
+        """
         self.delete_tree(path)
 
     def clear_unfinished(self, path: str = "", *, if_empty: bool = False) -> None:  # noqa: B027 - few leave any
-        """Remove what `write` left directly in a folder when its process was killed; what a living process is writing
-        stays. `if_empty`: then remove the folder itself, if it is empty and this storage has empty folders."""
+        """Remove unfinished writes of killed processes directly in a folder. Those of living processes stay.
+
+        Args:
+            path: The folder; "" for the place itself.
+            if_empty: Also remove the folder if it is then empty and this storage has empty folders.
+        """
 
     def check_space(self, nbytes: int) -> None:  # noqa: B027 - most remote storages cannot tell
-        """Raise CheckpointError when `nbytes` more certainly do not fit."""
+        """Refuse a write that certainly does not fit.
+
+        Args:
+            nbytes: Bytes that will be added.
+
+        Raises:
+            CheckpointError: There is less room.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"
+
+    def _show(self, path: str) -> str:
+        return f"{self.location.rstrip('/')}/{path}" if path else self.location
+
+    def _parts(self, path: str) -> tuple[str, ...]:
+        """Return the folders and the name of `path`. Raises CheckpointError for one that leads out of the location."""
+        parts = PurePosixPath(path)
+        if parts.is_absolute() or ".." in parts.parts:
+            hint = "the checkpoint is damaged or forged"
+            raise CheckpointError(f"{path!r} leads out of {self.location}", hint=hint, value=path)
+        return parts.parts
+
+    @contextmanager
+    def _explain(self, path: str, verb: str) -> Iterator[None]:
+        """Turn the `_failures` of the place into CheckpointErrors, each with the hint of `_cure`."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except self._failures as error:
+            cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            hint = self._cure(error, verb)
+            raise CheckpointError(f"cannot {verb} {self._show(path)}: {cause}", hint=hint, value=path) from error
+
+    def _cure(self, error: Any, verb: str) -> str:
+        return ""
 
 
 class FileStorage(Storage):
@@ -121,9 +227,17 @@ class FileStorage(Storage):
 
     [Note: Durable replacement]
     A file is written under a temporary name in its own directory, flushed, and fsynced *before* os.replace, else the
-    new name can outlive its contents; the directory is fsynced after it, else the new name itself can be lost.
-    Nothing is ever removed to make room for its successor. A temporary name is no other write's, for several jobs may
-    write one file; it says which process writes, so that `clear_unfinished` knows what nobody will finish.
+    new name can outlive its contents; the directory is fsynced after it, else the new name itself can be lost. Nothing
+    is ever removed to make room for its successor. A temporary name is unique, for several jobs may write one file. It
+    contains the process that writes, so that `clear_unfinished` recognises writes that no process will finish.
+
+    Args:
+        location: The directory, which may not exist yet. A relative one is resolved at once: the program may change its
+            working directory.
+        options: There are none.
+
+    Raises:
+        CheckpointError: The location is a URL.
     """
 
     name = "file"
@@ -265,39 +379,42 @@ class FileStorage(Storage):
         _fsync_directory(directory.parent)
 
     def _resolve(self, path: str) -> Path:
-        parts = PurePosixPath(path)
-        if parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(
-                f"{path!r} leads out of {self.location}", hint="the checkpoint is damaged or forged", value=path
-            )
-        return Path(self.location, *parts.parts)
+        return Path(self.location, *self._parts(path))
 
-    def _show(self, path: str) -> str:
-        return os.path.join(self.location, path) if path else self.location
-
-    @contextmanager
-    def _explain(self, path: str, verb: str) -> Iterator[None]:
-        """Turn the operating system's errors into ours."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as error:
-            hint = "check that the directory exists on every host and that you may use it"
-            if error.errno in _FULL:
-                hint = "the disk or quota is full: free some space; earlier checkpoints are intact"
-            raise CheckpointError(
-                f"cannot {verb} {self._show(path)}: {error.strerror or error}", hint=hint, value=path
-            ) from error
+    def _cure(self, error: Any, verb: str) -> str:
+        if error.errno in _FULL:
+            return "the disk or quota is full: free some space; earlier checkpoints are intact"
+        return "check that the directory exists on every host and that you may use it"
 
 
 def as_storage(place: Storage | str | os.PathLike[str]) -> Storage:
-    """`place` itself, or the directory of that name."""
+    """Return a storage for a place.
+
+    Args:
+        place: A storage, or a directory.
+
+    Returns:
+        `place` itself if it is a storage, else a `FileStorage` of the directory.
+    """
     return place if isinstance(place, Storage) else FileStorage(place)
 
 
 def open_storage(name: str, location: str, options: Mapping[str, Any]) -> Storage:
-    """The storage of the plugin `name` at `location`. Raises what loading a plugin raises, ConfigError for options."""
+    """Make the storage of a plugin.
+
+    Args:
+        name: Name of the plugin.
+        location: The place.
+        options: Options of the plugin; without any the plugin is constructed with the location alone.
+
+    Returns:
+        The storage.
+
+    Raises:
+        PluginNotFound: There is no such plugin.
+        PluginContractError: It cannot be loaded, or does not implement the contract.
+        ConfigError: The plugin refuses the options.
+    """
     plugin = load_plugin(PluginGroup.STORAGE, name, Storage, Storage.API_VERSION)
     storage = plugin(location, options) if options else plugin(location)
     assert isinstance(storage, Storage)  # what loading checked

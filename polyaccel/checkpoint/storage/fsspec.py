@@ -1,6 +1,6 @@
 """The storage `fsspec`: checkpoints in an object store, for example `s3://bucket/runs`.
 
-[Note: Objects instead of renames]
+[Note: Atomic object uploads]
 An object store has no rename, and needs none: an object appears whole, with the request that ends its upload, or not at
 all. A small file is one put. A larger one is uploaded in invisible parts, and the last request makes them the object; a
 write that fails takes its parts back. The commit marker is an object too, so a checkpoint exists from one request on.
@@ -15,11 +15,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from pathlib import PurePosixPath
 from typing import Any
 
 from polyaccel.accelerators.base import Probe
@@ -48,6 +47,7 @@ class FsspecStorage(Storage):
     """
 
     name = "fsspec"
+    _failures = Exception  # a store's library has many kinds
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,11 +183,7 @@ class FsspecStorage(Storage):
 
     def _open(self, path: str) -> tuple[Any, str]:
         """The store, and the place of `path` in it. fsspec keeps one connection for each thread and options."""
-        parts = PurePosixPath(path)
-        if parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(
-                f"{path!r} leads out of {self.location}", hint="the checkpoint is damaged or forged", value=path
-            )
+        parts = self._parts(path)
         protocol, mark, _ = self.location.partition("://")
         if not mark or protocol not in _PROTOCOLS:
             known = ", ".join(f"{each}://" for each in _PROTOCOLS)
@@ -201,23 +197,19 @@ class FsspecStorage(Storage):
             from fsspec.core import url_to_fs
 
             store, root = url_to_fs(self.location, **{"use_listings_cache": False, **self.options})
-        return store, "/".join((root.rstrip("/"), *parts.parts))
+        return store, "/".join((root.rstrip("/"), *parts))
 
-    def _show(self, path: str) -> str:
-        return f"{self.location.rstrip('/')}/{path}" if path else self.location
-
-    @contextmanager
-    def _explain(self, path: str, verb: str) -> Iterator[None]:
-        """Turn whatever error a store's library raises, of which there are many kinds, into ours."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            what = str(error) or type(error).__name__
-            raise CheckpointError(
-                f"cannot {verb} {self._show(path)}: {what}", hint=_cure(error, verb), value=path
-            ) from error
+    def _cure(self, error: Exception, verb: str) -> str:
+        if isinstance(error, ImportError):
+            return _INSTALL
+        if isinstance(error, FileNotFoundError):
+            return "load another tag" if verb == "read" else "make the bucket first, or correct its name"
+        if isinstance(error, PermissionError) or "credential" in str(error).lower():
+            return "check the credentials in the environment, or those in the options of checkpoint.storage.fsspec"
+        if isinstance(error, TypeError | ValueError):
+            return "check the options of checkpoint.storage.fsspec: they are those of the store's library"
+        store = os.environ.get("AWS_ENDPOINT_URL", "the store")
+        return f"check that {store} can be reached; earlier checkpoints are intact"
 
 
 def part_nbytes(written_nbytes: int) -> int:
@@ -230,17 +222,3 @@ def _emptying(chunks: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     chunks.reverse()
     while chunks:
         yield chunks.pop()
-
-
-def _cure(error: Exception, verb: str) -> str:
-    if isinstance(error, ImportError):
-        return _INSTALL
-    if isinstance(error, FileNotFoundError):
-        return "load another tag" if verb == "read" else "make the bucket first, or correct its name"
-    if isinstance(error, PermissionError) or "credential" in str(error).lower():
-        return "check the credentials in the environment, or those in the options of checkpoint.storage.fsspec"
-    if isinstance(error, TypeError | ValueError):
-        return "check the options of checkpoint.storage.fsspec: they are those of the store's library"
-    return (
-        f"check that {os.environ.get('AWS_ENDPOINT_URL', 'the store')} can be reached; earlier checkpoints are intact"
-    )

@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from polyaccel.checkpoint.parsing import Count, Crc32
+from polyaccel.job.host_topology import host_id
 
 ABANDONED_AFTER_S = 24 * 3600.0
 _TOKEN = re.compile(r"([0-9a-f]{8})-(\d{1,12})-(\d{1,20})")
@@ -84,14 +85,11 @@ class OwnerNote(BaseModel):
 
 @cache
 def _machine() -> int:
-    return zlib.crc32(f"{_read('/proc/sys/kernel/random/boot_id')} {_pid_space()} {socket.gethostname()}".encode())
-
-
-def _pid_space() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+        system = host_id()
+    except OSError:  # no Linux
+        system = ""
+    return zlib.crc32(f"{system} {socket.gethostname()}".encode())
 
 
 def _started(pid: int) -> int | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyaccel.cli.argument_types import positive, whole_number
 from polyaccel.cli.options import add_options
 
 if TYPE_CHECKING:
@@ -31,14 +31,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what = "measure how fast the ranks of a job can move buffers"
     parser = subparsers.add_parser("bench", help=what, description=_DESCRIPTION, allow_abbrev=False)
     own = parser.add_argument_group("the measurement")
-    size = _parsed("like 1K or 64M (powers of 1024)")
+    seconds = positive("a number of seconds above 0", 1e6)
+    size = _parsed("such as 1K or 64M (powers of 1024)")
     own.add_argument("--smallest", type=size, default="1K", metavar="SIZE", help="(default: %(default)s)")
     own.add_argument("--largest", type=size, default="64M", metavar="SIZE", help="(default: %(default)s)")
     own.add_argument("--factor", type=_above(2), default="4", metavar="N", help="between sizes (default: %(default)s)")
     own.add_argument("--operations", default=None, metavar="NAME,...", help="default: all")
     own.add_argument("--dtype", default="float32", metavar="TYPE", help="of the elements (default: %(default)s)")
     own.add_argument("--rounds", type=_above(3), default="20", metavar="N", help="at most (default: %(default)s)")
-    own.add_argument("--budget", type=_seconds, default="0.5", metavar="S", help="seconds a row (default: %(default)s)")
+    own.add_argument("--budget", type=seconds, default="0.5", metavar="S", help="seconds a row (default: %(default)s)")
     own.add_argument("--config", metavar="FILE", help="a config whose `comm` and `accelerator` count")
     own.add_argument("--json", metavar="FILE", help="where rank 0 writes the table; - prints it instead")
     add_options(parser.add_argument_group("the ranks, where this command starts them"), with_script=False)  # type: ignore[arg-type]
@@ -76,20 +77,17 @@ def _measure(args: argparse.Namespace, wanted: Sequence[tuple[str, int]], dtype:
     from polyaccel import comm
     from polyaccel.comm.benchmark.measure import measured
     from polyaccel.comm.benchmark.table import shown
-    from polyaccel.comm.discovery import local_rank
-    from polyaccel.comm.init.hosts import ranks_by_host
     from polyaccel.config import load_config
 
     comm.init_distributed(config=None if args.config is None else load_config(args.config), verbose=False)
     communicator = comm.default_communicator()
-    places = communicator.all_gather_object((socket.gethostname(), local_rank(default=communicator.rank)))
     table = measured(
         communicator,
         dtype,
         wanted,
         rounds=args.rounds,
         budget_s=args.budget,
-        ranks_on_hosts=map(len, ranks_by_host(places)),
+        ranks_on_hosts=map(len, communicator.host_topology.ranks_by_host),
     )
     if communicator.rank == 0:
         if args.json not in (None, "-"):
@@ -114,19 +112,4 @@ def _parsed(what: str) -> Callable[[str], int]:
 
 
 def _above(least: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text[:9]) or len(text) > 9:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
-        return int(text)
-
-    return count
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
+    return whole_number(f"a number from {least} on", least)

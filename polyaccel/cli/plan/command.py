@@ -7,22 +7,26 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyaccel.cli.argument_types import non_negative, positive, whole_number
 from polyaccel.errors import PolyaccelError
 
 if TYPE_CHECKING:
-    from polyaccel.cli.plan.tables import Plan
     from polyaccel.config import ResolvedConfig
     from polyaccel.core.mesh import Mesh
     from polyaccel.planner.forecast import Forecast
     from polyaccel.planner.model import ModelShape
+    from polyaccel.planner.plan import TrainingPlan
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_count = whole_number("a number of 1 or more", 1)
+_seconds = positive("a number of seconds above 0")
+_time = non_negative("a time of 0 or more")
 
 _DESCRIPTION = """\
 Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
@@ -111,32 +115,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** _EXPONENTS[match[2].upper()])
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def _time(text: str) -> float:
-    try:
-        time = float(text)
-    except ValueError:
-        time = -1.0
-    if not 0 <= time < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time of 0 or more")
-    return time
-
-
 def _times(text: str) -> tuple[float, float, float]:
     parts = text.split(",")
     if len(parts) != 3:
@@ -173,103 +151,70 @@ def run(args: argparse.Namespace) -> int:
             value=args.compute,
         )
     from polyaccel.cli.plan.activations import foretold
-    from polyaccel.cli.plan.tables import Plan, print_plan
+    from polyaccel.cli.plan.tables import print_plan
     from polyaccel.comm.benchmark.table import CollectiveTimings
     from polyaccel.config.meshes import mesh_of
     from polyaccel.planner.assumptions import planned_config
-    from polyaccel.planner.forecast import cheapest_first, checkpoint_nbytes, copies_of_state, forecasts
+    from polyaccel.planner.plan import Limits, plan_training
 
     asked = {"tensor": args.tensor, "sequence": args.sequence}
     planned = planned_config(args.config, args.world_size, {axis: size for axis, size in asked.items() if size})
-    config = planned.config
-    if mesh_of(config, args.world_size).size_of(("pipe",)) > 1:
+    mesh = mesh_of(planned.config, args.world_size)
+    if mesh.size_of(("pipe",)) > 1:
         from polyaccel.cli.plan.stages import run_stages
 
         return run_stages(args, planned)
-    model = _model_shape(args.model, config, mesh_of(config, args.world_size))
+    model = _model_shape(args.model, planned.config, mesh)
     if args.fit is not None:
         from polyaccel.cli.plan.fit import run_fit
 
         return run_fit(args, planned, model)
-    speeds = None if args.comm is None else CollectiveTimings.read(args.comm)
-    found = forecasts(config, model, args.world_size, speeds)
-    activations = foretold(args, config)
-    taken = next((each.peak_nbytes for each in activations if each.is_own), 0)
-    left = None if args.limit_device is None else args.limit_device - taken
-    limits = {"device_nbytes": left, "host_nbytes": args.limit_host}
-    fitting = cheapest_first(forecast for forecast in found if forecast.fits(**limits))
-    plan = Plan(
-        model=model,
-        config=config,
-        assumptions=planned.assumptions,
-        world_size=args.world_size,
-        forecasts=found,
-        fitting=fitting,
-        checkpoint_nbytes=checkpoint_nbytes(config, model),
-        copies=copies_of_state(config, model, args.world_size),
-        device_limit_nbytes=args.limit_device,
-        host_limit_nbytes=args.limit_host,
-        speeds=speeds,
+    plan = plan_training(
+        planned,
+        model,
+        args.world_size,
+        Limits(device_nbytes=args.limit_device, host_nbytes=args.limit_host),
+        speeds=None if args.comm is None else CollectiveTimings.read(args.comm),
         compute_s=args.compute,
-        activations=activations,
+        activations=foretold(args, planned.config),
     )
     if args.json:
         print(json.dumps(_as_json(plan), indent=2))
     else:
         print_plan(plan)
-    return 0 if fitting else 1
+    return 0 if plan.fitting else 1
 
 
 def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
-    """The model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers. Only a
-    module or a directory needs torch. Raises PolyaccelError."""
+    """Return the model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers.
+    Only a module or a directory needs torch. Raises PolyaccelError."""
     from polyaccel.core.types import DType
-    from polyaccel.engine.policies.modules import module_rules_of
     from polyaccel.planner.model import parse_count, shape_of_count
+    from polyaccel.planner.pass_settings import PassSettings
 
-    rules = module_rules_of(config)
-    tensor_ranks, expert_ranks = mesh.size_of(("tensor",)), mesh.size_of(("expert",))
-    if Path(text).is_dir():
-        from polyaccel.torch.estimate.meta_shapes import shape_of_directory
-
-        return shape_of_directory(Path(text), rules, _sharing(config, mesh))
-    count = parse_count(text)
-    if count is not None and expert_ranks > 1:
+    settings = PassSettings.of(config, mesh)
+    count = None if Path(text).is_dir() else parse_count(text)
+    if count is not None and settings.expert_ranks > 1:
         raise PolyaccelError(
-            f"it is unknown how many of {text} parameters are those of experts, which {expert_ranks} ranks share",
+            f"nothing says how many of {text} parameters are those of experts, which {settings.expert_ranks} ranks "
+            "share",
             hint="write my_package.model:build or a directory with a config.json",
             value=text,
         )
     if count is not None:
-        return shape_of_count(count, rules.param_dtype or DType.FLOAT32, tensor_ranks)
-    if ":" not in text:
+        return shape_of_count(count, settings.rules.param_dtype or DType.FLOAT32, settings.tensor_ranks)
+    if ":" not in text and not Path(text).is_dir():
         raise PolyaccelError(
             f"{text!r} is not a directory, a module:function or a number of parameters",
             hint="write my_package.model:build, a directory with a config.json, or 1.3B",
             value=text,
         )
-    from polyaccel.torch.estimate.meta_shapes import shape_of_function
+    from polyaccel.torch.estimate.rank_share import rank_shape
 
-    return shape_of_function(text, rules, _sharing(config, mesh))
-
-
-def _sharing(config: ResolvedConfig, mesh: Mesh) -> Callable[[Any], None]:
-    """What makes of a torch model what a rank of `mesh` has of it."""
-    from polyaccel.engine.policies.modules import cut_rules_of
-    from polyaccel.torch.experts.models import cut_expert_shapes
-    from polyaccel.torch.tensor_parallel.shapes import shared_by
-
-    share_layers, expert_ranks = shared_by(mesh.size_of(("tensor",)), cut_rules_of(config)), mesh.size_of(("expert",))
-
-    def change(model: Any) -> None:
-        share_layers(model)
-        if expert_ranks > 1:
-            cut_expert_shapes(model, expert_ranks)
-
-    return change
+    return rank_shape(text, settings)
 
 
-def _as_json(plan: Plan) -> dict[str, Any]:
+def _as_json(plan: TrainingPlan) -> dict[str, Any]:
     """All figures; bytes and elements are of one rank, those of a checkpoint of all ranks together."""
     return {
         "model": {
@@ -280,7 +225,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         },
         "world_size": plan.world_size,
         "assumptions": list(plan.assumptions),
-        "limits": {"device_nbytes": plan.device_limit_nbytes, "host_nbytes": plan.host_limit_nbytes},
+        "limits": asdict(plan.limits),
         "checkpoint_nbytes": plan.checkpoint_nbytes,
         "copies_of_state": asdict(plan.copies),
         "activations": [asdict(each) for each in plan.activations],
@@ -289,7 +234,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _setting_as_json(forecast: Forecast, plan: Plan) -> dict[str, Any]:
+def _setting_as_json(forecast: Forecast, plan: TrainingPlan) -> dict[str, Any]:
     from polyaccel.zero.plan.placement import Place
 
     memory: dict[str, dict[str, int]] = {place.value: {} for place in Place}

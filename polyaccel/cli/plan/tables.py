@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
-from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.planner.activations import ActivationNeeds
-from polyaccel.planner.forecast import SETTINGS, CheckpointMemory, Forecast, state_names
-from polyaccel.planner.model import ModelShape
+from polyaccel.planner.forecast import SETTINGS, Forecast, state_names
+from polyaccel.planner.plan import TrainingPlan
 from polyaccel.zero.plan.memory import Purpose
 from polyaccel.zero.plan.placement import Place
 
@@ -42,32 +38,7 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All that is shown. `assumptions` are sentences; `fitting` are those of `forecasts` that fit the limits
-    (None: none), cheapest first. `speeds` are those of collectives, `compute_s` the seconds that a step computes."""
-
-    model: ModelShape
-    config: ResolvedConfig
-    assumptions: Sequence[str]
-    world_size: int
-    forecasts: Sequence[Forecast]
-    fitting: Sequence[Forecast]
-    checkpoint_nbytes: int
-    copies: CheckpointMemory
-    device_limit_nbytes: int | None
-    host_limit_nbytes: int | None
-    speeds: CollectiveTimings | None = None
-    compute_s: float | None = None
-    activations: Sequence[ActivationNeeds] = ()
-
-    def step_s(self, forecast: Forecast) -> float | None:
-        """The seconds of a step whose communication overlaps nothing; None where a part of it is not known."""
-        known = self.compute_s is not None and forecast.comm_s is not None
-        return (self.compute_s or 0.0) + (forecast.comm_s or 0.0) if known else None
-
-
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: TrainingPlan) -> None:
     """Write the plan to standard output."""
     parts: list[Text | Group] = [
         _head(plan),
@@ -111,7 +82,7 @@ def _short(number: int, base: int, units: Sequence[str]) -> str:
     return f"{value:.{decimals}f}{(*units, 'T')[passed]}" if number else "-"
 
 
-def _head(plan: Plan) -> Text:
+def _head(plan: TrainingPlan) -> Text:
     model = plan.model
     frozen = model.numel - model.trained_numel
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
@@ -129,11 +100,11 @@ def _head(plan: Plan) -> Text:
     return Text(f"{told} Not in the tables, in a rank's host memory: {' and '.join(kept)}." if kept else told)
 
 
-def _assumed(plan: Plan) -> list[Text]:
+def _assumed(plan: TrainingPlan) -> list[Text]:
     return [Text("\n".join(f"Assumed: {sentence}." for sentence in plan.assumptions))] if plan.assumptions else []
 
 
-def _memory_table(plan: Plan) -> Group:
+def _memory_table(plan: TrainingPlan) -> Group:
     table = column_table("stage", "offload", "place", *(name for name, _ in _COLUMNS))
     for forecast in plan.forecasts:
         names: tuple[str, str] = (_stage(forecast), _offload(forecast))
@@ -146,7 +117,7 @@ def _memory_table(plan: Plan) -> Group:
     return titled("Bytes of one rank (* this config)", table)
 
 
-def _activation_table(plan: Plan) -> list[Group]:
+def _activation_table(plan: TrainingPlan) -> list[Group]:
     if not plan.activations:
         return []
     table = column_table("activations", "after forward", "peak")
@@ -156,7 +127,7 @@ def _activation_table(plan: Plan) -> list[Group]:
     return [titled("Bytes of one micro-batch on one rank (* this config)", table)]
 
 
-def _traffic_table(plan: Plan) -> Group:
+def _traffic_table(plan: TrainingPlan) -> Group:
     table = column_table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes")
     for forecast in plan.forecasts:
         if forecast.setting in _SENDERS:
@@ -166,8 +137,8 @@ def _traffic_table(plan: Plan) -> Group:
     return titled("Sent by one rank in one step", table)
 
 
-def _fit(plan: Plan) -> Group | Text:
-    limits = {"device": plan.device_limit_nbytes, "host": plan.host_limit_nbytes}
+def _fit(plan: TrainingPlan) -> Group | Text:
+    limits = {"device": plan.limits.device_nbytes, "host": plan.limits.host_nbytes}
     stated = " and ".join(f"{short_bytes(limit)} of {place}" for place, limit in limits.items() if limit is not None)
     if not plan.fitting:
         return Text(f"No setting fits {stated} memory. More ranks or a smaller model would.")
@@ -183,11 +154,11 @@ def _fit(plan: Plan) -> Group | Text:
     return titled(title, table)
 
 
-def _notes(plan: Plan) -> list[Text]:
+def _notes(plan: TrainingPlan) -> list[Text]:
     return [*_note_on_times(plan), *_note_on_optimizer(plan)]
 
 
-def _note_on_times(plan: Plan) -> list[Text]:
+def _note_on_times(plan: TrainingPlan) -> list[Text]:
     speeds = plan.speeds
     if speeds is None:
         return []
@@ -197,7 +168,7 @@ def _note_on_times(plan: Plan) -> list[Text]:
     return [Text(f"comm: seconds of a step's collectives, none overlapped, as measured on {where}{other}.{step}")]
 
 
-def _note_on_optimizer(plan: Plan) -> list[Text]:
+def _note_on_optimizer(plan: TrainingPlan) -> list[Text]:
     optimizer = plan.config.optimizer
     if optimizer is not None and optimizer.type in OPTIMIZERS:
         return []

@@ -27,10 +27,15 @@ Bits = npt.NDArray[np.uint8]
 
 
 class CompressedAllReduce:
-    """Averages one quantity of `numel` elements over the ranks of `group` (None: all), call after call.
+    """All-reduce of signs with error feedback, which averages one quantity over the ranks, call after call.
 
-    Make one for each tensor, on every rank: it keeps the errors of both rounds, 4 (1 + 1/N) bytes an element in host
-    memory. Signs are packed by the host's processor. See [Note: Error feedback].
+    It implements the compressed communication of 1-bit Adam (Tang et al. 2021), with a scale for each block of 1024
+    elements (Zheng et al. 2019). See [Note: Error feedback]. The host's processor packs the signs.
+
+    Args:
+        numel: Elements of the quantity. Each object serves one tensor, and keeps the errors of both rounds in host
+            memory: 4 (1 + 1/N) bytes for each element on N ranks.
+        group: Communicator whose ranks take part, each with its own object; None is the default group.
     """
 
     def __init__(self, numel: int, group: Communicator | None = None) -> None:
@@ -46,10 +51,14 @@ class CompressedAllReduce:
         """Elements in each block of each part: the last ones are padding."""
 
     def __call__(self, tensor: Any) -> None:
-        """Replace `tensor` (floating, contiguous, `numel` elements) by its average. Collective.
+        """Replace `tensor` by its average over the ranks. Collective.
 
-        Raises ShardingError for another size or type. What is not finite becomes NaN in its block, and stays in no
-        error.
+        Args:
+            tensor: Contiguous floating array or `Buffer` of `numel` elements, overwritten in place. A value that is not
+                finite becomes NaN in its block, and enters no error.
+
+        Raises:
+            ShardingError: The tensor has another size or is not floating.
         """
         communicator = self.communicator
         buffer: Buffer = tensor if isinstance(tensor, Buffer) else communicator.accelerator.wrap(tensor)

@@ -1,7 +1,11 @@
-"""The functions that users of torch.distributed and deepspeed.comm expect, over the default group or a given one.
+"""Collectives, messages and groups of ranks, as users of torch.distributed and deepspeed.comm expect them.
 
-They take arrays of the accelerator's framework (contiguous) or `Buffer`s. As in torch, ranks in arguments are global,
-`async_op=True` returns a `Work` and otherwise nothing is returned, and on a rank outside a group calls do nothing.
+`all_reduce` and `all_gather_into_tensor` are the usual ones. Every rank of the group calls the same collectives in the
+same order. Tensors are contiguous arrays of the accelerator's framework, or `Buffer`s. As in torch, ranks in arguments
+are global, and on a rank outside of the group a call does nothing.
+
+Every function raises ShardingError for tensors that do not fit (before any communication), CommTimeout if ranks do not
+take part in time, and CommError for other failures.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from polyaccel.errors import CommError, ShardingError
 
 
 class NonMember:
-    """The group that `new_group` returns on ranks outside of it. (Not None: that means the default group.)"""
+    """Group that `new_group` returns on ranks outside of it. None would mean the default group."""
 
 
 NON_MEMBER: Final = NonMember()
@@ -29,44 +33,94 @@ Group = Communicator | NonMember | None
 
 
 def get_rank(group: Group = None) -> int:
-    """This rank's number in the group: -1 outside of it, 0 before `init_distributed`."""
+    """Return this rank's number in the group: -1 outside of it, 0 before `init_distributed`.
+
+    Args:
+        group: Group to ask; None is the default group.
+
+    Returns:
+        Rank within the group, from 0.
+    """
     if isinstance(group, NonMember):
         return -1
     return _communicator(group).rank if group is not None or is_initialized() else 0
 
 
 def get_world_size(group: Group = None) -> int:
-    """The number of ranks in the group: -1 outside of it, 1 before `init_distributed`."""
+    """Return the number of ranks in the group: -1 outside of it, 1 before `init_distributed`.
+
+    Args:
+        group: Group to ask; None is the default group.
+
+    Returns:
+        Number of ranks.
+    """
     if isinstance(group, NonMember):
         return -1
     return _communicator(group).world_size if group is not None or is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """This rank's number on its host, as the launcher said; the rank where no launcher said anything."""
+    """Return this rank's number on its host as the launcher set it, or the global rank without a launcher."""
     return local_rank(default=get_rank())
 
 
 def get_global_rank(group: Group, group_rank: int) -> int:
-    """The global rank of member `group_rank`. Raises CommError outside the group."""
+    """Return the global rank of a member of a group.
+
+    Args:
+        group: Group to ask; None is the default group.
+        group_rank: Rank within the group.
+
+    Returns:
+        Global rank of that member.
+
+    Raises:
+        CommError: This rank is not in the group.
+    """
     if isinstance(group, NonMember):
         raise CommError("this rank is not in the group", value=group_rank)
     return _communicator(group).ranks[group_rank]
 
 
 def new_group(ranks: Sequence[int]) -> Communicator | NonMember:
-    """A group of these global ranks. All ranks of the default group call it, in the same order."""
+    """Make a group of some ranks. Collective: all ranks of the default group call it, in the same order.
+
+    Args:
+        ranks: Global ranks of the members, in the order of their group ranks, equal on all ranks.
+
+    Returns:
+        Communicator of the group, which the caller closes by `destroy_process_group(group)`; `NON_MEMBER` on ranks
+        outside of it.
+
+    Raises:
+        CommError: The ranks name different groups.
+    """
     return default_communicator().split(ranks) or NON_MEMBER
 
 
 def barrier(group: Group = None) -> None:
-    """Wait until every rank of the group is here."""
+    """Wait until every rank of the group calls it.
+
+    Args:
+        group: Ranks that take part; None is the default group.
+    """
     if not isinstance(group, NonMember):
         _communicator(group).barrier()
 
 
 def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Work | None:
-    """`Communicator.all_reduce`."""
+    """Combine `tensor` over all ranks, in place.
+
+    Args:
+        tensor: Input and result, of one size and dtype on all ranks.
+        op: Reduction, elementwise. Sums of 16-bit floats are made in float32 and rounded once.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -74,7 +128,13 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
 
 
 def inference_all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None) -> None:
-    """`all_reduce`, by the name that DeepSpeed has for what a forward pass waits for. It is the same one here."""
+    """Combine `tensor` over all ranks, in place. DeepSpeed's name; the same as a synchronous `all_reduce`.
+
+    Args:
+        tensor: Input and result, of one size and dtype on all ranks.
+        op: Reduction, elementwise. Sums of 16-bit floats are made in float32 and rounded once.
+        group: Ranks that take part; None is the default group.
+    """
     all_reduce(tensor, op, group)
 
 
@@ -85,7 +145,19 @@ def reduce_scatter_tensor(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """`Communicator.reduce_scatter`; the names are torch's."""
+    """Combine `input` over all ranks, and keep this rank's part. torch's name and arguments.
+
+    Args:
+        output: Receives part `rank` of the result: `input.numel() / world_size` elements. It may be the view of `input`
+            at that part; the rest of `input` is then undefined.
+        input: Whole tensor, of one size and dtype on all ranks.
+        op: Reduction, elementwise. Sums of 16-bit floats are made in float32 and rounded once.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -98,7 +170,17 @@ def all_gather_into_tensor(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """`Communicator.all_gather`; the names are torch's."""
+    """Gather every rank's `input` into `output`, in rank order. torch's name and arguments.
+
+    Args:
+        output: Receives `world_size * input.numel()` elements, flat in rank order.
+        input: This rank's part, of one size and dtype on all ranks. It may be the view of `output` at this rank's part.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -108,7 +190,17 @@ def all_gather_into_tensor(
 def all_reduce_coalesced(
     tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """`all_reduce` of each tensor, as one collective for each element type."""
+    """Combine each of several tensors over all ranks, in place, by one collective for each dtype.
+
+    Args:
+        tensors: Inputs and results, of the same sizes and dtypes in the same order on all ranks.
+        op: Reduction, elementwise. Sums of 16-bit floats are made in float32 and rounded once.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -119,7 +211,17 @@ def all_reduce_coalesced(
 def all_gather_coalesced(
     output_tensors: Sequence[Any], input_tensors: Sequence[Any], group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """`all_gather_into_tensor` of each pair, as one collective for each element type."""
+    """Gather each of several tensors from all ranks, by one collective for each dtype.
+
+    Args:
+        output_tensors: One for each input, of `world_size` times its elements, flat in rank order.
+        input_tensors: This rank's parts, of the same sizes and dtypes in the same order on all ranks.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -134,7 +236,18 @@ def reduce_scatter_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """`reduce_scatter_tensor` of each pair, as one collective for each element type."""
+    """Combine each of several tensors over all ranks and keep this rank's parts, by one collective for each dtype.
+
+    Args:
+        output_tensors: One for each input, which receives part `rank` of its result: `1 / world_size` of its elements.
+        input_tensors: Whole tensors, of the same sizes and dtypes in the same order on all ranks.
+        op: Reduction, elementwise. Sums of 16-bit floats are made in float32 and rounded once.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -150,8 +263,20 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """`Communicator.all_to_all`; names and arguments are torch's. Split sizes count along the first dim, one a rank;
-    without them parts are equal."""
+    """Send part j of `input` to rank j, and receive part i of `output` from rank i. torch's name and arguments.
+
+    Args:
+        output: Receives one part from each rank, in rank order. It does not overlap `input`.
+        input: One part for each rank, in rank order.
+        output_split_sizes: Rows (along the first dimension) of each part of `output`, one number for each rank. None
+            makes equal parts.
+        input_split_sizes: Rows of each part of `input`, equal to what the other rank expects. None makes equal parts.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -168,8 +293,23 @@ def all_to_all_single(
 def gather(
     tensor: Any, gather_list: Sequence[Any] | None = None, dst: int = 0, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Put every rank's `tensor`, all of one size, into the tensors of `gather_list` on global rank `dst`, in rank
-    order; None elsewhere."""
+    """Copy every rank's `tensor` into `gather_list` on rank `dst`.
+
+    Args:
+        tensor: This rank's part, of one size and dtype on all ranks.
+        gather_list: On `dst` one tensor for each rank, in rank order, of the size and dtype of `tensor`; None
+            elsewhere.
+        dst: Global rank that receives.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+
+    Raises:
+        ShardingError: On `dst`, `gather_list` does not have one fitting tensor for each rank.
+        CommError: `dst` is not in the group.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm, root = _communicator(group), _member(_communicator(group), dst)
@@ -190,8 +330,23 @@ def gather(
 def scatter(
     tensor: Any, scatter_list: Sequence[Any] | None = None, src: int = 0, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Overwrite `tensor` with this rank's of `scatter_list` on global rank `src`, whose tensors are all of one size;
-    None elsewhere."""
+    """Copy each tensor of `scatter_list` on rank `src` into `tensor` on the rank that it is for.
+
+    Args:
+        tensor: Receives this rank's part, of one size and dtype on all ranks.
+        scatter_list: On `src` one tensor for each rank, in rank order, of the size and dtype of `tensor`; None
+            elsewhere.
+        src: Global rank that sends.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+
+    Raises:
+        ShardingError: On `src`, `scatter_list` does not have one fitting tensor for each rank.
+        CommError: `src` is not in the group.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm, root = _communicator(group), _member(_communicator(group), src)
@@ -205,7 +360,20 @@ def scatter(
 
 
 def broadcast(tensor: Any, src: int, group: Group = None, async_op: bool = False) -> Work | None:
-    """`Communicator.broadcast` from global rank `src`."""
+    """Overwrite `tensor` with the one of rank `src`.
+
+    Args:
+        tensor: Input on `src`, result elsewhere, of one size and dtype on all ranks.
+        src: Global rank that sends.
+        group: Ranks that take part; None is the default group.
+        async_op: Return at once. The tensors belong to the `Work` until its `wait` returns.
+
+    Returns:
+        The `Work` with `async_op`, otherwise None.
+
+    Raises:
+        CommError: `src` is not in the group.
+    """
     if isinstance(group, NonMember):
         return _none(async_op)
     comm = _communicator(group)
@@ -213,14 +381,38 @@ def broadcast(tensor: Any, src: int, group: Group = None, async_op: bool = False
 
 
 def send(tensor: Any, dst: int, group: Group = None) -> None:
-    """Send to global rank `dst`; returns once the tensor may be written again."""
+    """Send `tensor` to rank `dst`, and return once it may be written again.
+
+    Args:
+        tensor: Contiguous array of the accelerator's framework, or a `Buffer`. Messages between two ranks keep their
+            order.
+        dst: Global rank that receives.
+        group: Ranks among which the message is; None is the default group. A rank outside of it does nothing.
+
+    Raises:
+        CommError: `dst` is not in the group, or the message failed.
+        CommTimeout: `dst` does not receive in time.
+    """
     if not isinstance(group, NonMember):
         comm = _communicator(group)
         comm.send(_buffer(comm, tensor), _member(comm, dst))
 
 
 def recv(tensor: Any, src: int, group: Group = None) -> int:
-    """Receive from global rank `src`; returns it (-1 outside the group)."""
+    """Fill `tensor` with the message of rank `src`.
+
+    Args:
+        tensor: Contiguous array of the accelerator's framework, or a `Buffer`, of the size and dtype that `src` sends.
+        src: Global rank that sends. Unlike in torch it must be given.
+        group: Ranks among which the message is; None is the default group. A rank outside of it does nothing.
+
+    Returns:
+        `src`, or -1 on a rank outside of the group.
+
+    Raises:
+        CommError: `src` is not in the group, or the message failed.
+        CommTimeout: `src` does not send in time.
+    """
     if isinstance(group, NonMember):
         return -1
     comm = _communicator(group)
@@ -229,7 +421,19 @@ def recv(tensor: Any, src: int, group: Group = None) -> int:
 
 
 def isend(tensor: Any, dst: int, group: Group = None) -> Work:
-    """`send` that returns at once; leave the tensor alone until `wait`."""
+    """Start to send `tensor` to rank `dst`.
+
+    Args:
+        tensor: As in `send`. It belongs to the work until `wait` returns.
+        dst: Global rank that receives.
+        group: Ranks among which the message is; None is the default group. A rank outside of it does nothing.
+
+    Returns:
+        The message under way.
+
+    Raises:
+        CommError: `dst` is not in the group.
+    """
     if isinstance(group, NonMember):
         return DONE
     comm = _communicator(group)
@@ -237,7 +441,19 @@ def isend(tensor: Any, dst: int, group: Group = None) -> Work:
 
 
 def irecv(tensor: Any, src: int, group: Group = None) -> Work:
-    """`recv` that returns at once; the tensor is there after `wait`."""
+    """Start to receive a message of rank `src`.
+
+    Args:
+        tensor: As in `recv`. It belongs to the work until `wait` returns, and then holds the message.
+        src: Global rank that sends.
+        group: Ranks among which the message is; None is the default group. A rank outside of it does nothing.
+
+    Returns:
+        The message under way.
+
+    Raises:
+        CommError: `src` is not in the group.
+    """
     if isinstance(group, NonMember):
         return DONE
     comm = _communicator(group)
@@ -245,7 +461,17 @@ def irecv(tensor: Any, src: int, group: Group = None) -> Work:
 
 
 class P2POp:
-    """A message for `batch_isend_irecv`: `op` is `isend` or `irecv`, `peer` a global rank. Arguments as in torch."""
+    """One message of `batch_isend_irecv`. torch's name and arguments.
+
+    Args:
+        op: `polyaccel.comm.isend` or `polyaccel.comm.irecv`.
+        tensor: Tensor to send or to fill.
+        peer: Global rank at the other end.
+        group: Ranks among which the message is; None is the default group.
+
+    Raises:
+        CommError: `op` is another function.
+    """
 
     def __init__(self, op: Callable[..., Work], tensor: Any, peer: int, group: Group = None) -> None:
         if op not in (isend, irecv):
@@ -257,7 +483,17 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Start all messages at once; the tensors are the works' until `wait`. All messages are of one group."""
+    """Start all messages at once, so that no order of them can make ranks wait for each other in a circle.
+
+    Args:
+        p2p_op_list: Messages, at least one, all of one group. Their tensors belong to the works until `wait` returns.
+
+    Returns:
+        One work for all messages, in a list; an empty list on a rank outside of the group.
+
+    Raises:
+        CommError: There is no message, or messages of several groups, or a peer is not in the group.
+    """
     groups = {id(message.group): message.group for message in p2p_op_list}
     if len(groups) != 1:
         raise CommError(
@@ -277,10 +513,19 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    """Fill `object_list`, which has an element for every rank, with every rank's `obj`.
+    """Fill `object_list` with every rank's `obj`, in rank order.
 
-    Plain values (None, bool, int, float, str, bytes, and lists, tuples and dicts of these) need nothing; other objects
-    travel as pickles, for which all ranks need the same POLYACCEL_JOB_SECRET, as `polyaccel run` gives it to them.
+    Plain values need nothing: None, bool, int, float, str, bytes, and lists, tuples and dicts of these. Other objects
+    are sent as pickles, for which all ranks need the same POLYACCEL_JOB_SECRET; `polyaccel run` sets it.
+
+    Args:
+        object_list: List with one element for each rank; every element is overwritten.
+        obj: This rank's object.
+        group: Ranks that take part; None is the default group.
+
+    Raises:
+        CommError: The list has another length, an object that is not plain has no secret, or a message is not signed by
+            this job.
     """
     if isinstance(group, NonMember):
         return
@@ -295,7 +540,19 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Group = None) -> None:
-    """Overwrite `object_list` with global rank `src`'s. What `all_gather_object` says of objects holds here too."""
+    """Overwrite the objects of `object_list` with those of rank `src`.
+
+    Objects are plain, or pickled with the secret of the job, as in `all_gather_object`.
+
+    Args:
+        object_list: Objects on `src`; elsewhere a list whose contents are replaced.
+        src: Global rank that sends.
+        group: Ranks that take part; None is the default group.
+
+    Raises:
+        CommError: `src` is not in the group, an object that is not plain has no secret, or a message is not signed by
+            this job.
+    """
     if not isinstance(group, NonMember):
         comm = _communicator(group)
         object_list[:] = objects.broadcast_objects(comm, list(object_list), _member(comm, src))

@@ -1,6 +1,6 @@
 """Users' own objects between ranks: anything that pickles, if the ranks share a secret, else plain values.
 
-[Note: Pickles need a secret]
+[Note: Sealed pickles]
 A pickle is a program that its reader runs, so none is read that a stranger could have written. Ranks that have
 a secret in common (`comm.secret`) seal every message for the group, the call's number and the rank that sends it,
 and look at nothing before the seal is right: a stranger can neither write a message nor play an old one again. Without
@@ -28,7 +28,7 @@ _HINT = (
 
 def all_gather_objects(communicator: Communicator, value: Any) -> list[Any]:
     """Every rank's `value`, in rank order. Collective. Raises CommError for a value that is not plain where this rank
-    has no secret, and for a message that does not come from a rank of this job. See [Note: Pickles need a secret]."""
+    has no secret, and for a message that does not come from a rank of this job. See [Note: Sealed pickles]."""
     exchange = _Exchange(communicator)
     return [exchange.opened(rank, message) for rank, message in enumerate(exchange.messages(value))]
 

@@ -1,10 +1,10 @@
 """Timing the collectives of a communicator, all of whose ranks measure together.
 
-[Note: What is timed]
-A round begins after a barrier of all ranks, and lasts until its slowest rank has come out of the last of its calls: a
-sender may be done long before its message has arrived. Small sizes are called several times a round, for one call is
-shorter than ranks are apart after a barrier. Buffers are those that the communicator allocates, gathers and
-reduce-scatters are in place, as the engine does it, and all values are zero, so that sums stay what they are.
+[Note: Timed interval]
+A round begins when all ranks have met, and lasts until its slowest rank has come out of the last of its calls: a sender
+may be done long before its message has arrived. Small sizes are called several times a round, for one call is shorter
+than ranks are apart after a barrier. Buffers are those that the communicator allocates, gathers and reduce-scatters are
+in place, as the engine does it, and all values are zero, so that sums stay what they are.
 """
 
 from __future__ import annotations

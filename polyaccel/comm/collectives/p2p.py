@@ -1,17 +1,17 @@
-"""Collectives made of direct messages: every rank sends each piece straight to the rank that needs it.
+"""Collectives composed of direct messages. Read first: `P2PCollectives`, `Exchange`.
 
 [Note: Direct exchange]
 gloo's own reduce-scatter began as one all-reduce per rank, and its ring adds in an order that depends on the offset;
-MPI's own reductions add in an order of each library's choice, and not one of them adds bfloat16 rightly everywhere.
-Here rank j receives its piece from everybody and adds in rank order (see [Note: Order of a reduction]); an all-reduce
+MPI's own reductions add in an order of each library's choice, and not one of them adds bfloat16 correctly everywhere.
+Here rank j receives its piece from every rank and adds in rank order (see [Note: Reduction order]); an all-reduce
 is that followed by an all-gather, so both have the same bits. Traffic is that of a ring: (N-1)/N of the whole each.
-Measured on two ranks of one host (ms for 64 MiB of float32, one thread a rank), own against the library's: reduce-
-scatter 26 against gloo's 86, all-gather 19 against 76, all-reduce within a fifth of gloo's; reduce-scatter 17, 10 and
-22 against 115, 57 and 83 of Open MPI's, MPICH's and Intel MPI's non-blocking one.
+Measured on two ranks of one host (ms for 64 MiB of float32, one thread a rank), own against the library's:
+reduce-scatter 26 against gloo's 86, all-gather 19 against 76, all-reduce within a fifth of gloo's; reduce-scatter 17,
+10 and 22 against 115, 57 and 83 of Open MPI's, MPICH's and Intel MPI's non-blocking one.
 
 The tag of a message is drawn from everything that sender and receiver must agree on. Ranks that call different
-collectives therefore do not meet, and time out by name, where gloo would end the process over a wrong length and MPI
-might fill the buffers with something.
+collectives therefore do not match, and time out by name, where gloo would end the process over a wrong length and MPI
+might fill the buffers with anything.
 """
 
 from __future__ import annotations
@@ -37,21 +37,30 @@ _WINDOW = 1 << 11  # neighbouring calls of a group, whose tags surely differ
 
 
 class Message(NamedTuple):
-    """A send or receive under way: the rank of the group at its other end, and what the transport calls it."""
+    """A send or receive under way.
+
+    Attributes:
+        peer: Rank of the group at its other end.
+        work: The transport's own handle.
+    """
 
     peer: int
     work: Any
 
 
 Steps = Iterator[list[Message]]
-"""A collective as it runs: it starts messages and yields those that must be complete before it goes on."""
+"""A running collective: starts messages and yields those that must be complete before it continues."""
 Made = tuple[Steps, Buffer | None, int]
-"""The steps of a collective, the buffer that has the result, and how many rounds of messages there are."""
+"""Steps of a collective, the buffer with the result, and the number of rounds of messages."""
 
 
 class Exchange(ABC):
-    """The messages of one collective, which own their buffers, and its scratch memory. A transport says how one is
-    started; `most_tag` is the largest tag that it takes.
+    """The messages of one collective, which own their buffers, and its scratch memory. A transport implements `start`.
+
+    Args:
+        owner: Communicator of the collective, whose scratch pool is used.
+        collective: The call.
+        most_tag: Largest tag of a message that the transport takes.
     """
 
     def __init__(self, owner: P2PCollectives[Any], collective: Collective, *, most_tag: int = 0x7FFFFFFF) -> None:
@@ -67,32 +76,64 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self, buffer: Buffer, peer: int, tag: int, *, sends: bool) -> Message | None:
-        """Start one message; None where that failed, which is an error when the exchange waits."""
+        """Start one message. Does not block.
+
+        Args:
+            buffer: Elements to send, or to overwrite. Not empty, and kept alive until `release`.
+            peer: Rank of the group at the other end.
+            tag: Equal on sender and receiver, and different for neighbouring calls.
+            sends: Whether this rank sends.
+
+        Returns:
+            The message; None where starting it failed, which is an error when the exchange waits.
+        """
 
     def send(self, buffer: Buffer, peer: int, *, phase: int = 0) -> None:
+        """Start to send a buffer. An empty one is skipped.
+
+        Args:
+            buffer: Elements to send, unchanged until the send has ended.
+            peer: Rank of the group that receives.
+            phase: Round of messages within the collective, 0 or 1. Rounds have different tags.
+        """
         self._start(buffer, peer, phase, self._sends, sends=True)
 
     def receive(self, buffer: Buffer, peer: int, *, phase: int = 0) -> None:
+        """Start to receive into a buffer. An empty one is skipped.
+
+        Args:
+            buffer: Overwritten. It has the length and type of the message.
+            peer: Rank of the group that sends.
+            phase: Round of messages within the collective, 0 or 1. Rounds have different tags.
+        """
         self._start(buffer, peer, phase, self._receives, sends=False)
 
     def scratch(self, numel: int, dtype: DType) -> Buffer:
-        """Memory until `release`."""
+        """Borrow memory from the pool until `release`.
+
+        Args:
+            numel: Elements.
+            dtype: Element type.
+
+        Returns:
+            A buffer with undefined contents.
+        """
         block = self._pool.take(numel, dtype)
         self._blocks.append(block)
         return block.view(0, numel)
 
     def receives(self) -> list[Message]:
-        """The receives started since this was last asked."""
+        """Return the receives started since the last call of this method."""
         receives, self._receives = self._receives, []
         return receives
 
     def sends(self) -> list[Message]:
-        """The sends started since this was last asked."""
+        """Return the sends started since the last call of this method."""
         sends, self._sends = self._sends, []
         return sends
 
     def release(self) -> None:
-        """Let go of the buffers and give the scratch back: no message touches them any more."""
+        """Release the buffers and give the scratch memory back: no message uses them any more."""
         for block in self._blocks:
             self._pool.give_back(block)
         self._blocks, self._held = [], []
@@ -122,15 +163,33 @@ class P2PCollectives(Communicator, Generic[E]):
 
     @abstractmethod
     def new_exchange(self, collective: Collective) -> E:
-        """The messages of `collective`. Raises CommError once the communicator is closed."""
+        """Make the messages of a collective.
+
+        Args:
+            collective: The call, already checked.
+
+        Returns:
+            A new exchange, in which nothing is started.
+
+        Raises:
+            CommError: The communicator is closed.
+        """
 
     @abstractmethod
     def carry(self, exchange: E, steps: Steps, written: Buffer | None, *, rounds: int) -> Work:
-        """Take the first of `steps` now and carry the rest through, in `wait` at the latest, and before this returns
-        unless the exchange's collective is asynchronous. `written` has the result.
+        """Run the steps of a collective: the first one now, the rest in `wait` at the latest.
 
-        What a collective of several `rounds` sends later must not wait for this rank's `wait`, for which a peer's
-        `wait` would then wait.
+        Unless the collective is asynchronous, all steps run before this returns. Messages of later `rounds` must not
+        depend on this rank's `wait`: a peer's `wait` would then wait for it.
+
+        Args:
+            exchange: Messages of the collective.
+            steps: Yields the messages that must be complete before it continues.
+            written: Buffer with the result, to mark as written; None where this rank receives nothing.
+            rounds: Rounds of messages in `steps`.
+
+        Returns:
+            The work, done unless the collective is asynchronous.
         """
 
     def start(self, collective: Collective) -> Work:
@@ -140,8 +199,15 @@ class P2PCollectives(Communicator, Generic[E]):
         return self.carry(exchange, _to_the_end(exchange, steps), written, rounds=rounds)
 
     def agreed_key_and_turn(self, collective: Collective) -> tuple[tuple[object, ...], int]:
-        """The properties that sender and receiver must agree on, and the message's number, which counts per pair, for
-        the other ranks know nothing of them."""
+        """Return the properties from which the tag of a message is drawn.
+
+        Args:
+            collective: The call.
+
+        Returns:
+            The key that sender and receiver must agree on, and the sequence number. That of a message counts per pair
+            of ranks, because the other ranks do not count it.
+        """
         if collective.operation not in MESSAGES:
             return collective.agreed_key(), collective.number or 0
         pair = (self.rank, collective.root) if collective.operation is Operation.SEND else (collective.root, self.rank)

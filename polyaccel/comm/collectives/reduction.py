@@ -1,9 +1,9 @@
-"""Adding up the ranks' pieces on this rank, in rank order, with the accelerator's own kernels.
+"""Reduction of the ranks' pieces on this rank, in rank order, with the accelerator's own kernels.
 
-[Note: Order of a reduction]
-Element by element the result is ((p0 + p1) + p2) + ..., whatever the sizes and whoever computes it, so that an
-all-reduce, a reduce-scatter and any cutting into buckets give the same bits. 16-bit floats are added in float32 and
-rounded once. The first addition may be done as p1 + p0, which is the same in IEEE arithmetic.
+[Note: Reduction order]
+Element by element the result is ((p0 + p1) + p2) + ..., for every size and on every rank, so that an all-reduce, a
+reduce-scatter and any cutting into buckets have the same bits. 16-bit floats are added in float32 and rounded once. The
+first addition may be computed as p1 + p0, which is the same in IEEE arithmetic.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ _CHUNK_NUMEL = 1 << 16  # 256 KiB of float32: a wide sum stays in the cache of a
 
 
 def reduce_parts(accelerator: Accelerator, parts: Sequence[Buffer], out: Buffer, op: ReduceOp) -> None:
-    """Write op(parts[0], parts[1], ...) to `out`, in rank order (see [Note: Order of a reduction]).
+    """Reduce buffers in rank order: op(parts[0], parts[1], ...). See [Note: Reduction order].
 
-    Every part has `out`'s element type and size. `out` is memory of its own or exactly one of the first two parts.
-    AVG divides by the number of parts.
+    Args:
+        accelerator: Device whose kernels compute.
+        parts: One buffer for each rank, in rank order, of `out`'s length and element type. Left as they are, except for
+            `out`.
+        out: Overwritten with the result. Separate memory, or exactly one of the first two parts.
+        op: The reduction. AVG divides by the number of parts.
     """
     if out.dtype in _NARROW and len(parts) > 1:
         _reduce_wide(accelerator, parts, out, op)

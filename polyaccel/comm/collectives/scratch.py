@@ -1,4 +1,4 @@
-"""Scratch memory that is used again: fresh pages cost more than the copy into them."""
+"""Reuse of scratch memory: fresh pages cost more than the copy into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ _ROUND_NUMEL = 1024
 
 
 class ScratchPool:
-    """Hands out buffers and takes them back. Holds no more than were out at one time. `pinned`: host memory."""
+    """Reusable buffers. It holds at most as many as were in use at one time. Threads may share it.
+
+    Args:
+        accelerator: Device that allocates.
+        pinned: Whether buffers are page-locked host memory.
+    """
 
     def __init__(self, accelerator: Accelerator, *, pinned: bool = False) -> None:
         self._accelerator = accelerator
@@ -21,7 +26,16 @@ class ScratchPool:
         self._lock = Lock()
 
     def take(self, numel: int, dtype: DType) -> Buffer:
-        """A buffer of at least `numel` elements with whatever was left in it. Cut a view of it."""
+        """Borrow a buffer, allocating one where none fits.
+
+        Args:
+            numel: Elements that are needed.
+            dtype: Element type.
+
+        Returns:
+            A buffer of at least `numel` elements with undefined contents. The caller cuts a view and gives the buffer
+            back.
+        """
         with self._lock:
             free = self._free.setdefault(dtype, [])
             fitting = [block for block in free if block.numel >= numel]
@@ -35,5 +49,10 @@ class ScratchPool:
         return self._accelerator.allocate(-(-numel // _ROUND_NUMEL) * _ROUND_NUMEL, dtype, pinned=self._pinned)
 
     def give_back(self, block: Buffer) -> None:
+        """Return a buffer to the pool. The caller no longer uses it.
+
+        Args:
+            block: Buffer from `take`, whole.
+        """
         with self._lock:
             self._free.setdefault(block.dtype, []).append(block)

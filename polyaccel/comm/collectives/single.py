@@ -1,4 +1,4 @@
-"""A group of one rank: every collective is a copy at most, and in place not even that."""
+"""Group of one rank: every collective is a copy at most, and in place not even that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from polyaccel.errors import CommError
 
 
 class SingleCommunicator(Communicator):
-    """The communicator of world size 1. Connects to nobody and is deterministic."""
+    """The communicator of world size 1. It connects to nothing and is deterministic.
+
+    Args:
+        accelerator: Device of the buffers.
+        timeout_s: Time limit in seconds, for readers of the attribute: no call blocks.
+        global_rank: Rank of this process in the job.
+        backend: Name of the backend that it stands for.
+    """
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
     native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS

@@ -2,7 +2,7 @@
 SIGTERM, or when it ends by an uncaught exception. A rank that is killed leaves none: a launcher ends the others by
 SIGTERM, and what these were in shows whom they waited for.
 
-[Note: Signals while a collective hangs]
+[Note: Signal handling in a hang]
 Python runs a signal handler between two of its own instructions, and a rank that hangs inside a library gets to none.
 But the C part of the handler writes the signal's number to the wake-up file descriptor at once, and a thread that reads
 there runs all the same. A script that has its own wake-up descriptor keeps it. One that has its own handlers, whether
@@ -255,7 +255,7 @@ class FlightRecorderDumper:
         self._undo.append(undo)
 
     def _watch_signals(self) -> None:
-        """See [Note: Signals while a collective hangs]."""
+        """See [Note: Signal handling in a hang]."""
         wanted = [each for each in (signal.SIGUSR1, signal.SIGTERM) if signal.getsignal(each) is signal.SIG_DFL]
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)

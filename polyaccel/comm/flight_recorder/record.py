@@ -188,6 +188,7 @@ class RecordingCommunicator(WrappedCommunicator):
         # One watchdog a process: it reports the last call on every group.
         group = RecordingCommunicator(part, self.recorder, debug=self.debug, watch_s=None)
         group.log = self.log
+        group.host_topology = self.host_topology
         return group
 
     def allocate_shared(self, numel: int, dtype: DType) -> SharedMemory | None:

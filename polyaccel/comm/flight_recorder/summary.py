@@ -62,18 +62,23 @@ def start_log(
 
 
 def reset_log() -> None:
-    """Forget what was recorded; recording continues."""
+    """Remove what was recorded; recording continues."""
     log = _own_log()
     if log is not None:
         log.reset()
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[int, dict[str, Any]]] | None:
-    """Print on rank 0 what was recorded there, longest total first. Collective.
+    """Print on rank 0 the collectives that it recorded, longest total first. Collective. DeepSpeed's name.
 
-    With `return_dict` every rank also gets its own: `{operation: {bytes: figures}}`, the figures those of `Row`.
-    `show_straggler` compares the ranks: what a rank's calls took beyond the shortest of the same call on any rank was
-    spent waiting for others to come.
+    Args:
+        show_straggler: Compare the ranks: the time by which this rank's calls exceed the shortest of the same call on
+            any rank, which is spent waiting for later ranks.
+        return_dict: Return this rank's figures too.
+
+    Returns:
+        With `return_dict` `{operation: {bytes: figures}}` of this rank, where the figures are the fields of `Row`
+        (milliseconds, Gbit/s); it is empty if nothing is recorded. Otherwise None.
     """
     communicator, log = default_communicator(), _own_log()
     if log is None:

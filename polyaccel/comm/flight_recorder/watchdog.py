@@ -22,7 +22,8 @@ from zlib import crc32
 
 from polyaccel.comm.base import StatusStore
 from polyaccel.comm.collective import Collective
-from polyaccel.comm.host_address import host_name, is_running, start_of
+from polyaccel.comm.host_address import is_running, start_of
+from polyaccel.job.host_topology import host_id
 
 ENDED_IN_ORDER = "it has ended in order"
 _OUT_OF_MEMORY = re.compile("memory ?error|out ?of ?memory|can't allocate memory", re.IGNORECASE)
@@ -77,7 +78,7 @@ class WatchedProcess:
     @classmethod
     def this(cls) -> WatchedProcess:
         try:
-            return cls(os.getpid(), start_of("self"), socket.gethostname(), host_name())
+            return cls(os.getpid(), start_of("self"), socket.gethostname(), host_id())
         except OSError:  # a system without /proc
             return cls(os.getpid(), 0, socket.gethostname(), "")
 

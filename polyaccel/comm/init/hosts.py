@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import socket
 from collections.abc import Sequence
 
 from polyaccel.comm.base import CommBackend, Communicator
-from polyaccel.comm.host_address import host_name
 from polyaccel.comm.init.backends import WITHIN_HOST, comm_backend
 from polyaccel.comm.wrappers.hierarchical import is_two_level, two_level
 from polyaccel.errors import CommError
+from polyaccel.job.host_topology import HostTopology, host_id
 
 _log = logging.getLogger(__name__)
 
 
-def make_hierarchical(flat: Communicator, local_rank: int) -> Communicator:
-    """`flat`, or the same group with shared memory inside hosts where every host has the same number of ranks, at least
-    two. Collective; rank 0 logs why it stays flat on several hosts. `local_rank` is what the launcher set."""
-    within = comm_backend(WITHIN_HOST)
-    probe = within.probe()
-    notes = flat.all_gather_object((host_name() if probe.usable else "", local_rank, probe.reason))
-    reason = next((why for system, _, why in notes if not system), "")
-    hosts = ranks_by_host([(system, number) for system, number, _ in notes])
+def find_hosts(communicator: Communicator, local_rank: int) -> HostTopology:
+    """Return which ranks of a job, all of them in `communicator`, share a host. Collective; one all-gather.
+
+    `local_rank` is the launcher's. Parts that need to know take `Communicator.host_topology` and never ask again.
+    """
+    try:
+        own = host_id()
+    except OSError:  # no Linux
+        own = socket.gethostname()
+    return HostTopology.of_notes(communicator.rank, communicator.all_gather_object((own, local_rank)))
+
+
+def make_hierarchical(flat: Communicator, topology: HostTopology) -> Communicator:
+    """Return `flat`, or the same group with shared memory inside hosts where every host has the same number of ranks,
+    at least two. Collective; rank 0 logs why it stays flat on several hosts."""
+    within, hosts = comm_backend(WITHIN_HOST), topology.ranks_by_host
     sizes = [len(members) for members in hosts]
-    if not reason and (len(hosts) == 1 or set(sizes) == {1}):
+    if len(hosts) == 1 or set(sizes) == {1}:
         return flat
-    if not reason and not is_two_level(hosts):
+    reason = ""
+    if not is_two_level(hosts):
         reason = f"the hosts have {', '.join(map(str, sizes))} ranks, and shared memory inside hosts needs equally many"
-    if not reason and within.most_ranks is not None and sizes[0] > within.most_ranks:
+    elif within.most_ranks is not None and sizes[0] > within.most_ranks:
         reason = f"{sizes[0]} ranks on a host are more than {within.most_ranks}"
+    else:
+        probe = within.probe()
+        reasons = flat.all_gather_object("" if probe.usable else probe.reason)
+        reason = next((why for why in reasons if why), "")
     if not reason:
         intra, reason = _share(flat, within, hosts)
         if intra is not None and not reason:
@@ -39,20 +52,6 @@ def make_hierarchical(flat: Communicator, local_rank: int) -> Communicator:
     if flat.rank == 0:
         _log.info("all ranks talk by %s: %s", flat.backend, reason)
     return flat
-
-
-def ranks_by_host(places: Sequence[tuple[str, int]]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, from every rank's (running system, number on its host); hosts by their first rank.
-
-    Ranks of one system whose launcher counts from 0 more than once are on as many hosts: containers and network
-    namespaces are hosts to their launchers.
-    """
-    seen: Counter[tuple[str, int]] = Counter()
-    hosts: dict[tuple[str, int], list[int]] = {}
-    for rank, (system, local_rank) in enumerate(places):
-        hosts.setdefault((system, seen[system, local_rank]), []).append(rank)
-        seen[system, local_rank] += 1
-    return tuple(tuple(members) for members in hosts.values())
 
 
 def _share(

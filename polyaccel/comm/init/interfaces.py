@@ -11,6 +11,7 @@ from pathlib import Path
 from polyaccel.comm import host_address
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.discovery import GLOO_INTERFACE
+from polyaccel.job.host_topology import HostTopology
 
 _log = logging.getLogger(__name__)
 
@@ -18,11 +19,11 @@ InterfaceNote = tuple[str, str, int, dict[str, int]]
 """A host's name, the interface that its ranks use, and the speed of that and of its others in Mbit/s; 0: unknown."""
 
 
-def name_interfaces(communicator: Communicator) -> None:
-    """Log on rank 0 which interface each host uses, and what looks like a slip. Collective over all hosts' ranks."""
+def name_interfaces(communicator: Communicator, topology: HostTopology) -> None:
+    """Let rank 0 log which interface each host uses, and what looks like a slip. Collective over all hosts' ranks."""
     notes = communicator.all_gather_object(_note())
     if communicator.rank == 0:
-        hosts = list({note[0]: note for note in reversed(notes)}.values())[::-1]
+        hosts = [notes[ranks[0]] for ranks in topology.ranks_by_host]
         _log.info("between hosts: %s", ", ".join(_shown(note) for note in hosts))
         for sentence in slips(hosts):
             _log.warning("%s", sentence)

@@ -1,4 +1,4 @@
-"""Making the default process group and ending it."""
+"""Start and end of the default process group: `init_distributed` and `destroy_process_group`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polyaccel.comm.discovery import discover, export_torchrun_env, is_torchrun_
 from polyaccel.comm.flight_recorder.dump import FOLDER_VARIABLE, FlightRecorderDumper
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.init.backends import comm_backend, default_backend
-from polyaccel.comm.init.hosts import make_hierarchical
+from polyaccel.comm.init.hosts import find_hosts, make_hierarchical
 from polyaccel.comm.init.interfaces import name_interfaces
 from polyaccel.comm.secret import negotiate_job_secret
 from polyaccel.comm.torch_group import initialized_world
@@ -49,19 +49,40 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join all ranks in the default process group; nothing happens if it exists. DeepSpeed's arguments and meaning.
+    """Join all ranks in the default process group; does nothing if it exists. DeepSpeed's arguments and meaning.
 
-    `dist_backend` is the name of a comm plugin, or of a backend that a package registers with torch; None takes
-    `POLYACCEL_COMM`, else the config's, else what `connect` chooses. One process connects to nobody. `timeout` (a
-    timedelta, or seconds; 600 s if None) limits every collective. `init_method` is a torch URL that replaces address
-    and port. `dist_init_required=False` refuses to make a group and raises CommError if there is none; True and None
-    make it where it is missing. `config` may hold `comm` (backend, timeout_s, debug, dump_dir) as mapping or as a
-    config object, which arguments and variables override; its `accelerator` chooses the device. `rank` and `world_size`
-    below 0 are found by `comm.discovery`; under another launcher than torchrun, torchrun's variables are set to what
-    was found. `auto_mpi_discovery=False` finds the ranks of mpirun without mpi4py, which only the backend `mpi` then
-    imports; they need MASTER_ADDR and MASTER_PORT. `distributed_port` is where ranks meet unless MASTER_PORT says
-    where; None is a free port that mpirun's rank 0 tells the others, one that follows from the job under srun, else the
-    launcher's own or 29500. Raises CommError and CommTimeout as `CommBackend.connect`.
+    Collective: every rank calls it. A single process connects to no other.
+
+    Args:
+        dist_backend: Name of a comm plugin, or of a backend that a package registers with torch. None takes
+            POLYACCEL_COMM, else the config's, else what `connect` chooses.
+        auto_mpi_discovery: False finds the ranks of mpirun without mpi4py, which only the backend `mpi` then imports.
+            They then need MASTER_ADDR and MASTER_PORT.
+        distributed_port: Port of the rendezvous if MASTER_PORT is not set. None is a free port that rank 0 sends under
+            mpirun, one that follows from the job under srun, and else the launcher's or 29500.
+        verbose: Log the backend and the number of ranks on rank 0.
+        timeout: Limit of every collective and of joining: a timedelta, or seconds. None takes the config's, else 600 s.
+        init_method: URL of torch's form (`tcp://...`, `file://...`) that replaces address and port.
+        dist_init_required: False requires that torch's process group exists already. True and None create a group if
+            there is none.
+        config: Mapping or config object. Its `comm` (backend, timeout_s, debug, dump_dir) counts less than arguments
+            and variables; its `accelerator` chooses the device.
+        rank: This process's rank. Below 0 it is discovered (`comm.discovery`); under a launcher other than torchrun,
+            torchrun's variables are then set to what was found.
+        world_size: Number of ranks. Below 0 it is discovered.
+
+    Raises:
+        CommError: The ranks cannot join, the timeout is out of range, or `dist_init_required` is False and there is no
+            group.
+        CommTimeout: Some ranks do not come in time; `missing_ranks` names them.
+
+    Example:
+        ```python
+        polyaccel.init_distributed()
+        ones = torch.ones(4)  # on the accelerator's device
+        polyaccel.comm.all_reduce(ones)
+        polyaccel.comm.destroy_process_group()
+        ```
     """
     if is_initialized():
         return
@@ -125,9 +146,24 @@ def connect(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     debug: bool = False,
 ) -> RecordingCommunicator:
-    """A recorded communicator over all ranks. `backend` None: `local` for one process, `shm` where ranks on one host
-    would use gloo and can do without, else the accelerator's own; gloo between hosts that have equally many ranks each,
-    two or more, is joined by `shm` inside them."""
+    """Join all ranks of `rendezvous` in a recorded communicator. Collective.
+
+    Args:
+        rendezvous: This process's rank, and the address where the ranks join.
+        accelerator: Accelerator whose buffers the communicator moves.
+        backend: Name of a comm plugin. None chooses `local` for one process, `shm` if ranks on one host would use gloo
+            and can do without it, else the accelerator's default. Gloo over hosts with equally many ranks, two or more
+            each, is then combined with `shm` inside them.
+        timeout_s: Seconds that joining and every later collective may take.
+        debug: Check that all ranks call the same collective, at each call.
+
+    Returns:
+        Communicator over all ranks, which the caller closes.
+
+    Raises:
+        CommError: The ranks cannot join by this backend.
+        CommTimeout: Some ranks do not come in time; `missing_ranks` names them.
+    """
     name = backend or default_backend(rendezvous, accelerator)
 
     def join(name: str) -> Communicator:
@@ -142,16 +178,24 @@ def connect(
         # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
         _log.info("%s; using %s", error.message, own)
         communicator = join(own)
-    if communicator.backend == "gloo" and rendezvous.local_world_size < rendezvous.world_size:
-        name_interfaces(communicator)
+    topology = communicator.host_topology
+    if communicator.world_size > 1:
+        topology = find_hosts(communicator, rendezvous.local_rank)
+    if communicator.backend == "gloo" and topology.num_hosts > 1:
+        name_interfaces(communicator, topology)
     if backend is None and communicator.backend == "gloo" and accelerator.works_on_host_memory:
-        communicator = make_hierarchical(communicator, rendezvous.local_rank)
+        communicator = make_hierarchical(communicator, topology)
     negotiate_job_secret(communicator)
+    communicator.host_topology = topology
     return RecordingCommunicator(communicator, debug=debug)
 
 
 def destroy_process_group(group: Communicator | None = None) -> None:
-    """Close `group`, by default the default one, after which `init_distributed` may be called again."""
+    """Close a group. After the default group is closed, `init_distributed` may be called again.
+
+    Args:
+        group: Group to close. None closes the default group, if there is one.
+    """
     if group is not None:
         group.close()
         return

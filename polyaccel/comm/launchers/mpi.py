@@ -1,6 +1,6 @@
 """Ranks that an MPI's launcher started: mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, and PMIx.
 
-[Note: MPI only under a launcher]
+[Note: MPI import condition]
 Importing `mpi4py.MPI` starts MPI, and without a launcher that aborts or hangs on some machines. So the ranks come from
 the launcher's variables, and only where those are set is mpi4py imported: to verify them, and to agree on the
 rendezvous. Slurm's own tasks have PMI variables too (`srun --mpi=pmi2`), but MPI need not be installed there: they are
@@ -106,7 +106,7 @@ def checked_place(request: Request) -> LaunchedRank:
 
 
 def _seen(request: Request) -> list[MpiVariables]:
-    """The launchers whose ranks are set. See [Note: MPI only under a launcher]."""
+    """The launchers whose ranks are set. See [Note: MPI import condition]."""
     env = request.environ
     in_step = slurm.look(request).applies
     return [

@@ -1,6 +1,6 @@
 """Ranks that Slurm's `srun` started.
 
-[Note: A job is not a step]
+[Note: Slurm jobs and steps]
 Slurm sets SLURM_JOB_ID, SLURM_NTASKS and in batch scripts also SLURM_PROCID=0 wherever a job runs, and what runs there
 is one process: the script itself, or the shell of `salloc`. Only `srun` starts the tasks of a step, and sets
 SLURM_STEP_ID; the numbers that hold are the step's. A step may be smaller than its job, and on other nodes of it.

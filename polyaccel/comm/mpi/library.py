@@ -1,8 +1,7 @@
 """The MPI library of this process, started when this module is imported.
 
-[Note: Addresses on devices]
-MPI itself reports whether it takes addresses of a device's memory, in one of three ways, asked in this order: the info
-key
+[Note: Device addresses in MPI]
+Whether MPI takes addresses of a device's memory it says itself, in one of three ways, asked in this order: the info key
 `mpi_memory_alloc_kinds` (MPI 4.1, section 12.4.3), the functions MPIX_Query_*_support of Open MPI and MPICH, and the
 variables that switch it on in libraries that have neither.
 """
@@ -53,8 +52,7 @@ def allows_threads() -> bool:
 
 
 def takes_memory_of(device_type: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether buffers on devices of this type may be passed to MPI as they are. See [Note: Addresses on
-    devices]."""
+    """Whether buffers on devices of this type may be passed to MPI as they are. See [Note: Device addresses in MPI]."""
     environ = os.environ if environ is None else environ
     return any(
         _is_announced(kind)

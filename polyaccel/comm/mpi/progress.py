@@ -1,7 +1,7 @@
 """Calls under way over MPI: they progress only while a caller waits, or asks whether one is done.
 
-[Note: Progress over MPI]
-MPI libraries move messages inside MPI calls only, and a helper thread that makes these calls all the time would take a
+[Note: MPI progress]
+MPI libraries move messages inside MPI calls only, and a helper thread that makes such calls all the time would take a
 core from the computation. So nothing progresses in the background here: every wait, and every `is_done`, takes all
 calls of this process one step further, on whichever group and in whichever order they were started. That is what lets
 ranks wait at different times: a rank that waits for another call still answers those that wait for this one.

@@ -1,8 +1,8 @@
-"""`RendezvousGroup`: the ranks of a job before a communicator joins them, under whatever launcher.
+"""`RendezvousGroup`: the ranks of a job before a communicator joins them, under any launcher.
 
-A comm backend meets here, and nowhere else: under torchrun an agent holds MASTER_PORT, under `polyaccel run`, mpirun
-and srun rank 0 may bind it, and a script may have made torch's default group before. All of that is torch's store where
-there is torch; where there is none, the ranks of one host find each other by its kernel.
+Every comm backend joins here: under torchrun an agent holds MASTER_PORT, under `polyaccel run`, mpirun and srun rank 0
+may bind it, and a script may have made torch's default group before. With torch all of these are torch's store. Without
+it, the ranks of one host find each other through its kernel.
 """
 
 from __future__ import annotations
@@ -27,17 +27,24 @@ _meetings = count()
 
 
 class RendezvousGroup:
-    """All ranks of `rendezvous`, which have met when this is made. Every rank makes one, and makes the same calls.
+    """All ranks of a job, joined when this is made. Every rank makes one, and makes the same calls.
 
-    With torch its default group, over gloo, exists afterwards: samplers and scripts ask it for the rank. `timeout_s`
-    limits everything until the ranks are joined. Raises CommTimeout naming the ranks that did not come.
+    With torch its default group, over gloo, exists afterwards: samplers and scripts read the rank from it.
+
+    Args:
+        rendezvous: This process's rank and the place where the ranks join.
+        timeout_s: Time limit in seconds of everything until the ranks are joined.
+
+    Raises:
+        CommTimeout: Ranks did not come in time; `missing_ranks` names them.
+        CommError: Ranks on several hosts cannot join without torch.
     """
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self.deadline = rendezvous.deadline(timeout_s)
         self.meeting_host = urlsplit(rendezvous.init_method or "").hostname or rendezvous.address or LOOPBACK
-        """The name or address of the host where they met."""
+        """Name or address of the rendezvous host."""
         self._where = rendezvous.init_method or f"{rendezvous.address}:{rendezvous.port}"
         self._topic = f"members/{next(_meetings)}"
         self._exchanges = count()
@@ -51,9 +58,17 @@ class RendezvousGroup:
             )
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. Collective; the values are plain, as for `all_gather_object`.
+        """Gather a plain value from every rank. Collective; blocks.
 
-        Raises CommTimeout naming the ranks that did not come, CommError for what is no value of a rank.
+        Args:
+            value: The value of this rank, plain as for `all_gather_object`.
+
+        Returns:
+            The values in rank order.
+
+        Raises:
+            CommTimeout: Ranks did not come in time; `missing_ranks` names them.
+            CommError: A received text is not a value of a rank.
         """
         text = tagged_json.to_bytes(value, "the note").decode()
         if self.world_size == 1:
@@ -66,10 +81,13 @@ class RendezvousGroup:
         return [self._read(text, rank) for rank, text in enumerate(texts)]
 
     def agree_on_token(self) -> bytes:
-        """32 bytes that the members have in common, new at each call. Collective.
+        """Derive a token that all members share, new at each call. Collective; blocks.
 
-        A stranger cannot know them where the ranks share a secret: POLYACCEL_JOB_SECRET, or a file of this user's on
-        one host (see [Note: A secret among one user's ranks]). Elsewhere who reads the store can.
+        A process outside the job cannot derive it where the ranks share a secret: POLYACCEL_JOB_SECRET, or a file of
+        this user's on one host (see [Note: Per-user job secret]). Elsewhere every reader of the store can.
+
+        Returns:
+            32 bytes.
         """
         own = auth.job_secret_from_env(os.environ)
         said = self.exchange([own is not None, secrets.token_hex(auth.MAC_NBYTES) if self.rank == 0 else ""])

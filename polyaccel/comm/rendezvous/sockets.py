@@ -1,21 +1,19 @@
-"""A TCP connection between every two members, on the job's own network and with nobody else.
+"""TCP connections between every two members, on the job's own network: `connect_mesh`.
 
-[Note: Who is a member]
-Anybody who can reach a port can connect to it. So a rank listens only where the others reach it: on the loopback where
-all are on one host, else on the interface that faces the place where they met. And both ends show that they know the
+[Note: Authenticated mesh]
+Every process that reaches a port can connect to it. So a rank listens only where the others reach it: on the loopback
+where all are on one host, else on the interface that faces the rendezvous host. Both ends prove that they have the
 members' token before anything else is read: the caller sends its rank and a seal over both ends' marks, which were
-drawn for this meeting, and the answer is another one. Who sends something else is let go, and who sends nothing keeps
-nobody waiting.
+drawn for this mesh, and the answer is another one. A connection that sends anything else is closed, and one that sends
+nothing delays no rank.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import NamedTuple
 
@@ -24,6 +22,7 @@ from polyaccel.comm.launchers.request import LOOPBACK
 from polyaccel.comm.rendezvous.ranks import RendezvousGroup
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.job import auth
+from polyaccel.job.host_topology import network_id
 
 _RANK_NBYTES = 4
 _HELLO_NBYTES = auth.MAC_NBYTES + _RANK_NBYTES
@@ -38,9 +37,17 @@ class _Endpoint(NamedTuple):
 
 
 def connect_mesh(members: RendezvousGroup) -> dict[int, socket.socket]:
-    """A connected socket to every other rank, blocking and without a time limit of its own. Collective.
+    """Open a TCP connection to every other rank. Collective; blocks.
 
-    Raises CommTimeout naming the ranks that did not connect in time, CommError for one that has ended.
+    Args:
+        members: The ranks, which exchange their addresses and a token.
+
+    Returns:
+        By rank a connected socket, blocking and without a time limit. The caller closes it.
+
+    Raises:
+        CommTimeout: Ranks did not connect in time; `missing_ranks` names them.
+        CommError: A rank has ended.
     """
     token = members.agree_on_token()
     networks = members.exchange(_network())
@@ -65,9 +72,10 @@ def connect_mesh(members: RendezvousGroup) -> dict[int, socket.socket]:
 
 
 def _network() -> str:
-    """A name that processes share which reach each other by the loopback."""
+    """A name that processes share which reach each other by the loopback. That is not the job's `HostTopology`, which
+    the ranks make once they are connected: containers of one host may have networks of their own."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        return network_id()
     except OSError:  # no Linux
         return socket.gethostname()
 

@@ -1,6 +1,6 @@
 """Notes between the ranks of one host that share nothing yet, where there is no torch whose store would carry them.
 
-[Note: A door without a file]
+[Note: Abstract Unix socket]
 Rank 0 listens on a Unix socket in Linux's abstract namespace, which ends with the process: there is no file to protect
 and none to remove. Its name follows from the user and from the launcher's rendezvous address, so anyone could guess it;
 therefore both sides ask the kernel whose process is at the other end, and talk to their own user's only.

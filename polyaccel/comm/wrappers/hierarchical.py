@@ -1,6 +1,6 @@
 """One group over several hosts: inside a host by what is fast there, across hosts by what reaches them.
 
-[Note: Two levels]
+[Note: Two-level collectives]
 The ranks that have the same number on their hosts form a group across hosts, so there are as many of those groups as
 ranks on a host, and all of them use the network at once. A reduction adds inside each host first; then each rank sends
 only the part that it answers for, 1/L of what a flat reduction sends with L ranks on a host. Gathers go the other way
@@ -17,7 +17,7 @@ count and not their number: they go directly. So do uneven ones unless it is est
 sizes costs as much as the one message that would be saved.
 
 Collectives of two levels run one after another on a helper thread when they are asynchronous, and in the caller's
-otherwise, as in [Note: Shared memory, who waits]; hence for host memory only.
+otherwise, as in [Note: Waiting in shared memory]; hence for host memory only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gathers and reduce-scatters that travel as small integers, over any backend (ZeRO++, Wang et al. 2023, sections 3.1
 and 3.3).
 
-[Note: What a quantised collective promises]
+[Note: Quantised collective semantics]
 A gather gives every rank the same values: those that the codes stand for, its own part included. A reduce-scatter
 quantises each rank's contribution once, sends every part straight to the rank that keeps it (an all-to-all, so that no
 sum is ever quantised again), and adds in float32 in rank order. The scales of blocks depend on where a buffer
@@ -31,7 +31,7 @@ _ADDING = (ReduceOp.SUM, ReduceOp.AVG)
 class QuantizedCommunicator(WrappedCommunicator):
     """`inner` whose collectives on floating buffers send codes: all-gathers of `gather_bits` and sums and averages by
     reduce-scatter of `reduce_bits` an element (None: as they are), with a float32 scale for every `block_numel`
-    elements. Everything else is `inner`'s. See [Note: What a quantised collective promises].
+    elements. Everything else is `inner`'s. See [Note: Quantised collective semantics].
     """
 
     native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}

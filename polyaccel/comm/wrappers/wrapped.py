@@ -30,6 +30,7 @@ class WrappedCommunicator(Communicator):
         self.summed_first = inner.summed_first
         self.supports_strided = inner.supports_strided
         self.coalesces_small_sends = inner.coalesces_small_sends
+        self.host_topology = inner.host_topology
 
     def start(self, collective: Collective) -> Work:
         return self.inner.call(collective)

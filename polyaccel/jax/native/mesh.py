@@ -2,10 +2,10 @@
 
 One mesh axis, `AXIS`; a device's place on it is its rank, those of a process side by side.
 
-[Note: Rendezvous of JAX's processes]
-JAX has its own service by which its processes find each other and learn of each other's end. Its port is a free one
-that rank 0 picks and broadcasts, for MASTER_PORT is taken by the communicator. It must be started before JAX has looked
-for devices, which the first array does: `polyaccel.jax.init_distributed` does it early.
+[Note: JAX coordinator address]
+JAX has a service of its own by which its processes find each other and learn of each other's end. Its port is a free
+one that rank 0 picks and broadcasts, for MASTER_PORT is taken by the communicator. It must be started
+before JAX has looked for devices, which the first array does: `polyaccel.jax.init_distributed` does it early.
 """
 
 from __future__ import annotations
@@ -33,17 +33,23 @@ CUT = PartitionSpec(AXIS)
 
 
 def init_distributed(**arguments: Any) -> None:
-    """`polyaccel.init_distributed(**arguments)`, and the same for JAX, for `"jax": {"execution": "native"}`.
+    """Join all ranks, and the processes of JAX too, for `"jax": {"execution": "native"}`. Collective.
 
-    A script whose processes train together calls this before it makes its first array. Raises CommError where that has
-    happened already, or when the rendezvous fails.
+    A script whose processes train together calls this before it makes its first array.
+
+    Args:
+        **arguments: Arguments of `polyaccel.init_distributed`.
+
+    Raises:
+        CommError: An array was made before, or the processes cannot join.
+        CommTimeout: Some ranks do not come in time.
     """
     comm.init_distributed(**arguments)
     join_processes(default_communicator())
 
 
 def join_processes(communicator: Communicator) -> None:
-    """Make the processes of `communicator` one for JAX, if they are not. See [Note: Rendezvous of JAX's processes].
+    """Make the processes of `communicator` one for JAX, if they are not. See [Note: JAX coordinator address].
 
     Collective. Raises CommError where JAX has other ranks, has looked for its devices already, or does not connect.
     """

@@ -4,7 +4,7 @@ Parameters are flat buckets, whole on every device. Gradients are laid into buck
 bucket (one all-reduce where states are whole), the device's slices are updated, and one all-gather a bucket publishes
 them; `ZeroPolicy` decides what rests between steps. XLA places the collectives and reuses the memory.
 
-[Note: Reduce-scatter between processes on hosts]
+[Note: Reduce-scatter on CPUs]
 There XLA takes gloo's reduce-scatter, and with jaxlib 0.10 its result is now and then wrong on one rank: of 29 M
 numbers between two processes that arrive at different times in 10 of 120 calls, where all-reduces and all-to-alls were
 right in as many. Each process sends the parts to their ranks instead (an all-to-all moves as much) and adds in the
@@ -186,7 +186,7 @@ class StepProgram:
         return reduced / self._mesh.world_size if op is ReduceOp.AVG else reduced * after
 
     def _scatter(self, sent: Any) -> Any:
-        """The sum over devices of this device's part. See [Note: Reduce-scatter between processes on hosts].
+        """The sum over devices of this device's part. See [Note: Reduce-scatter on CPUs].
 
         What travels in 16 bits is added in float32 too: a sum may overflow where the average does not.
         """

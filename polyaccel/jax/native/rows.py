@@ -1,7 +1,7 @@
 """Rows of a device's slice, by which each element finds the parameter that it belongs to, and how it is rounded.
 
-Slots begin at multiples of `ROW_NUMEL` elements, and so do shards (`zero.layout`, [Note: Padding]). So a table with one
-entry a row is enough, and a sum over a parameter's elements is one over rows first.
+Slots begin at multiples of `ROW_NUMEL` elements, and so do shards (`zero.layout`, [Note: Bucket padding]). So a table
+with one entry a row is enough, and a sum over a parameter's elements is one over rows first.
 
 Parameters of 16 bits are rounded stochastically to the same bits as on any other device: a key for each parameter and
 update decides them (`polyaccel.zero.buckets.rounding`). The host passes the keys to the program, so that nothing is

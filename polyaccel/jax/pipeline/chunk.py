@@ -1,6 +1,6 @@
 """What a stage computes for one chunk of a list of layers, as compiled programs.
 
-[Note: What a forward pass leaves]
+[Note: Residuals of a chunk]
 The program of a forward pass gives what it computes and what its backward pass needs, which is the program of another
 task. Parameters and inputs among that are not given back, which would copy them: it is noted where they belong, and
 the backward pass is given them again. Parameters do not change between the two.

@@ -20,7 +20,11 @@ from polyaccel.errors import PolyaccelError
 
 @jax.tree_util.register_pytree_node_class
 class Replicated:
-    """A part of a batch that every micro-batch and every device gets whole. `replicated` makes it."""
+    """A part of a batch that every micro-batch and every device gets whole. `replicated` makes it.
+
+    Args:
+        value: Array, or pytree of arrays.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -37,11 +41,21 @@ class Replicated:
 
 
 def replicated(value: Any) -> Replicated:
-    """Declare that `value`, an array or a pytree of arrays in a batch, has no axis over samples.
+    """Mark a part of a batch that has no axis over samples, so that every micro-batch and every device gets it whole.
 
-    Every micro-batch and every device gets it whole, as `PartitionSpec()` says in JAX. The function gets `value`
-    itself. Use it for class weights, the parameters of a target or teacher network, tables and random keys:
-    `engine.train_batch({"x": x, "weights": polyaccel.jax.replicated(weights)})`.
+    It is what `PartitionSpec()` is in JAX. Use it for class weights, the parameters of a target or teacher network,
+    tables and random keys.
+
+    Args:
+        value: Array, or pytree of arrays. The function gets `value` itself.
+
+    Returns:
+        The marked value, to be put into a batch.
+
+    Example:
+        ```python
+        engine.train_batch({"x": x, "weights": polyaccel.jax.replicated(weights)})
+        ```
     """
     return Replicated(value)
 

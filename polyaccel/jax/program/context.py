@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from logging import getLogger
@@ -48,8 +47,7 @@ def _require_no_mesh(name: str) -> None:
 
 def warn_of_idle_devices(communicator: Communicator) -> None:
     """Log how many devices of this host no rank computes on: in views mode a rank computes on one."""
-    devices, world_size = jax.local_device_count(), communicator.world_size
-    ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), world_size)
+    devices, ranks = jax.local_device_count(), communicator.host_topology.local_size
     if devices > ranks and communicator.rank == 0:
         log.warning(
             "JAX has %d devices here and the job %d ranks: views mode computes on one device a rank, and the others "

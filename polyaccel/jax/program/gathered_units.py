@@ -1,6 +1,6 @@
 """A unit in a program that is being traced: parameters fetched before its block, gradients handed over after it.
 
-[Note: One order in a program]
+[Note: Token-ordered collectives]
 XLA runs operations that do not depend on each other in any order, or at once; collectives must run in one order on
 every rank. So each call takes a token and gives one back, and the token goes through all units of the function and, as
 the cotangent of itself, back through them. The token alone would allow all parameters to be fetched at the beginning.
@@ -8,7 +8,7 @@ So a fetch also waits for the inputs of its unit: activations in the forward pas
 before which the unit after it has handed its gradients over. Hence parameters of one unit are there at a time, in
 addition to those of the root.
 
-[Note: What backward keeps]
+[Note: Residuals of a unit]
 Differentiated as it stands, a block would keep its parameters, and values that follow from them alone (casts,
 transposes), until its backward pass. So those residuals are left out, and computed again from parameters that are
 fetched again. All others are kept: no activation is computed twice.
@@ -145,7 +145,7 @@ def run_unit(
 ) -> tuple[Any, list[Any]]:
     """(token, outputs) of `body` on the unit's parameters and the inputs `[*after, *consts]`.
 
-    See [Note: One order in a program] and [Note: What backward keeps].
+    See [Note: Token-ordered collectives] and [Note: Residuals of a unit].
     """
     count = len(after)
 
@@ -176,7 +176,7 @@ def run_unit(
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class Differentiated:
-    """A block's forward pass, cut from its backward pass. See [Note: What backward keeps]."""
+    """A block's forward pass, cut from its backward pass. See [Note: Residuals of a unit]."""
 
     program: ClosedJaxpr
     """(*parameters, *inputs) -> (*outputs, *residuals)."""

@@ -35,7 +35,7 @@ class Leaf:
 class ShardedParams:
     """The parameters of `zero`, copied into programs unit by unit, and gradients taken out of them.
 
-    [Note: Release]
+    [Note: Gradient completion count]
     A bucket's gradients are complete, and reduced, when every unit that uses one of its parameters has run backward.
     How many do is counted when a program is traced, so that each rank has the same counts.
     """
@@ -83,7 +83,7 @@ class ShardedParams:
     def reduce(self, names: Sequence[str], gradients: Sequence[Buffer], uses: Counter[int]) -> None:
         """Take gradients over, and reduce the buckets that they complete: `uses` has how often a program uses each.
 
-        See [Note: Release]."""
+        See [Note: Gradient completion count]."""
         for name, gradient in zip(names, gradients, strict=True):
             self._zero.add_gradient(name, gradient)
         for index in self.buckets(names):

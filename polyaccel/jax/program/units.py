@@ -1,14 +1,8 @@
 """Units of a function: parts whose parameters, where those are sharded, are gathered for their own computation only.
 
-    def fn(params, batch, rng):
-        hidden = embed(params, batch)
-        for layer in params["layers"]:
-            hidden = polyaccel.jax.unit(block)(layer, hidden)
-        return loss(params, hidden, batch)
-
-Everywhere else, at stages 0 to 2 and outside of an engine, a unit is a plain call, so one function serves all stages.
-A parameter that the function uses outside of units is gathered before the first unit and freed after the last; a
-function without units is one unit, gathered as a whole.
+`unit` makes one, `scan_units` loops over stacked ones. At stages 0 to 2 and outside of an engine a unit is a plain
+call, so one function serves all stages. A parameter that the function uses outside of units is gathered before the
+first unit and freed after the last; a function without units is one unit, gathered as a whole.
 """
 
 from __future__ import annotations
@@ -100,16 +94,30 @@ def is_unit_here() -> bool:
 
 
 def unit(block: Callable[..., Any]) -> Callable[..., Any]:
-    """`block(params, *args)` as a unit: `params` is a pytree of parameters as the function got them.
+    """Make a block of layers a unit, whose sharded parameters are gathered for its own computation only.
 
-    Where parameters are sharded, those in `params` are gathered for the call and freed after it, gathered again for its
-    backward pass, and their gradients reduced and freed at once; other intermediate values are kept for backward as
-    always, or recomputed where `activation_checkpointing.enabled` is set (`jax.checkpoint` inside the block works too).
-    It may close over other values; numbers of Python and everything that is not an array reach it as they are. Called
-    inside scan, cond, checkpoint, vmap, jit or grad of the function's own, it raises PolyaccelError: `scan_units` is
-    the loop over layers.
+    They are gathered for the call and freed after it, gathered again for its backward pass, and their gradients are
+    reduced and freed at once. Other intermediate values are kept for the backward pass, or recomputed if
+    `activation_checkpointing.enabled` (`jax.checkpoint` inside the block works too). Without sharded parameters a unit
+    is a plain call. Repeated blocks of modules (`polyaccel.jax.program.module_units`) are units without a mark.
 
-    Repeated blocks of modules (`polyaccel.jax.program.module_units`) are units without being marked.
+    Args:
+        block: Function `block(params, *args)`, where `params` is a pytree of parameters as the loss function got them.
+            It may close over other values.
+            Arguments that are not arrays reach it as they are.
+
+    Returns:
+        Function with the same arguments and results. It raises PolyaccelError inside scan, cond, checkpoint, vmap, jit
+        or grad of the loss function's own; `scan_units` loops over layers.
+
+    Example:
+        ```python
+        def loss_fn(params, batch, rng):
+            hidden = embed(params, batch)
+            for layer in params["layers"]:
+                hidden = polyaccel.jax.unit(block)(layer, hidden)
+            return loss(params, hidden, batch)
+        ```
     """
 
     @wraps(block)
@@ -121,12 +129,20 @@ def unit(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scan_units(block: Callable[..., Any], carry: Any, stacked: Any, xs: Any = None) -> Any:
-    """`carry` after `carry = block(layer, carry)` for every layer of `stacked`, each a unit: compiled once.
+    """Loop over stacked layers, each of which is a unit: `carry = block(layer, carry)`, compiled once.
 
-    `stacked` is a pytree of parameters with a leading axis over layers; where parameters are sharded, the engine needs
-    that from the beginning: `initialize(..., stacked=["layers"])`, their place in `params`. With `xs`, arrays with the
-    same leading axis, for example random keys, the block gets a layer's part as its third argument. The carry keeps its
-    structure, shapes and types. Raises PolyaccelError as `unit` does, and for parameters that are not stacked.
+    Args:
+        block: Function `block(layer, carry)`, or `block(layer, carry, x)` with `xs`. It returns the next carry.
+        carry: Initial value, a pytree. Its structure, shapes and dtypes stay the same.
+        stacked: Pytree of parameters with a leading axis over layers. If parameters are sharded, `initialize(...,
+            stacked=["layers"])` names its place in `params`.
+        xs: Pytree of arrays with the same leading axis, such as random keys; the block gets the slice of its layer.
+
+    Returns:
+        Carry after the last layer.
+
+    Raises:
+        PolyaccelError: It is called inside a transformation, as for `unit`, or the parameters are not stacked.
     """
     tracer, block = _tracer.get(), _recomputed(block)
     if tracer is not None:

@@ -4,11 +4,11 @@ It understands nothing of what it holds. Its memory is what ranks hand over, up 
 it is refused, and what was there stays. It ends when its launcher has: standard input is a pipe of the launcher's, and
 its end is the end of all that is kept.
 
-[Note: A keeper far from its launcher]
-Where a network lies between the two, a broken connection looks like an idle launcher. So the launcher sends something
-every few seconds, and the keeper ends when it has received nothing for `far_s`. A launcher that has lost the way to it
-and finds another starts a keeper of the same name: that one finds the name taken, holds the older one in the place of
-the launcher that has gone, and passes on what it receives; so what is kept stays.
+[Note: Keeper heartbeat]
+Where a network lies between the two, a way that is cut looks like a launcher that has nothing to say. So the launcher
+says something every few seconds, and the keeper ends when it has heard nothing for `far_s`. A launcher that has lost
+the way to it and finds another starts a keeper of the same name: that one finds the name taken, holds the older one in
+the place of the launcher that has gone, and passes on what it hears; so what is kept stays.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _heed_launcher(life: Lease, holder: int) -> None:
 
 
 def _stand_for_launcher(older: KeeperClient) -> None:
-    """Hold a keeper that was there before; see [Note: A keeper far from its launcher]."""
+    """Hold a keeper that was there before; see [Note: Keeper heartbeat]."""
     older.hold()
     _say_ready()
     while os.read(0, 4096):

@@ -1,6 +1,6 @@
 """The protocol of ranks and the keeper over a socket without a file: authentication, then requests and answers.
 
-[Note: Who may speak to the keeper]
+[Note: Keeper authentication]
 The socket's name is abstract, so nothing of it stays on a disk; any process of the host can connect to it, and when the
 keeper has died any process can take the name. So both sides look at the user whom the system names as the other's, and
 both prove that they have the job's secret: each sends a random number, and seals both numbers. Nothing that a peer

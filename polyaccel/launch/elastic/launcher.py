@@ -1,11 +1,11 @@
 """The launcher `torchelastic`: it starts the ranks of this host whenever the elastic agent next to it requests it.
 
-[Note: Who does what on an elastic host]
-The agent is torch's, in its own process (`agent`): with those of the other hosts it agrees on which hosts there are, on
-their numbers and on their rendezvous. Then it sends the launcher the job with exactly these hosts, and the launcher
-stays with this host's ranks as `polyaccel run --node-rank` does, until they have ended or the agent wants them to:
-because a host has come or is lost. The launcher reports how they ended, the agents start a new rendezvous, and so on.
-An agent that is killed, stopped or cut off ends this host's part: the others have given it up by then.
+[Note: Roles on an elastic host]
+The agent is torch's, in a process of its own (`agent`): with those of the other hosts it agrees on which hosts there
+are, on their numbers and on where their ranks meet. Then it sends the launcher the job with exactly these hosts, and
+the launcher stays with this host's ranks as `polyaccel run --node-rank` does, until they have ended or the agent wants
+them to: because a host has come or is lost. The launcher says how they ended, the agents meet again, and so on. An
+agent that is killed, stopped or cut off ends this host's part: the others have given it up by then.
 """
 
 from __future__ import annotations

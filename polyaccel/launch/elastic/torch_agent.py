@@ -1,8 +1,8 @@
 """The process of a host's elastic agent: `python -m polyaccel.launch.elastic.torch_agent`, started by the launcher.
 
-It reads the job from standard input, and writes jobs to start to standard output; see [Note: Who does what on an
-elastic host]. torch's agent finds out which hosts there are. This module adds which of their ranks train where not
-every number of ranks can, and finds hosts that are lost without notice.
+It reads the job from standard input, and writes jobs to start to standard output; see [Note: Roles on an elastic host].
+torch's agent finds out which hosts there are. Beside it here: which of their ranks train where not every number of
+ranks can, and that hosts are noticed which are lost without a word.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A job as a manifest of Kubernetes: a JobSet, Kubeflow's TrainJob, or an MPIJob of its MPI operator.
 
-[Note: Where pods find each other]
+[Note: Pod addresses]
 The pods of a JobSet `NAME` with one job called `node` have the host names NAME-node-0-0, NAME-node-0-1, ... in the
 domain NAME, and each finds its number in JOB_COMPLETION_INDEX. A TrainJob is a JobSet too. So every pod gives the
 command `polyaccel run` with all hosts and its own number, and the rendezvous is at the first pod: no pod needs ssh. In

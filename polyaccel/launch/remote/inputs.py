@@ -1,6 +1,6 @@
 """The standard inputs of agents: lines go out as there is room for them.
 
-[Note: How pdsh's agents get their lines]
+[Note: Input of pdsh agents]
 pdsh forwards no input, and every user may read arguments. So pdsh starts ssh by its module `exec`, and each ssh reads
 a pipe of the launcher, which it opens by name below /proc: the kernel lets only processes of the same user do so. All
 that an agent gets travels through its ssh, as under `--launcher ssh`. When the launcher ends, so does the pipe. The

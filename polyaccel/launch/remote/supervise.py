@@ -42,7 +42,7 @@ class HostConnection:
     """A command that brings this machine's standard input to agents, and their output back.
 
     `hosts` are the numbers of their hosts, `name` stands for them in messages. A command that forwards no input has
-    `inputs`, one for each number. See [Note: How pdsh's agents get their lines].
+    `inputs`, one for each number. See [Note: Input of pdsh agents].
     """
 
     name: str

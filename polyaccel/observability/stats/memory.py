@@ -42,6 +42,11 @@ def by_purpose(purposes: Iterable[tuple[str, int]]) -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With `force`, log on rank 0 what its device and its host have in use, after `message`."""
+    """Log on rank 0 the memory in use on its device and its host. DeepSpeed's name.
+
+    Args:
+        message: Text at the beginning of the log line.
+        force: False does nothing, as in DeepSpeed.
+    """
     if force and default_communicator().rank == 0:
         log.info("%s: %s", message, memory_in_use(get_accelerator()))

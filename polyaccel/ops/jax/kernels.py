@@ -16,32 +16,15 @@ import numpy as np
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import (
-    CAST,
-    REDUCE,
-    SCALE,
-    SQUARE_SUMS,
-    UPDATE,
-    KernelTable,
-    Rule,
-    StochasticRounding,
-)
+from polyaccel.ops.base import KernelTable, Rule, StochasticRounding
 from polyaccel.ops.jax.updates import narrowed, precise_sum, updated
 from polyaccel.ops.rounding import halves
+from polyaccel.ops.table import by_op
 
 
 def jax_kernels() -> KernelTable:
     """The table of these kernels."""
-    return KernelTable(
-        "jax",
-        {
-            REDUCE: combine,
-            SCALE: scale,
-            CAST: cast,
-            SQUARE_SUMS: square_sums,
-            UPDATE: update,
-        },
-    )
+    return KernelTable("jax", by_op(combine, scale, cast, square_sums, update))
 
 
 _COMBINE = {

@@ -1,7 +1,7 @@
 """The compiled ops on host memory: one pass over a slice for every optimizer, whatever the element types.
 
 The kernels are in csrc/kernels; this module puts their arguments together. They agree bitwise with
-`polyaccel.ops.numpy.kernels` on every instruction set and for any number of threads ([Note: One rounding an operation]
+`polyaccel.ops.numpy.kernels` on every instruction set and for any number of threads ([Note: One rounding per operation]
 in csrc/kernels/updates.h). Calls that they do not cover, above all updates in float64, go to the fallback table.
 """
 
@@ -14,13 +14,11 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
-    CAST,
     DEQUANTIZE,
     QUANTIZE,
     REDUCE,
     SCALE,
     SQUARE_SUMS,
-    UPDATE,
     Formula,
     KernelTable,
     StochasticRounding,
@@ -29,6 +27,7 @@ from polyaccel.ops.base import (
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.native.library import CArray, CRounding, Native, native
 from polyaccel.ops.rounding import halves
+from polyaccel.ops.table import by_op
 
 # The codes of csrc/kernels/kernels.h.
 TYPES = {
@@ -57,15 +56,10 @@ def native_kernels(fallback: KernelTable, threads: Callable[[], int]) -> KernelT
     kernels = _NativeKernels(found, fallback, threads)
     return fallback.replaced(
         f"csrc {found.isa}",
-        {
-            REDUCE: kernels.combine,
-            SCALE: kernels.scale,
-            CAST: kernels.cast,
-            SQUARE_SUMS: kernels.square_sums,
-            UPDATE: kernels.update,
-            QUANTIZE: kernels.quantize,
-            DEQUANTIZE: kernels.dequantize,
-        },
+        by_op(
+            *(kernels.combine, kernels.scale, kernels.cast, kernels.square_sums, kernels.update),
+            *(kernels.quantize, kernels.dequantize),
+        ),
     )
 
 

@@ -1,7 +1,8 @@
-"""The ops on numpy arrays, for hosts without torch and for the tests of the step.
+"""Kernels of the ops on numpy arrays, for hosts without torch and for the tests of the step.
 
 Arithmetic is in float32 (float64 where the master weights are), in chunks that stay in cache. numpy rounds every
-operation once and fuses none, so a result never depends on where a slice starts; see [Note: Slices and rounding].
+operation once and fuses none, so a result never depends on where a slice starts; see
+[Note: Slice-independent rounding].
 """
 
 from __future__ import annotations
@@ -15,40 +16,17 @@ import numpy.typing as npt
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import (
-    CAST,
-    DEQUANTIZE,
-    LARGEST_CODE,
-    QUANTIZE,
-    REDUCE,
-    SCALE,
-    SQUARE_SUMS,
-    UPDATE,
-    KernelTable,
-    Rule,
-    StochasticRounding,
-    code_bits,
-)
+from polyaccel.ops.base import LARGEST_CODE, ArrayMath, KernelTable, Rule, StochasticRounding, code_bits
 from polyaccel.ops.rounding import bfloat16_bits, float16_bits, random_bits
+from polyaccel.ops.table import by_op
 
 Array = npt.NDArray[Any]
 _CHUNK_NUMEL = 1 << 16
 
 
 def numpy_kernels() -> KernelTable:
-    """The table of these kernels."""
-    return KernelTable(
-        "numpy",
-        {
-            REDUCE: combine,
-            SCALE: scale,
-            CAST: cast,
-            SQUARE_SUMS: square_sums,
-            UPDATE: update,
-            QUANTIZE: quantize,
-            DEQUANTIZE: dequantize,
-        },
-    )
+    """Return the table of these kernels."""
+    return KernelTable("numpy", by_op(combine, scale, cast, square_sums, update, quantize, dequantize))
 
 
 _COMBINE: dict[ReduceOp, np.ufunc] = {
@@ -61,7 +39,7 @@ _COMBINE: dict[ReduceOp, np.ufunc] = {
 
 
 def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
-    """See `ReduceFn`. `source` is converted to `target`'s type first."""
+    """Implement `ReduceFn`. `source` is converted to `target`'s type first."""
     ours: Array = target.raw
     theirs: Array = source.raw
     # Overflow and NaN are ordinary values here, for the step looks for them itself; hence no numpy warnings anywhere.
@@ -74,7 +52,7 @@ def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
 
 
 def scale(target: Buffer, factor: float) -> None:
-    """See `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
+    """Implement `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
     if not target.dtype.is_floating:
         raise ShardingError(f"cannot scale {target!r}", hint="scale a floating element type", value=target.dtype.value)
     with np.errstate(all="ignore"):
@@ -83,7 +61,7 @@ def scale(target: Buffer, factor: float) -> None:
 
 
 def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
-    """See `CastFn`."""
+    """Implement `CastFn`. Raises ShardingError for buffers of different lengths."""
     if source.numel != out.numel:
         raise ShardingError(f"{out!r} does not match {source!r}", value=out.numel)
     with np.errstate(all="ignore"):
@@ -94,7 +72,7 @@ def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None
 
 
 def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
-    """See `SquareSumsFn`. numpy's pairwise sum in chunks of float64."""
+    """Implement `SquareSumsFn`: numpy's pairwise sum in chunks of float64."""
     with np.errstate(all="ignore"):
         for index, piece in pieces:
             for start in range(0, piece.numel, _CHUNK_NUMEL):
@@ -103,7 +81,7 @@ def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
     out.bump_version()
 
 
-class NumpyMath:
+class NumpyMath(ArrayMath):
     """`ArrayMath` on numpy arrays."""
 
     def mul(self, a: Array, b: Any, slot: int = 0) -> Array:
@@ -141,7 +119,7 @@ def update(
     grad_scale: float = 1.0,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """See `UpdateFn`. Chunks are computed in place where their type is that of the arithmetic."""
+    """Implement `UpdateFn`. Chunks are computed in place where their type is that of the arithmetic."""
     rule.check(master, grad, states, out)
     formula, constants, math = rule.formula, rule.constants, NumpyMath()
     compute = np.float64 if master.raw.dtype == np.float64 else np.float32
@@ -166,9 +144,13 @@ def update(
 
 
 def write_weights(target: Array, values: Array, rounding: StochasticRounding | None) -> None:
-    """`target[:] = values` in `target`'s type: stochastically with a `rounding` and 16 bits, else to nearest even.
+    """Assign values in the type of the target.
 
-    `rounding.start` is the index of the first element.
+    Args:
+        target: Overwritten.
+        values: Shape of `target`.
+        rounding: Rounds to 16 bits stochastically; its `start` is the index of the first element. None rounds to
+            nearest even, as do all other widths.
     """
     if rounding is None or target.itemsize != 2:
         target[:] = values
@@ -180,7 +162,7 @@ def write_weights(target: Array, values: Array, rounding: StochasticRounding | N
 
 
 def quantize(source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
-    """See `QuantizeFn`."""
+    """Implement `QuantizeFn`."""
     bits = code_bits(source, codes, scales, block_numel)
     with np.errstate(all="ignore"):
         blocks = _blocks(source.raw.astype(np.float32), block_numel)
@@ -199,7 +181,7 @@ def quantize(source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) ->
 
 
 def dequantize(out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
-    """See `DequantizeFn`."""
+    """Implement `DequantizeFn`."""
     values = codes.raw
     if code_bits(out, codes, scales, block_numel) == 4:
         low, high = codes.raw & 15, codes.raw >> 4

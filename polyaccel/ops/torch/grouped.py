@@ -1,7 +1,7 @@
 """Products of the rows of many experts by csrc/products/products.cpp: one call for all of them.
 
 Float32 on the host. A row's result, and the sum over a part of a group, have the same bits whatever else is in the
-call ([Note: Rows of a product] in csrc/products/tiles.h), which no library's product promises.
+call ([Note: Accumulation order of a product] in csrc/products/tiles.h), which no library's product promises.
 """
 
 from __future__ import annotations

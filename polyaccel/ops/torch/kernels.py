@@ -1,16 +1,16 @@
-"""The ops on torch tensors, on any device that torch knows.
+"""Kernels of the ops on torch tensors, on any device that torch supports.
 
-[Note: Sweeps]
+[Note: Chunked optimizer sweep]
 An optimizer step is one sweep over the slice in chunks that stay in cache. Where everything has the computing type
 already, a chunk is updated in place; otherwise (16-bit gradients, a gradient scale, 16-bit states) it is staged in
 scratch tensors, so that unscaling, casting and writing the parameters cost no pass over memory of their own.
 
 [Note: Rounding in torch kernels]
-See also [Note: Slices and rounding] in `polyaccel.ops.base`. torch's vectorised loops fuse multiply and add where their
-scalar tails may not, so a multi-element expression could round differently near the end of a slice or of a thread's
-share. Hence: operations here round once (multiply, add, divide, square root; never `addcmul`, `lerp`, `add(alpha)`),
-and the fused Adam, which does fuse, is given only whole vectors: its tail is staged in padded scratch. Its threads
-share out whole cache lines, so their number does not matter either.
+See also [Note: Slice-independent rounding] in `polyaccel.ops.base`. torch's vectorised loops fuse multiply and add
+where their scalar tails may not, so a multi-element expression could round differently near the end of a slice or of a
+thread's share. Hence: operations here round once (multiply, add, divide, square root; never `addcmul`, `lerp`,
+`add(alpha)`), and the fused Adam, which does fuse, is given only whole vectors: its tail is staged in padded scratch.
+Its threads share out whole cache lines, so their number does not matter either.
 """
 
 from __future__ import annotations
@@ -26,22 +26,9 @@ from torch import Tensor
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import (
-    CAST,
-    DEQUANTIZE,
-    LARGEST_CODE,
-    QUANTIZE,
-    REDUCE,
-    SCALE,
-    SQUARE_SUMS,
-    UPDATE,
-    Formula,
-    KernelTable,
-    Rule,
-    StochasticRounding,
-    code_bits,
-)
+from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, code_bits
 from polyaccel.ops.optimizers import ADAM, ADAMW
+from polyaccel.ops.table import by_op
 from polyaccel.ops.torch.rounding import write_weights
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other
@@ -54,19 +41,8 @@ _FUSED_ADAM_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 def torch_kernels() -> KernelTable:
-    """The table of these kernels."""
-    return KernelTable(
-        "torch",
-        {
-            REDUCE: combine,
-            SCALE: scale,
-            CAST: cast,
-            SQUARE_SUMS: square_sums,
-            UPDATE: update,
-            QUANTIZE: quantize,
-            DEQUANTIZE: dequantize,
-        },
-    )
+    """Return the table of these kernels."""
+    return KernelTable("torch", by_op(combine, scale, cast, square_sums, update, quantize, dequantize))
 
 
 def _chunk_numel(tensor: Tensor) -> int:
@@ -122,7 +98,7 @@ class _Scratch:
 
 
 def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
-    """See `ReduceFn`. `source` is converted to `target`'s type first."""
+    """Implement `ReduceFn`. `source` is converted to `target`'s type first."""
     ours: Tensor = target.raw
     for mine, theirs in zip(
         torch.split(ours, _chunk_numel(ours)), torch.split(source.raw, _chunk_numel(ours)), strict=True
@@ -140,7 +116,7 @@ def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
 
 
 def scale(target: Buffer, factor: float) -> None:
-    """See `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
+    """Implement `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
     if not target.dtype.is_floating:
         raise ShardingError(f"cannot scale {target!r}", hint="scale a floating element type", value=target.dtype.value)
     target.raw.mul_(factor)
@@ -148,7 +124,7 @@ def scale(target: Buffer, factor: float) -> None:
 
 
 def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
-    """See `CastFn`."""
+    """Implement `CastFn`. Raises ShardingError for buffers of different lengths."""
     if source.numel != out.numel:
         raise ShardingError(f"{out!r} does not match {source!r}", value=out.numel)
     step = max(out.numel, 1) if rounding is None else _chunk_numel(out.raw)
@@ -159,7 +135,7 @@ def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None
 
 
 def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
-    """See `SquareSumsFn`. torch's pairwise sum in chunks: within a few units in the last place of float64."""
+    """Implement `SquareSumsFn`: torch's pairwise sum in chunks, within a few units in the last place of float64."""
     totals: Tensor = out.raw
     scratch = _Scratch(totals)
     for index, piece in pieces:
@@ -183,7 +159,7 @@ def update(
     grad_scale: float = 1.0,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """See `UpdateFn`: torch's fused Adam where the device has it, else the formula in separate operations."""
+    """Implement `UpdateFn`: torch's fused Adam where the device has it, else the formula in separate operations."""
     device = master.raw.device
     apply: _Formula = partial(_in_steps, rule.formula, rule.constants)
     whole_vectors, owned_grad = False, True
@@ -265,7 +241,7 @@ def _fused_adam(rule: Rule, device: torch.device) -> _Formula:
 
 
 def quantize(source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
-    """See `QuantizeFn`."""
+    """Implement `QuantizeFn`."""
     bits = code_bits(source, codes, scales, block_numel)
     if source.numel:
         blocks = _blocks(source.raw.float(), block_numel)
@@ -284,7 +260,7 @@ def quantize(source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) ->
 
 
 def dequantize(out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
-    """See `DequantizeFn`."""
+    """Implement `DequantizeFn`."""
     values: Tensor = codes.raw
     if code_bits(out, codes, scales, block_numel) == 4:
         pairs = torch.stack((values & 15, values >> 4), dim=1).view(-1)[: out.numel]

@@ -2,7 +2,7 @@
 
 Products and sums are not fused (launch with `enable_fp_fusion=False`), divisions and roots are the correctly rounded
 ones, and tails are masked: an element's result is the same bits wherever a slice starts or ends, and the same as the
-host's kernels have ([Note: One rounding an operation] in csrc/kernels/updates.h). Memory is the limit, so that costs
+host's kernels have ([Note: One rounding per operation] in csrc/kernels/updates.h). Memory is the limit, so that costs
 nothing.
 """
 

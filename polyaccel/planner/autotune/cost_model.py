@@ -1,7 +1,7 @@
 """What a setting will need and how long its step will take: planned states, measured kernels and collectives, and the
 results of trials.
 
-[Note: Sum of a step's estimate]
+[Note: Step time model]
 With the samples of a step fixed, every setting computes the same, so its step is that of a trial, plus what differs: a
 fixed cost for each micro-batch, a forward pass more where blocks are computed again, an update of a smaller share, the
 planned collectives, and states that come from elsewhere. Each is a feature whose weight is known before the first trial

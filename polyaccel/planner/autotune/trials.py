@@ -1,9 +1,9 @@
 """A trial: the first steps of a training with other settings, in separate processes that end with it.
 
-[Note: Trials that end]
-The command is its own job: it leads a session, so no signal for us reaches it, and on Linux the kernel ends it with us.
-It is ended when its figures are there, when it ends itself, or when its time is over: first by SIGTERM, which a
-launcher passes on, then by SIGKILL; what is left then is found by the variable that names the trial's folder, which
+[Note: Trial termination]
+The command is a job of its own: it leads a session, so no signal for us reaches it, and on Linux the kernel ends it
+with us. It is ended when its figures are there, when it ends itself, or when its time is over: first by SIGTERM, which
+a launcher passes on, then by SIGKILL; what is left then is found by the variable that names the trial's folder, which
 every process of it has inherited, however often it forked. Nothing of it is in our memory, and its files are in its
 folder, so it cannot harm the next one.
 """
@@ -173,7 +173,7 @@ def _await(process: subprocess.Popen[bytes], plan: TrialPlan, folder: Path) -> s
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Leave no process of the trial. See [Note: Trials that end]."""
+    """Leave no process of the trial. See [Note: Trial termination]."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -34,7 +34,8 @@ class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):
     """The tests that every accelerator passes. A subclass only defines how to make the accelerator."""
 
     @abstractmethod
-    def make(self) -> Accelerator: ...
+    def make(self) -> Accelerator:
+        """Return a new accelerator."""
 
     def test_states_its_version_and_probes(self) -> None:
         """The class states the contract that it was written for, and its probe gives the reason of its answer: messages

@@ -1,5 +1,4 @@
-"""The part of the accelerators' contract that is about arithmetic: claimed element types, and every kernel of the
-table against its float64 reference."""
+"""The arithmetic part of the accelerators' contract: claimed element types, and every kernel against float64."""
 
 from __future__ import annotations
 
@@ -26,10 +25,11 @@ from polyaccel.testkit.kernels.grouped import check_grouped_products
 
 
 class KernelsContract(ABC):
-    """Claimed types compute, and kernels compute what `polyaccel.ops` defines. A part of `AcceleratorContract`."""
+    """Tests of claimed element types and of the kernel table. A part of `AcceleratorContract`."""
 
     @abstractmethod
-    def make(self) -> Accelerator: ...
+    def make(self) -> Accelerator:
+        """Return a new accelerator."""
 
     def test_claimed_types_compute(self) -> None:
         """Every element type that `dtypes` claims adds, and floating ones scale: the engine takes any of them at its

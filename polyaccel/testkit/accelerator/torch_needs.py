@@ -1,4 +1,4 @@
-"""What torch needs of a device so that modules train on it: each need as a value, with a test that a check runs.
+"""What torch must support on a device so that modules train on it: each need as a value with a test.
 
 An accelerator with a `torch_device_type` is held to them. A device of PrivateUse1 fulfils most by registering its
 operators, its hooks (`at::PrivateUse1HooksInterface`) and a device module (`torch._register_device_module`).
@@ -28,8 +28,14 @@ _HOOKS = "NotImplementedError: You should register `PrivateUse1HooksInterface` .
 
 @dataclass(frozen=True, slots=True)
 class TorchNeed:
-    """A thing that torch must be able to do on a device, what the engine uses it for, and what happens `without` it.
-    `tried` does it, and raises whatever its absence raises."""
+    """Something that torch must be able to do on a device.
+
+    Attributes:
+        name: What torch does.
+        used_for: What the engine uses it for.
+        without: Error or effect without it.
+        tried: Does it, and raises whatever its absence raises. SkipTest: the accelerator does not claim it.
+    """
 
     name: str
     used_for: str
@@ -37,8 +43,15 @@ class TorchNeed:
     tried: Callable[[Accelerator], None]
 
     def check(self, accelerator: Accelerator) -> None:
-        """Raise AssertionError, with the reason and what it is for, where the device does not fulfil it; SkipTest where
-        the accelerator does not claim it."""
+        """Try it on a device.
+
+        Args:
+            accelerator: The device.
+
+        Raises:
+            AssertionError: The device does not meet the need. The message has the reason and the use.
+            SkipTest: The accelerator does not claim it.
+        """
         if accelerator.torch_device_type is None:
             raise SkipTest("torch does not have the device")
         try:

@@ -52,16 +52,33 @@ from polyaccel.testkit.comparison import equal, same_numbers
 
 
 class CommContract(ABC):
-    """Tests that a communicator keeps its contract; every method is a test, run at each of `world_sizes`."""
+    """Tests that a communicator obeys its contract; every method `test_*` is a test, run at each of `world_sizes`."""
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
     @abstractmethod
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """`[body(communicator of rank 0, *args), ...]`; a failing rank's exception is raised."""
+        """Run a function on each rank of a group. Blocks until all have ended.
+
+        Args:
+            world_size: Ranks of the group.
+            body: Called with the rank's communicator and `args`. It pickles where ranks are processes.
+            *args: Further arguments, which pickle.
+
+        Returns:
+            The results in rank order. A failing rank's exception is raised.
+        """
 
     def check(self, body: Callable[..., Any], *, world_sizes: tuple[int, ...] | None = None) -> None:
-        """Run `body` at every world size. Each rank must return how many checks it made, at least one."""
+        """Run a body at every world size.
+
+        Args:
+            body: Called with a communicator. It returns how many checks it made.
+            world_sizes: Numbers of ranks; None for `self.world_sizes`.
+
+        Raises:
+            AssertionError: A rank made no check.
+        """
         for world_size in world_sizes or self.world_sizes:
             counts = self.run(world_size, body)
             if len(counts) != world_size or not all(counts):
@@ -132,6 +149,7 @@ class CommContract(ABC):
     def test_split(self) -> None:
         """Groups of some ranks work together with that of all, and a group can be split again: meshes are made so."""
         self.check(sub_groups_work_beside_their_parent)
+        self.check(groups_of_groups_that_overlap_work, world_sizes=self.world_sizes[-1:])
 
     def test_many_in_flight(self) -> None:
         """Many calls under way at once, waited for in another order, keep their own data: the engine overlaps
@@ -323,6 +341,28 @@ def nonsense_is_refused_on_the_spot(comm: Communicator) -> int:
         checks += refused(PolyaccelError, lambda: functions.all_reduce(torn, group=comm), "what is not contiguous")
     checks += refused(CommError, lambda: comm.broadcast(floats, n), "a root outside the group")
     checks += refused(CommError, lambda: comm.split([0, 0]), "a group with a rank twice")
+    comm.barrier()
+    return checks
+
+
+def groups_of_groups_that_overlap_work(comm: Communicator) -> int:
+    """Ranks that are in unequally many groups still form the next one together."""
+    n, checks = comm.world_size, 1
+    first, second = list(range(n - 1)) or [0], list(range(1, n)) or [0]
+    groups = [comm.split(first), comm.split(second)]
+    for group in list(groups):
+        if group is not None and group.world_size > 2:
+            groups += [group.split([0, 1]), group.split([1, group.world_size - 1])]
+    groups.append(comm.split(list(range(n))))
+    for group in groups:
+        if group is not None:
+            shared = group.all_gather_object(comm.rank)
+            if [group.ranks[place] for place in range(group.world_size)] != [comm.ranks[rank] for rank in shared]:
+                raise AssertionError(f"the group {list(group.ranks)} has the ranks {shared}")
+            checks += 1
+    for group in groups:
+        if group is not None and group is not comm:
+            group.close()
     comm.barrier()
     return checks
 

@@ -1,4 +1,4 @@
-"""The contract suite of communicators where a rank does not do its part: the others get its number, and no rank hangs.
+"""The contract of communicators where a rank fails: the others name it, and none hangs.
 
 The ranks are processes that may be lost, so every test has its own pool:
 
@@ -6,8 +6,8 @@ The ranks are processes that may be lost, so every test has its own pool:
         def pool(self, world_size, comm_timeout_s, grace_s):
             return RankPool(world_size, backend="gloo", comm_timeout_s=comm_timeout_s, grace_s=grace_s)
 
-Communicators are tried as `init_distributed` gives them, behind the recorder: where a library cannot find out who is
-missing, the recorder does, by the board.
+Communicators are tested as `init_distributed` returns them, behind the recorder: where a library cannot detect which
+rank is missing, the recorder does, by the board.
 """
 
 from __future__ import annotations
@@ -32,17 +32,34 @@ CALL = "all_reduce sum 300 x float32 bucket 7 'grads'"
 
 
 class CommFaultContract(ABC):
-    """Tests of what the other ranks of a group see of one that is missing; every method is a test."""
+    """Tests of the errors on the other ranks of a group when one is missing; every method `test_*` is a test."""
 
     world_size: ClassVar[int] = 3
 
     @abstractmethod
     def pool(self, world_size: int, comm_timeout_s: float, grace_s: float) -> RankPool:
-        """New ranks whose collectives end after `comm_timeout_s`. Once one has failed, the pool waits `grace_s` for the
-        others' answers."""
+        """Make new ranks, which a test may lose.
+
+        Args:
+            world_size: Number of ranks.
+            comm_timeout_s: Time limit of their collectives, in seconds.
+            grace_s: Seconds that the pool waits for the answers of the others once a rank has failed.
+
+        Returns:
+            The pool, which the caller closes.
+        """
 
     def run(self, pool: RankPool, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """`pool.run`; a subclass may put another communicator into `body`."""
+        """Run a function on each rank of a pool. A subclass may pass another communicator to `body`.
+
+        Args:
+            pool: The ranks.
+            body: Called with the rank's communicator and `args`. It pickles where ranks are processes.
+            *args: Further arguments, which pickle.
+
+        Returns:
+            The results in rank order.
+        """
         return pool.run(body, *args)
 
     def test_a_rank_that_does_not_come_is_named(self) -> None:

@@ -1,6 +1,6 @@
-"""Run a function once per rank, ranks being real processes: started once, connected once, used for many calls.
+"""Ranks as processes, for tests: `RankPool`. They are started once, connected once, and used for many calls.
 
-They come from a fork server that has imported torch and nothing else, which starts several times faster than spawning
+They come from a fork server that has imported torch and nothing else. That starts several times faster than spawning
 and is safe, for that server never runs a kernel or a thread.
 
 A task that fails costs the pool, for its ranks may have stopped at different places: all workers are killed, the error
@@ -34,6 +34,7 @@ from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.comm.init.backends import comm_backend
 from polyaccel.comm.init.threads import DEFAULT_TIMEOUT_S, blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
+from polyaccel.job.host_topology import HostTopology, host_id
 from polyaccel.job.ports import free_port
 from polyaccel.testkit.progress import listen
 
@@ -51,20 +52,31 @@ Task = Callable[..., Any] | str
 
 
 class Doing(NamedTuple):
-    """A worker's word that it is about to do `what`."""
+    """A worker's note of what it is about to do.
+
+    Attributes:
+        what: The note.
+    """
 
     what: str
 
 
 class RankPool:
-    """`world_size` worker processes joined by `backend`, the name of a comm plugin. A context manager; `run` may be
-    called any number of times.
+    """Worker processes joined by a comm backend. A context manager; `run` may be called any number of times.
 
-    `comm_timeout_s` limits the workers' own collectives. After a rank's failure the others may take `grace_s` to answer
-    too, and are killed then. `environ` is set in the workers. `accelerator` names a plugin; rank N has its device N,
-    counted round. `memory` is that of `CpuAccelerator`. The rendezvous is a file; with `by_port` an address, as with a
-    launcher. It has `start_timeout_s`, once the processes run. A warning in a worker is an error there, unless
-    `warnings_fail` is False.
+    The processes start at the first `run`, and again at the next one after a failure.
+
+    Args:
+        world_size: Number of workers.
+        comm_timeout_s: Time limit of the workers' collectives, in seconds.
+        grace_s: Seconds for the other ranks to answer after one has failed. They are killed then.
+        environ: Variables to set in the workers.
+        backend: Name of the comm plugin.
+        memory: Arrays of `CpuAccelerator`; None for its default.
+        accelerator: Name of the accelerator plugin. Rank N uses device N modulo their number.
+        by_port: Ranks join at an address, as those of a launcher do; else at a file.
+        start_timeout_s: Seconds for the ranks to join, once their processes run.
+        warnings_fail: A warning in a worker is an error there.
     """
 
     def __init__(
@@ -108,12 +120,22 @@ class RankPool:
         return [worker.pid or 0 for worker in self._workers]
 
     def run(self, task: Task, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
-        """`[task(communicator, *args) on rank 0, ...]`; `task` pickles or is written `module:function`.
+        """Run a task on every rank. Blocks until all have answered.
 
-        The first exception of a worker is raised here, with attribute `rank`; its notes hold the worker's traceback and
-        what the other ranks sent. Raises LaunchError for a worker that died and CommTimeout if some did not answer
-        within `timeout_s`, counted from the last `testkit.progress.doing` of any worker: their notes show where they
-        stood.
+        The first exception of a worker is raised here, with the attribute `rank`. Its notes hold the worker's traceback
+        and the errors of the other ranks.
+
+        Args:
+            task: Called with the rank's communicator and `args`. It pickles, or is written `module:function`.
+            *args: Further arguments, which pickle.
+            timeout_s: Seconds for an answer, counted from the last `testkit.progress.doing` of any worker.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            LaunchError: A worker died.
+            CommTimeout: Some did not answer in time. Notes have their stacks.
         """
         if not self._pipes:
             self._start()
@@ -124,7 +146,7 @@ class RankPool:
         return self._collect(timeout_s)
 
     def close(self) -> None:
-        """Kill the workers; they hold nothing that anybody needs."""
+        """Kill the workers, which hold nothing that is needed."""
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
@@ -291,7 +313,19 @@ def work_for_pool(
     stack_file: str | None = None,
     warnings_fail: bool = True,
 ) -> None:
-    """The main function of a worker: connect, then run tasks until the pool is gone."""
+    """Run a worker: connect, then run tasks until the pool is closed.
+
+    Args:
+        pipe: Connection to the pool: receives tasks, sends answers and notes.
+        rendezvous: The worker's rank and the place where the ranks join.
+        comm_timeout_s: See `RankPool`.
+        environ: See `RankPool`.
+        backend: See `RankPool`.
+        memory: See `RankPool`.
+        accelerator: See `RankPool`.
+        stack_file: File for the stacks of a crash; None for none.
+        warnings_fail: See `RankPool`.
+    """
     os.environ.update(environ)
     if stack_file is not None:
         _show_stacks_in(stack_file)
@@ -346,6 +380,8 @@ def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, accele
     from polyaccel.comm.default import set_default_communicator
 
     communicator = comm_backend(backend)().connect(rendezvous, accelerator, timeout_s=comm_timeout_s)
+    with suppress(OSError):  # no Linux
+        communicator.host_topology = HostTopology.one_host(communicator.rank, communicator.ranks, host_id())
     if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
         sys.modules["torch"].set_num_threads(1)
     set_default_communicator(communicator)

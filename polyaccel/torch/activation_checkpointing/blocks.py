@@ -1,6 +1,6 @@
 """The blocks of a model recomputed without its doing: found by structure, run as regions, and chosen within a limit.
 
-[Note: Inside the hooks]
+[Note: Recomputation inside hooks]
 A block's `forward` is what runs again, not its call. So hooks on the block, those that gather sharded parameters among
 them, stay outside and run once. Parameters that autograd keeps for the recomputed operations are replaced by notes both
 times (`saved_tensor_hooks`), so that none is looked for in memory that has gone to another block. Layers of Hugging
@@ -8,7 +8,7 @@ Face's recompute themselves by a function that they are given, and first drop ca
 more; they are given ours. Some of their models drop the caches themselves, so the models around these layers get it
 too.
 
-[Note: Trials]
+[Note: Activation memory trial]
 With a limit, the first pass is recomputed whole, and what would have been kept is counted meanwhile: it needs the least
 memory that there is. The choice holds for passes whose inputs are nowhere larger; a larger one is another trial. It
 follows from shapes alone, so that ranks with equal shapes make the same choice.
@@ -166,7 +166,7 @@ class RecomputedBlocks:
 
     @contextmanager
     def _limited(self, inputs: Any) -> Iterator[None]:
-        """With the choice for these inputs, or in a trial. See [Note: Trials]."""
+        """With the choice for these inputs, or in a trial. See [Note: Activation memory trial]."""
         self._counts.clear()
         shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         found = next((levels for measured, levels in self._choices if _is_within(shapes, measured)), None)
@@ -289,7 +289,7 @@ class _Changed:
 
 
 class _Installed(_Changed):
-    """A block that is recomputed. See [Note: Inside the hooks]."""
+    """A block that is recomputed. See [Note: Recomputation inside hooks]."""
 
     def __init__(self, blocks: RecomputedBlocks, name: str, block: nn.Module) -> None:
         super().__init__(block)

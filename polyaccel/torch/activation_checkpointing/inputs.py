@@ -1,7 +1,7 @@
 """The inputs of recomputed regions, and where they wait for the backward: on the device, in host memory, in one piece
 of memory for all, or cut over ranks.
 
-[Note: Inputs elsewhere]
+[Note: Offloaded inputs]
 A region's inputs pass through hooks on saved tensors. Packed, they are copied, and what was copied is free when the
 model has continued; unpacked, they are put together again. In host memory the copies go over their own stream while the
 region runs, and what is queued after the region waits for that; when a region's inputs are taken back, those of the
@@ -11,7 +11,7 @@ masks and the like often serve many regions, so copies would multiply them; they
 before, those of sharded parameters for example. A region inside another is dropped and recomputed with it, hence moves
 nothing.
 
-[Note: Cut inputs]
+[Note: Sharded inputs]
 Ranks that share a model compute with the same inputs, so each keeps one part, and all gather them when backward wants
 them. That is a collective of theirs, which all make in the same order, because all run the same backward.
 """
@@ -57,7 +57,7 @@ class KeptInput:
 
 
 class HostCopies:
-    """Copies between a device and host memory, over their own stream. See [Note: Inputs elsewhere]."""
+    """Copies between a device and host memory, over a stream of their own. See [Note: Offloaded inputs]."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

@@ -26,7 +26,7 @@ def _behind(dicts: Iterable[Iterable[Any]]) -> Iterator[Any]:
 class ModulePlan:
     """A module's parts, itself among them, and what is to be done about them at each first run.
 
-    [Note: Plans]
+    [Note: Attribute scan plans]
     To look at each attribute of a block's parts takes longer than to compute a small part. So a plan keeps what it has
     found, and is used again where all dicts of the parts have the very same keys and values.
     """

@@ -1,12 +1,12 @@
 """What a region changes in addition to its outputs, so that a second run sees what the first saw and leaves no trace:
 buffers and other tensors, attributes, containers of plain values, arrays, variables, and random generators.
 
-[Note: Fresh tensors]
+[Note: Tensor copies in recomputation]
 A second run gets copies of the tensors in the places of the originals, and of tuples that hold some. Old values in the
 originals would be seen by graphs that have saved them, and what the second run itself saves must keep its values when
 the originals come back. Tensors that share memory share it as copies too.
 
-[Note: Large tensors]
+[Note: Changes of large tensors]
 Small tensors and arrays are copied before each first run. A larger one is compared before and after the first two runs
 of the module or function that holds it, and is copied from then on only if one of them changed it. A later change is
 seen by the tensor's version, and for an array by a sample of its elements.
@@ -171,7 +171,7 @@ class _HeldArray:
 
 
 class _Large:
-    """The record of a large tensor or array of an owner. See [Note: Large tensors]."""
+    """What is known of a large tensor or array of an owner. See [Note: Changes of large tensors]."""
 
     def __init__(self) -> None:
         self._surveys = 0

@@ -20,17 +20,40 @@ _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """`function(*args, **named)`, whose activations are computed again in backward instead of kept.
+    """Run `function`, and compute its activations again in the backward pass instead of keeping them.
 
-    Tensors among the arguments are kept until then, where the config, or `configure`, says. Random numbers come out
-    alike both times, named ones too (`polyaccel.utils.named_random_states`). Nested use and use without gradients are
-    fine.
+    Its tensor arguments are kept until then, where the config, or `configure`, places them. Random numbers are the same
+    both times, named ones too (`polyaccel.utils.named_random_states`). Nested use, and use without gradients, are
+    allowed. The name is Megatron's and DeepSpeed's.
+
+    Args:
+        function: Part of a model's forward pass.
+        *args: Its arguments.
+        **named: Its named arguments.
+
+    Returns:
+        Result of `function(*args, **named)`.
+
+    Example:
+        ```python
+        for block in self.blocks:
+            hidden = polyaccel.checkpointing.checkpoint(block, hidden)
+        ```
     """
     return present_regions().run(function, args, named, PLAIN)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """`checkpoint`, which is never reentrant here; the name is DeepSpeed's."""
+    """Run `checkpoint`, which is never reentrant here. The name is DeepSpeed's.
+
+    Args:
+        function: As in `checkpoint`.
+        *args: Its arguments.
+        **named: Its named arguments.
+
+    Returns:
+        Result of `function(*args, **named)`.
+    """
     return checkpoint(function, *args, **named)
 
 
@@ -44,12 +67,21 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say for the whole process how `checkpoint` works; goes before what engines' configs say.
+    """Set for the whole process how `checkpoint` works. It overrides the configs of engines. DeepSpeed's arguments.
 
-    Where an argument is None, `deepspeed_config` decides. `mpu_` names the ranks that share a model, over which
-    `partition_activations` cuts: a communicator, or an object of Megatron's shape whose
-    `get_tensor_model_parallel_group` or `get_model_parallel_group` returns one. Raises ConfigError for another object,
-    and for contiguous memory without a number of checkpoints.
+    Args:
+        mpu_: Ranks that share a model, over which `partition_activations` shards: a communicator, or an object of
+            Megatron's shape whose `get_tensor_model_parallel_group` or `get_model_parallel_group` returns one.
+        deepspeed_config: Config whose section `activation_checkpointing` decides where an argument is None.
+        partition_activations: Shard kept tensors over the ranks of `mpu_`.
+        contiguous_checkpointing: Keep tensors in contiguous memory, which needs `num_checkpoints`.
+        num_checkpoints: Regions that the contiguous memory is for.
+        checkpoint_in_cpu: Keep tensors in host memory.
+        synchronize: Synchronise the device at each region.
+        profile: Time each region.
+
+    Raises:
+        ConfigError: `mpu_` is another object, the config is wrong, or the number of checkpoints is missing.
     """
     policy = recompute_policy_of(load_config(deepspeed_config or {}))
     asked: dict[str, bool | None] = {
@@ -70,12 +102,12 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return bool(configured())
 
 
 def reset() -> None:
-    """Forget what `configure` said: engines' configs decide again."""
+    """Undo `configure`: the configs of engines decide again."""
     configured().clear()
 
 

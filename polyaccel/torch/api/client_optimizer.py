@@ -172,11 +172,7 @@ class ClientOptimizer(SliceOptimizer):
                 group["params"] = parameters
 
     def update(
-        self,
-        shards: Iterable[Shard],
-        groups: Sequence[Group],
-        grad_scale: float,
-        communicator: Communicator,
+        self, shards: Iterable[Shard], groups: Sequence[Group], grad_scale: float, communicator: Communicator
     ) -> Iterator[Shard]:
         ready = []
         for shard in shards:  # one step for all of them, which is why `bind` asks for resident tiers

@@ -1,17 +1,17 @@
-"""A parameter's full-precision value, gradient and optimizer states, for debuggers and custom training loops to read
-and to write, whole or this rank's part.
+"""Full-precision values, gradients and optimizer states of one parameter, for debuggers and custom training loops.
 
-`safe_get_full_*` are collective wherever something is sharded: every rank calls them for the same parameters in the
-same order. `safe_set_full_*` take a value of the parameter's shape, equal on all ranks, and exchange nothing. The local
-variants work on this rank's part, flat: its slice, possibly empty, or all of it where optimizer states are replicated.
-Values are copies in float32 (float64 if the state is that). A parameter that belongs to no engine gives None.
+`safe_get_full_*` read and `safe_set_full_*` write a whole tensor; the local variants work on this rank's part, flat:
+its slice, possibly empty, or all of it if optimizer states are replicated. The names are DeepSpeed's.
 
-Optimizer states have the names of `torch.optim`, such as `exp_avg`. Gradients are there between `backward` and `step`
-at the accumulation boundary (at stages 2 and 3 after each backward), averaged over ranks and micro-batches and without
-loss scale; before that, and for a parameter without one, they are None.
+`safe_get_full_*` are collective if anything is sharded: every rank calls them for the same parameters in the same
+order. Results are copies in float32 (float64 if the state is that), or None for a parameter without an engine.
+`safe_set_full_*` exchange nothing.
 
-Every function raises ShardingError for a value of another shape, for an unknown state, and, when setting, for a
-parameter without an engine; setting a gradient that is not there raises PolyaccelError.
+Gradients exist between `backward` and `step` at the accumulation boundary (at stages 2 and 3 after each backward pass),
+averaged over ranks and micro-batches and without loss scale.
+
+Every function raises ShardingError for an unknown state. The functions that write also raise it for another shape and
+for a parameter without an engine.
 """
 
 from __future__ import annotations
@@ -28,62 +28,144 @@ from polyaccel.zero.fragments import GRAD, PARAM, flush_reductions, fragment, re
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The whole parameter in full precision: its master weights."""
+    """Return the whole parameter in full precision, from its master weights. Collective.
+
+    Args:
+        param: Parameter of an engine's module.
+
+    Returns:
+        Copy of the parameter's shape; None for a parameter without an engine.
+    """
     return _get_full(param, PARAM)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient."""
+    """Return the whole gradient. Collective.
+
+    Args:
+        param: Parameter of an engine's module.
+
+    Returns:
+        Copy of the parameter's shape; None without an engine or without a gradient yet.
+    """
     return _get_full(param, GRAD)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """The whole optimizer state of that name."""
+    """Return a whole optimizer state. Collective.
+
+    Args:
+        param: Parameter of an engine's module.
+        optim_state_key: Name of the state in `torch.optim`, such as `exp_avg`.
+
+    Returns:
+        Copy of the parameter's shape; None for a parameter without an engine.
+    """
     return _get_full(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite the parameter: its master weights, and what it computes with."""
+    """Overwrite the parameter: its master weights, and the values that it computes with.
+
+    Args:
+        param: Parameter of an engine's module.
+        value: Tensor of the parameter's shape, equal on all ranks, and converted to the dtype in use.
+    """
     _set_full(param, PARAM, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite the gradient that the next update uses."""
+    """Overwrite the gradient that the next update uses.
+
+    Args:
+        param: Parameter of an engine's module.
+        value: Tensor of the parameter's shape, equal on all ranks, and converted to the dtype in use.
+
+    Raises:
+        PolyaccelError: There is no gradient yet.
+    """
     _set_full(param, GRAD, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Overwrite the optimizer state of that name."""
+    """Overwrite an optimizer state.
+
+    Args:
+        param: Parameter of an engine's module.
+        value: Tensor of the parameter's shape, equal on all ranks, and converted to the dtype in use.
+        optim_state_key: Name of the state in `torch.optim`, such as `exp_avg`.
+    """
     _set_full(param, optim_state_key, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the parameter in full precision."""
+    """Return this rank's part of the parameter in full precision.
+
+    Args:
+        param: Parameter of an engine's module.
+
+    Returns:
+        Flat copy; None for a parameter without an engine.
+    """
     return _get_local(param, PARAM)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the gradient. Collective too, for a gradient may be waiting for its reduction."""
+    """Return this rank's part of the gradient. Collective, for the gradient may still have to be reduced.
+
+    Args:
+        param: Parameter of an engine's module.
+
+    Returns:
+        Flat copy; None without an engine or without a gradient yet.
+    """
     return _get_local(param, GRAD)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of the optimizer state of that name."""
+    """Return this rank's part of an optimizer state.
+
+    Args:
+        param: Parameter of an engine's module.
+        optim_state_key: Name of the state in `torch.optim`, such as `exp_avg`.
+
+    Returns:
+        Flat copy; None for a parameter without an engine.
+    """
     return _get_local(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite this rank's part of the parameter. Collective: at stages 1 and 2 the parts are gathered again."""
+    """Overwrite this rank's part of the parameter. Collective: stages 1 and 2 all-gather the parts again.
+
+    Args:
+        param: Parameter of an engine's module.
+        value: Flat tensor with the elements of this rank's part.
+    """
     _set_local(param, PARAM, value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite this rank's part of the gradient that the next update uses."""
+    """Overwrite this rank's part of the gradient that the next update uses.
+
+    Args:
+        param: Parameter of an engine's module.
+        value: Flat tensor with the elements of this rank's part.
+
+    Raises:
+        PolyaccelError: There is no gradient yet.
+    """
     _set_local(param, GRAD, value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Overwrite this rank's part of the optimizer state of that name."""
+    """Overwrite this rank's part of an optimizer state.
+
+    Args:
+        param: Parameter of an engine's module.
+        value: Flat tensor with the elements of this rank's part.
+        optim_state_key: Name of the state in `torch.optim`, such as `exp_avg`.
+    """
     _set_local(param, optim_state_key, value)
 
 

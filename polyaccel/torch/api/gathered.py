@@ -1,5 +1,6 @@
-"""Sharded parameters made whole for a while, to be read or changed: `GatheredParameters`, and everything at once for
-generation."""
+"""Full values of sharded parameters for a while: `GatheredParameters`, and `unwrap_model_for_generation` for all at
+once.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +48,35 @@ class _Opening:
 
 
 class GatheredParameters:
-    """A context in which `params` are whole. Collective: every rank enters and leaves it alike.
+    """Context in which sharded parameters are unsharded, to be read or changed. DeepSpeed's name and arguments.
 
-    With `modifier_rank`, what that rank wrote into them is broadcast when the context is left, and master weights
-    follow. Without one nothing may be written: a change, noticed by the parameters' version counters (or by their
-    values, of parameters whose `.data` or numpy array was asked for, and of all with
-    `zero_optimization.enable_sanity_checks`), raises ShardingError on every rank and names the parameter; sharded
-    parameters keep their old values then. An exception that leaves the context writes nothing back.
+    Collective: every rank enters and leaves it with the same arguments. It works at every stage, contexts nest, and one
+    may be entered again. What is computed from the parameters inside may enter a loss.
 
-    `params` is a parameter or an iterable of them; those that belong to no engine are left alone. Contexts nest, and
-    one may be entered again. What is computed from the parameters may enter a loss. `fwd_module` will gather them in
-    its forward from now on, as with `register_external_parameter`. Works at every stage. `enabled=False` makes it do
-    nothing.
+    With `modifier_rank`, leaving the context broadcasts what that rank wrote into `params`, and master weights follow.
+    Without it a change raises ShardingError on every rank, and sharded parameters keep their old values. Changes are
+    found by version counters. They are found by values for parameters whose `.data` or numpy array was taken, and for
+    all parameters with `zero_optimization.enable_sanity_checks`. An exception that leaves the context writes nothing
+    back.
+
+    Args:
+        params: A parameter, or an iterable of them. Those that belong to no engine are left alone.
+        modifier_rank: Rank whose changes count, within the engine's ranks. None allows no change.
+        fwd_module: Module that will also gather `params` in its forward pass from now on, as with
+            `register_external_parameter`.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        ShardingError: On leaving: a parameter was changed without `modifier_rank`, or is not among `params`; the
+            message names it. On entering: `modifier_rank` does not exist.
+
+    Example:
+        ```python
+        weight = engine.module[0].weight
+        with polyaccel.zero.GatheredParameters(weight, modifier_rank=0):
+            if polyaccel.comm.get_rank() == 0:
+                weight.data.clamp_(-0.2, 0.2)
+        ```
     """
 
     def __init__(
@@ -155,10 +173,16 @@ class GatheredParameters:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """The module of an engine (or a module that an engine trains) with all its parameters whole.
+    """Unshard all parameters of a model, so that ranks may generate texts of different lengths. TRL's name.
 
-    Nothing is exchanged while it is used, so ranks may generate texts of different lengths. Needs memory for the whole
-    model; `stage3_max_live_parameters` does not bound it. Collective on entering.
+    Collective on entering. Nothing is exchanged inside. It needs memory for the whole model;
+    `stage3_max_live_parameters` does not bound it.
+
+    Args:
+        model: An engine, or a module that an engine trains.
+
+    Yields:
+        The module, without the engine.
     """
     own = model._modules.get("module")
     inner = own if own is not None and hasattr(model, "zero_optimization_stage") else model

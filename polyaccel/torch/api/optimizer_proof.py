@@ -3,7 +3,7 @@
 Copies of the optimizer step on small stand-ins of its own parameters, in its own groups: once on whole tensors, and
 once cut into flat slices over two ranks, as ZeRO cuts them. Where the weights differ, so would the training.
 
-[Note: What the trial sees]
+[Note: Stand-ins of the optimizer trial]
 Stand-ins have the parameters' places in the groups, ranks of tensors and attributes, but smaller shapes; a few of each
 kind are large enough for the usual thresholds of factored and blocked optimizers. Gradients are random, weights are in
 float64, and a learning rate of 0 (the begin of a warmup) is replaced. What an optimizer does after more steps than are
@@ -103,7 +103,8 @@ class _Differs(Exception):
 
 
 def try_on_slices(optimizer: torch.optim.Optimizer) -> Trial:
-    """Compare copies of `optimizer` on whole stand-ins and on slices of them. See [Note: What the trial sees]."""
+    """Compare copies of `optimizer` on whole stand-ins and on slices of them. See
+    [Note: Stand-ins of the optimizer trial]."""
     try:
         everyone, few = _stand_ins(optimizer)
         with _generators_kept({each.parameter.device for each in everyone}):

@@ -31,7 +31,6 @@ from polyaccel.torch.checkpoint.random_states import RandomStates
 from polyaccel.torch.checkpoint.saved_buffers import Reader, module_buffers, read_buffer, saved_buffers
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.trained_state import over_stages
-from polyaccel.zero.update.optimizers import SliceOptimizer
 
 log = getLogger(__name__)
 
@@ -73,7 +72,7 @@ def load_run(
     wanted: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
     """Take over what is `wanted` of a checkpoint's state. Collective. Returns its path and the client state. About
-    `custom`, see [Note: A user's own loading] in `checkpoint.load.custom_load`.
+    `custom`, see [Note: User-defined loading] in `checkpoint.load.custom_load`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
@@ -137,7 +136,7 @@ def _check(
     buffers_of_stages: Collection[str],
     elsewhere: Collection[str],
 ) -> LoadPlan:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resume`.
+    """Check and verify what this rank will take over from `saved`; see [Note: All-or-nothing load] in `engine.resume`.
     `base` has the checksums of parameters that `saved` may have left out. `members` has the parameters of all stages of
     a pipeline with their optimizer groups, `buffers_of_stages` the names of their buffers, `elsewhere` those of
     parameters, also the second names of tied ones."""
@@ -241,11 +240,6 @@ def _same_base(reader: RenamedReader, values: SavedValues, base: Mapping[str, st
             value=sorted(others),
         )
     return frozenset(left_out)
-
-
-def optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
-    """The kind of optimizer whose states those of `optimizer` are; None without one."""
-    return None if optimizer is None else optimizer.kind
 
 
 def _allocate_client_states(zero: ZeroEngine, reader: Reader) -> None:

@@ -1,6 +1,6 @@
 """An engine's states put into host memory between phases (for example to generate with another program) and back again.
 
-[Note: The same memory comes back]
+[Note: In-place state reload]
 Buffers are views of one another in many places: parameters of buckets, master weights of parameters, slices of both. So
 nothing is exchanged: the storage under a buffer is copied to the host and emptied, and every view is good again when it
 is refilled. Memory that is not torch's own to empty (a communicator's registered memory, a file) stays where it is.
@@ -47,8 +47,8 @@ class _Moved(NamedTuple):
 
 
 class OffloadedStates:
-    """The states of `zero` that were taken off its device, and the way back; `adapter` receives what is away. See
-    [Note: The same memory comes back]."""
+    """The states of `zero` that were taken off its device, and the way back; `adapter` is told what is away. See
+    [Note: In-place state reload]."""
 
     def __init__(self, zero: ZeroEngine, adapter: TorchAdapter) -> None:
         self._zero = zero
@@ -165,17 +165,33 @@ class OffloadsStates:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to host memory until `reload_states`, between phases in which the engine does nothing. `include`
-        names kinds of `StateKind`; None means all. Meanwhile training is an error, and so is running the module if its
-        parameters (`lp_params`) are away."""
+        """Move states to host memory until `reload_states`, for phases in which the engine is idle. Collective.
+        DeepSpeed's name.
+
+        Meanwhile training is an error, and so is running the module if its parameters (`lp_params`) are offloaded.
+
+        Args:
+            include: Kinds of `StateKind`; None is all.
+            device: Only "cpu" is supported.
+            pin_memory: Copy to page-locked host memory.
+            non_blocking: Let the copies overlap each other; they are complete when the call returns.
+
+        Raises:
+            PolyaccelError: Another device, or an unknown kind.
+            ShardingError: States are already offloaded.
+        """
         self._settle_replica()
         self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` took away."""
+        """Move offloaded states back to the device.
+
+        Args:
+            non_blocking: Let the copies overlap each other; they are complete when the call returns.
+        """
         self._offloaded.reload(non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Free gathered parameters that are not in use, and give memory kept for later back to the device."""
+        """Free gathered parameters that are not in use, and return cached memory to the device. DeepSpeed's name."""
         self.zero.trim()
         empty_cache(torch_device_of(self.accelerator))

@@ -10,6 +10,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.checkpoint.load.custom_load import BUFFER, CustomLoadReader
 from polyaccel.checkpoint.load.name_map import RenamedReader
+from polyaccel.checkpoint.load.read_item import ReadItem
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.checkpoint.extra_states import is_extra_state
 from polyaccel.torch.sharding.buffers import plain_values, set_plain_values, strided_tensors
@@ -52,13 +53,18 @@ def saved_buffers(adapter: TorchAdapter, reader: Reader) -> dict[str, Tensor]:
                 hint="build the model that was saved",
                 value=shape,
             )
-        reader.verify(name, BUFFER, 0, values.numel(), dtype_of(values.dtype))
+        reader.verify(_item(name, values))
         found[name] = tensor
     return found
 
 
 def read_buffer(accelerator: Accelerator, reader: Reader, name: str, tensor: Tensor) -> None:
     present = plain_values(tensor)
-    flat = accelerator.allocate(present.numel(), dtype_of(present.dtype))
-    reader.read_into(name, BUFFER, 0, flat.numel, flat, cast_through=accelerator.allocate)
+    item = _item(name, present)
+    flat = accelerator.allocate(item.length, item.dtype)
+    reader.read_into(item, flat, accelerator.allocate)
     set_plain_values(tensor, flat.raw.view(present.shape))
+
+
+def _item(name: str, values: Tensor) -> ReadItem:
+    return ReadItem(name, BUFFER, 0, values.numel(), dtype_of(values.dtype))

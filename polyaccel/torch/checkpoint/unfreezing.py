@@ -1,6 +1,6 @@
 """States that go from one plan of a step to the next, when parameters that were frozen are trained from now on.
 
-[Note: A new plan]
+[Note: New layout after unfreezing]
 Frozen parameters have no master weights, no optimizer states and no gradients, so their buckets are of another kind
 than those of trained ones. When one of them requires a gradient, everything is laid out again between two optimizer
 steps: the module takes its values back, a second `ZeroEngine` is built as for a new engine, and what the first one has

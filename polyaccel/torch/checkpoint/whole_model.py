@@ -30,19 +30,45 @@ class HasWholeModel:
     timer: PhaseTimer
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's state dict with whole parameters, at every stage. Every rank calls it and has it."""
+        """Return the module's state dict with full parameters, at every stage. Collective.
+
+        Args:
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            State dict on every rank, under the module's own names.
+        """
         return whole_state_dict(self.adapter, self.zero, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over whole parameters, equal on all ranks; master weights get them in their own precision. Every rank
-        calls it. Raises torch's RuntimeError for other names or shapes."""
+        """Load full parameters; master weights get them in their own precision. Collective.
+
+        Args:
+            state_dict: State dict of full parameters, equal on all ranks.
+            strict: Require the module's names exactly, as in torch.
+
+        Raises:
+            RuntimeError: On every rank and with nothing changed: names or shapes differ, as torch raises it.
+        """
         load_whole_state_dict(self.adapter, self.zero, state_dict, strict=strict)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole model's state dict to one file (safetensors if the name ends so), in the types that it
-        computes with. Every rank calls it, rank 0 writes. Raises CheckpointError on all of them if it cannot."""
+        """Write the full model's state dict to one file, in the dtypes that it computes with. Collective; rank 0
+        writes.
+
+        Args:
+            save_dir: Folder, created if missing.
+            save_filename: Name of the file; one that ends in `.safetensors` has that format, any other torch's.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: On every rank: the file cannot be written.
+        """
         with self.timer(OUTSIDE):
             entries = self._entries_of_writer(exclude_frozen=exclude_frozen_parameters)
             write_whole_model(entries, self.communicator, save_dir, save_filename)

@@ -3,7 +3,7 @@
 A token sees another one of its own segment (a packed document, or the whole sequence) that is a key (not padding), is
 not later where the attention is causal, and is not farther back than the window where there is one.
 
-[Note: Pieces]
+[Note: Mask pieces]
 The sequence is cut wherever its segments or its padding change, and where tokens of a rank begin. Then any two parts
 see each other wholly, not at all, or, a part and itself, causally; so no mask is ever made, and what sees nothing is
 not computed: a packed sequence costs what its documents cost. Masks remain in two cases, in squares of at most
@@ -142,7 +142,8 @@ def pieces(
 ) -> list[AttentionPiece]:
     """The pieces in which tokens `queries` attend to tokens `keys`, both in the order of their tensors, of one row.
 
-    See [Note: Pieces]. `longest` bounds the sides of all pieces, where what computes them needs memory for each pair.
+    See [Note: Mask pieces]. `longest` bounds the sides of all pieces, where what computes them needs memory for each
+    pair.
     """
     bounds = {bound for span in (*queries, *keys) for bound in span} | set(row.cuts)
     tile = longest

@@ -1,6 +1,6 @@
 """Between ranks: from all heads of a rank's tokens to all tokens of a rank's heads and back, as autograd functions.
 
-[Note: On the wire]
+[Note: All-to-all message layout]
 What rank i sends rank j are its tokens' vectors, token by token, (tokens of i, rows, heads of j x width), those of
 queries, keys and values side by side: one call for all three. So what arrives, rank after rank, is the whole sequence
 as (length, rows, ...) without another copy, and the way back sends parts of that tensor as they lie.

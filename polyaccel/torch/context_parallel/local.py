@@ -1,7 +1,7 @@
 """Attention of this rank's queries to keys that it has, piece by piece: what Ulysses computes between its exchanges,
 and what the ring computes in each of its turns.
 
-[Note: Merging]
+[Note: Log-sum-exp merge]
 Over keys in parts i, with outputs o_i and sums l_i = log(sum(exp(score))), attention is
     l = log(sum_i exp(l_i)),   o = sum_i exp(l_i - l) o_i
 exactly. And the gradients of part i follow from o and l of the whole: the share of a key is exp(score - l), and
@@ -44,7 +44,8 @@ def require_rows(marks: DocumentMask, rows: int) -> None:
 
 
 class OnlineSoftmax:
-    """Outputs of parts, added up as in [Note: Merging]. `out` and `sums` are the whole once all parts are in."""
+    """Outputs of parts, added up as [Note: Log-sum-exp merge] says. `out` and `sums` are the whole once all parts are
+    in."""
 
     def __init__(self, queries: Tensor) -> None:
         self._dtype = queries.dtype

@@ -1,6 +1,6 @@
 """The loss of a sequence that is cut over ranks, weighted by tokens.
 
-[Note: Token means]
+[Note: Token-mean loss]
 The engine takes the mean of the ranks' gradients. For the mean over all tokens, each of N ranks needs as its loss
     N * (sum over its tokens) / (number of tokens of all ranks),
 so a rank that has few target tokens, or none, has as little weight. What users see is the mean over all tokens, which
@@ -41,8 +41,8 @@ def mean_over_tokens(total: Tensor, tokens: Tensor | int, communicator: Communic
     """The mean of `total`, a sum over this rank's `tokens`, over the tokens of all ranks of `communicator`; 0 where
     there are none.
 
-    Its value is the same on all ranks; the mean of its gradients over these ranks is that of the mean over tokens,
-    however they are spread ([Note: Token means]). Collective.
+    Its value is the same on all ranks; its gradients are such that their mean over these ranks is that of the mean over
+    tokens, however they are spread ([Note: Token-mean loss]). Collective.
     """
     wide = torch.promote_types(total.dtype, torch.float32)
     both = torch.stack([total.detach().to(wide), torch.as_tensor(tokens, device=total.device).to(wide)])

@@ -1,11 +1,11 @@
 """Models of Hugging Face's whose sequences are cut over ranks, without a change to them or to their scripts.
 
-[Note: A forward pass over ranks]
+[Note: Context-parallel forward pass]
 All ranks of a sequence are called with the same batch. Before the model runs, a hook keeps this rank's tokens of it:
 ids, labels (shifted first, so that the loss over the border between two ranks is right), position ids (made where
 there are none). Documents and padding are noted for the attention, which computes over ranks. After the model a hook
-makes its loss one that is weighted by tokens ([Note: Token means]). Logits and hidden states are those of this rank's
-tokens.
+makes its loss one that is weighted by tokens ([Note: Token-mean loss]). Logits and hidden states are those of this
+rank's tokens.
 
 A pass is left whole, the same on all ranks, where there is nothing to cut: in evaluation without labels (generation,
 logits), with a cache, and where there are fewer tokens than ranks.
@@ -35,7 +35,7 @@ _FULL_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class SequenceParallel:
-    """The hooks of [Note: A forward pass over ranks], on one model;
+    """The hooks of [Note: Context-parallel forward pass], on one model;
     `polyaccel.torch.context_parallel.apply_context_parallel` makes them."""
 
     def __init__(self, model: nn.Module, communicator: Communicator, settings: SequenceSettings) -> None:
@@ -60,6 +60,12 @@ class SequenceParallel:
             model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Full names of the modules that compute with parts of sequences."""
+        modules = self._model.named_modules()
+        return tuple(name for name, one in modules if one is self._model or one is self._transformer)
 
     def remove(self) -> None:
         """Let the model run whole again."""
@@ -157,7 +163,7 @@ class _Loss:
         named["num_items_in_batch"] = (target_count(targets) if count is None else count) / ranks
 
     def computed(self, outputs: Any, targets: Tensor, count: Tensor | None, ranks: int) -> Tensor:
-        """This rank's loss, of which the ranks' mean is that over all tokens ([Note: Token means])."""
+        """This rank's loss, of which the ranks' mean is that over all tokens ([Note: Token-mean loss])."""
         if self.by_table:
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
             assert isinstance(loss, Tensor)

@@ -2,9 +2,9 @@
 others, "Ring Attention with Blockwise Transformers", 2023).
 
 In every turn a rank sends the keys and values that it has on to the next rank, and computes with them meanwhile.
-Outputs are merged exactly ([Note: Merging]). The backward pass goes round again, and gradients of keys and values
-travel behind them, so that after the last turn they are one rank away from home. Each rank sends N-1 times its keys
-and values forward, and backward the same, and as often their gradients, in float32 at least.
+Outputs are merged exactly ([Note: Log-sum-exp merge]). The backward pass goes round again, and gradients of keys and
+values travel behind them, so that after the last turn they are one rank away from home. Each rank sends N-1 times its
+keys and values forward, and backward the same, and as often their gradients, in float32 at least.
 """
 
 from __future__ import annotations

@@ -36,20 +36,36 @@ _INERT = {
 
 
 class Init(ExitStack):
-    """Parameters that are built inside are deferred: known to the last bit, and allocated only when they are placed.
+    """Context that defers the initialisation of parameters: they get memory and values when the engine places them.
 
-    Use it as `with zero.Init(): model = Model()`, then pass the model to `polyaccel.initialize`, which computes one
-    bucket of parameters at a time. Values are those of the same program without `Init`, and so is the state of the
-    random generator afterwards; each random tensor is drawn twice for that, the first time into scratch memory of its
-    size. Tied parameters stay tied. What is small (up to 1024 elements) or read from elsewhere is real from the start.
-    Until `initialize`, deferred parameters may be initialised again, cast, copied and looked at as usual; what is
-    computed from them after the block is real.
+    DeepSpeed's name and arguments. Pass the model to `polyaccel.initialize`, which computes one bucket of parameters at
+    a time. Values, and the state of the random generator afterwards, are those of the same program without `Init`; for
+    that each random tensor is drawn twice, the first time into scratch memory of its size. Tied parameters stay tied.
+    Tensors of up to 1024 elements, and what is read from elsewhere, are real from the start.
 
-    `dtype` is the default dtype inside. Leave it out under fp16 or bf16: the config decides what the parameters become,
-    and master weights keep the full precision that the constructors gave. A config that is given is checked. `module`
-    is a model that exists already: there is nothing left to defer. A nested `Init` changes nothing but its `dtype`.
+    Until `initialize`, deferred parameters may be initialised again, cast, copied and read as usual. What is computed
+    from them after the block is real. Inside another `Init` only `dtype` has an effect.
 
-    Raises ConfigError for a wrong config and for arguments that have no meaning here.
+    Args:
+        module: A model that exists already, of which nothing is left to defer.
+        config_dict_or_path: Config as in `initialize`; it is checked and not used otherwise.
+        config: The same under DeepSpeed's older name.
+        enabled: False makes the context do nothing.
+        dtype: Default dtype inside. None under fp16 or bf16: the config decides the parameters' dtype, and master
+            weights keep the full precision of the constructors.
+        mem_efficient_linear: Accepted for DeepSpeed's scripts; it has no effect.
+        **inert: DeepSpeed's other arguments, which must have their default values.
+
+    Raises:
+        ConfigError: The config is wrong, or an argument of `inert` has another value.
+        TypeError: An argument is unknown.
+
+    Example:
+        ```python
+        with polyaccel.zero.Init():
+            model = Model()
+        engine, *_ = polyaccel.initialize(model=model, config=config)
+        ```
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The log of a tensor that does not exist yet: the operations that make its memory, and their replay.
 
-[Note: Replay]
+[Note: Initialisation replay]
 Every operation on deferred memory is logged with the place of each argument and with the state of the random generator
 that it drew from. A value is computed by running again, in their order, exactly the operations on which it depends; so
 it has the bits that the program would have had, however many other tensors were made in between. Because each operation
@@ -99,7 +99,8 @@ class LoggedCall:
 
 
 def replay(place: StridedView) -> Tensor:
-    """The tensor that stands at `place` now, computed. It shares nothing with any other tensor. See [Note: Replay]."""
+    """The tensor that stands at `place` now, computed. It shares nothing with any other tensor. See
+    [Note: Initialisation replay]."""
     storages: dict[FakeStorage, torch.UntypedStorage] = {}
 
     def real(leaf: Any) -> Any:

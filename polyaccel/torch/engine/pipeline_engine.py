@@ -74,7 +74,7 @@ class PipelineEngine(StagedStates):
         self._exchange = StageExchange(line, self.accelerator, self.device)
         self._ties = TiedWeights(module, line, self.device)
         self._ties.agree_on_types()
-        faster = set(self.accelerator.matrix_kernels("auto")) if training.splits and len(self._linears) else ()
+        faster = set(self.accelerator.matrix_kernels("auto")) if training.splits and len(self.linears) else ()
         delays = self._own_module if training.splits else torch.nn.Identity()
         self._delayed = SplitBackwardLinears(delays, adds_in_place=LINEAR_WEIGHT_GRAD not in faster)
         self._names_of = names_by_chunk(self._own_module, self.adapter.names.values(), module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -11,13 +11,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.load.name_map import NameMap
 from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.engine.base import Engine, learning_rates
-from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.observability.timing import OUTSIDE
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
@@ -25,7 +25,7 @@ from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.checkpoint.contents import TorchRun, contents_of
 from polyaccel.torch.checkpoint.custom_loading import CustomLoad
-from polyaccel.torch.checkpoint.load import LoadOptions, frozen_with_states, load_run, optimizer_kind
+from polyaccel.torch.checkpoint.load import LoadOptions, frozen_with_states, load_run
 from polyaccel.torch.checkpoint.offload_states import OffloadedStates, OffloadsStates
 from polyaccel.torch.checkpoint.unfreezing import is_due, migrate_optimizer_state
 from polyaccel.torch.checkpoint.whole_model import HasWholeModel
@@ -33,7 +33,7 @@ from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader, call_with, 
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.profiling.forward_work import ForwardWork
-from polyaccel.torch.settings import ModuleSettings
+from polyaccel.torch.rewrites import REWRITES, AppliedRewrite, RewriteContext
 from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.torch.sharding.transforms import explaining_refusal, is_transforming
@@ -44,52 +44,77 @@ log = getLogger(__name__)
 
 
 class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
-    """A torch module in training under ZeRO. Made by `polyaccel.initialize`.
+    """A torch module in training under ZeRO, built by `polyaccel.initialize`.
 
-    `engine(*inputs)` runs the module; `backward(loss)` computes gradients, and so does `loss.backward()`; `step()`
-    updates at the accumulation boundary. Attributes that the engine lacks are the module's.
+    `engine(*inputs)` runs the module; `backward(loss)` or `loss.backward()` computes gradients; `step()` updates at the
+    accumulation boundary. Attributes that the engine lacks are the module's. It has the methods of `Engine` too, such
+    as `global_steps` and `get_global_grad_norm`.
+
+    Args:
+        rewrites: The model, and the rewrites that `polyaccel.initialize` has applied to it so far.
     """
 
     zero: ZeroEngine
+    linears: Linears
     _warned_of_16_bits = _is_closed = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        runtime: EngineBuilder,
-        slice_optimizer: SliceOptimizer | None,
-        groups: ParamGroups,
-        settings: ModuleSettings,
-    ) -> None:
+    def __init__(self, rewrites: RewriteContext) -> None:
         super().__init__()
-        self._modules["module"] = module
-        self.runtime, self._stage_runtime = runtime, runtime.of_stage()
-        self._compose(runtime.engine_parts())
+        self._modules["module"] = module = rewrites.model
+        self.runtime, self._stage_runtime = rewrites.runtime, rewrites.runtime.of_stage()
+        self._compose(self.runtime.engine_parts())
         self.training_dataloader: Any = None
-        self._module_settings = settings
+        self._module_settings = settings = rewrites.settings
         self._autocast = ForwardAutocast(self.device.type, settings.autocast_dtype)
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
         self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
-        self._lay_out(slice_optimizer, groups)
+        self.recomputation: Recomputation | None = None
+        self._rewrites = rewrites
+        rewrites.engine = self
+        rewrites.apply([one for one in REWRITES if one.needs_engine])
+        rewrites.engine = None
         self.optimizer: Any = None
+        slice_optimizer, groups = rewrites.slice_optimizer, rewrites.groups
         if slice_optimizer is not None:
             evaluates = isinstance(slice_optimizer, ClientOptimizer) and slice_optimizer.evaluates
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
         self.adapter.broadcast_buffers(self._stage_runtime.communicator)
-        self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
-        trace, notes = (
-            self._recorder.trace,
-            lambda: self.adapter.saved_tensor_hooks(),
-        )  # of an adapter that may be made anew
-        self._recomputation = Recomputation(
-            module, settings.recompute, self.accelerator, runtime.process_group_for, notes, trace
-        )
         whole = self.adapter.param_specs(), frozenset(self.adapter.unit_names().values())
         self._work = ForwardWork(module, settings, self._recorder, self.counters, *whole)
         self._recorder.begin()
+
+    # Rewrites of the module. See `polyaccel.torch.rewrites`.
+
+    @property
+    def rewrites(self) -> tuple[AppliedRewrite, ...]:
+        """What was changed of the module, in the order in which it was applied."""
+        return tuple(self._rewrites.applied)
+
+    def shard_parameters(self) -> tuple[str, ...]:
+        """Lay out the parameters in buckets, for `ZeroShards`. Collective.
+
+        Returns:
+            Full names of the parameters.
+        """
+        self._lay_out(self._rewrites.slice_optimizer, self._rewrites.groups)
+        return tuple(spec.fqn for spec in self.adapter.param_specs())
+
+    def unshard_parameters(self) -> None:
+        """Give the parameters memory of their own again. Collective where they are sharded."""
+        self.adapter.release()
+        self._passes.close()
+        self.zero.close()
+
+    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
+        """Return hooks that save references in place of sharded parameters.
+
+        Returns:
+            The hooks, for a block that is recomputed; None without sharded parameters.
+        """
+        return self.adapter.saved_tensor_hooks()
 
     def _lay_out(
         self, slice_optimizer: SliceOptimizer | None, groups: ParamGroups, trained: Collection[str] = ()
@@ -122,7 +147,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     @property
     def module(self) -> nn.Module:
-        """The user's module, its parameters up to date."""
+        """The user's module, with its parameters up to date."""
         self.zero.params.wait_all_gathers()
         return self._own_module
 
@@ -134,19 +159,31 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     @property
     def device(self) -> torch.device:
+        """Device that this rank's parameters are on."""
         return torch_device_of(self.accelerator)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output, under autocast if the config says so, or else the caller."""
+        """Run the module under the autocast of the config, or else of the caller.
+
+        Collective if parameters are sharded.
+
+        Args:
+            *inputs: Inputs of the module. Under fp16 floating tensors are cast to float16.
+            **named: Named inputs, treated the same way.
+
+        Returns:
+            The module's output.
+        """
         if self.runtime.casts_inputs and not getattr(self, "_receives", False):  # of users, not of another stage
             inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
         if is_trained_on:
             self._train_unfrozen()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
+        again = nullcontext() if self.recomputation is None else self.recomputation.forward_pass(inputs, named)
         counted = self._work.forward_pass(inputs, named, counts=is_trained_on)
         refusals = explaining_refusal(self._own_module)
-        with charge, self._autocast(), counted, self._recomputation.forward_pass(inputs, named), refusals:
+        with charge, self._autocast(), counted, again, refusals:
             outputs = self._own_module(*inputs, **named)
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
@@ -155,8 +192,18 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     # Gradients.
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute the gradients of `loss`, a scalar, scaled for accumulation and fp16, and start reducing them.
-        Returns the loss divided by the accumulation steps. `scale_wrt_gas=False` leaves that division out.
+        """Compute the gradients of `loss` and start to reduce them. Collective.
+
+        Args:
+            loss: Scalar tensor. It is scaled here for accumulation and fp16.
+            retain_graph: Keep the graph for another backward pass, as in torch.
+            scale_wrt_gas: Divide by the accumulation steps (DeepSpeed's name).
+
+        Returns:
+            The loss divided by the accumulation steps, or as it is without `scale_wrt_gas`.
+
+        Raises:
+            PolyaccelError: `loss` is not a scalar tensor, or the engine has no optimizer.
         """
         self._require_optimizer()
         self.adapter.require_nothing_away()
@@ -170,15 +217,28 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         return shared
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for users who call `.backward()` on it themselves under fp16."""
+        """Multiply a loss by the loss scale, for users who call `.backward()` on it themselves under fp16.
+
+        Args:
+            loss: Scalar tensor.
+
+        Returns:
+            Scaled loss, part of the same graph.
+        """
         return self._passes.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate on this rank only; the first one outside reduces what they left."""
+        """Return a context whose backward passes accumulate on this rank only; the first one outside reduces their
+        gradients.
+        """
         return self._passes.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, accumulated ones too."""
+        """Discard all gradients, accumulated ones too.
+
+        Args:
+            set_to_none: As in `torch.nn.Module.zero_grad`, for gradients that the engine does not hold.
+        """
         self.adapter.discard_gradients()
         super().zero_grad(set_to_none)
         self.counters.begin_window()
@@ -195,7 +255,16 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     # The update.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
+        """End a micro-batch: at the accumulation boundary update the parameters and the learning-rate schedule.
+        Collective.
+
+        Args:
+            lr_kwargs: Named arguments of the schedule's `step`.
+
+        Raises:
+            PolyaccelError: It is called inside `no_sync`, or the engine has no optimizer.
+            LossScaleError: Gradients are not finite step after step, at the smallest loss scale of fp16.
+        """
         if not self._passes.reduce:
             raise PolyaccelError("step was called inside no_sync", hint="leave the no_sync block first")
         self._require_optimizer()
@@ -225,10 +294,18 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         return result
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
-        """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
-        epoch).
+        """Run one optimizer step, with all its micro-batches. Collective.
 
-        The module must return the loss, or a tuple, mapping or object that has it first or as `loss`. Returns the mean.
+        Args:
+            data_iter: Iterator of this rank's micro-batches: a mapping (named inputs), a sequence (inputs) or one
+                input. None takes the engine's own loader, epoch after epoch.
+
+        Returns:
+            Scalar: the mean loss of this rank's micro-batches.
+
+        Raises:
+            PolyaccelError: There is no data, or the module does not return its loss: alone, first in a tuple, or as
+                `loss`.
         """
         self.train()
         source = self._data(data_iter)
@@ -244,7 +321,19 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Any) -> Tensor:
-        """The loss of one micro-batch from `data_iter`, without gradients; the training mode is restored."""
+        """Compute the loss of one micro-batch without gradients, and restore the training mode.
+
+        Collective if parameters are sharded.
+
+        Args:
+            data_iter: Iterator whose next micro-batch is taken. None takes the engine's own loader.
+
+        Returns:
+            Scalar loss.
+
+        Raises:
+            PolyaccelError: There is no data, or the module does not return its loss.
+        """
         was_training = self.training
         self.eval()
         try:
@@ -265,7 +354,16 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     def deepspeed_io(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
     ) -> ShardedDataLoader[Any]:
-        """A loader of this rank's micro-batches of `dataset`, shuffled anew each epoch; see `ShardedDataLoader`."""
+        """Build a loader of this rank's micro-batches, shuffled again in each epoch. DeepSpeed's name.
+
+        Args:
+            dataset: torch Dataset or IterableDataset.
+            collate_fn: Makes a batch from a list of samples; None is torch's default.
+            num_workers: Processes that load samples; 0 loads in this one.
+
+        Returns:
+            Loader with the engine's micro-batch size, over the data-parallel ranks.
+        """
         line = self.mesh.group(("data",), self.communicator.rank)
         own: dict[str, Any] = {"rank": line.index(self.communicator.rank), "world_size": len(line)}
         own |= {"drop_last": self._module_settings.drop_last, "num_workers": num_workers}
@@ -282,16 +380,33 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError. With
-        `checkpoint.async` it returns when all is copied (`wait_for_checkpoint`)."""
+        """Write everything needed to resume exactly, at any world size. Collective.
+
+        With `checkpoint.async` it returns when this rank's part is copied; `wait_for_checkpoint` waits for the rest.
+
+        Args:
+            save_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of this checkpoint; None is `global_step` and the number of steps.
+            client_state: Values of the script's own, which `load_checkpoint` returns.
+            save_latest: Make this the checkpoint that a load without a tag takes.
+            exclude_frozen_parameters: Leave out parameters that are not trained, such as the base model of adapters.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: On every rank: this save failed, or the one before it, or an accumulation is unfinished.
+
+        Example:
+            ```python
+            engine.save_checkpoint("checkpoints", client_state={"epoch": epoch})
+            path, client_state = engine.load_checkpoint("checkpoints")
+            ```
+        """
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
-        self._require_whole_optimizer_step()
-        state = self._state_to_save(client_state)
-        with self.timer(OUTSIDE):
-            contents = self._contents(state, exclude_frozen=exclude_frozen_parameters)
-            self._saver.save(save_dir, tag or f"global_step{self.global_steps}", contents, save_latest=save_latest)
-        return True
+        contents = partial(self._contents, exclude_frozen=exclude_frozen_parameters)
+        return self._save(save_dir, tag, client_state, save_latest, contents)
 
     def _contents(self, client_state: Mapping[str, Any], *, exclude_frozen: bool = False) -> SaveContents:
         allows_bytes = self._saver.policy.allows_bytes
@@ -308,12 +423,26 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         name_map: NameMap | None = None,
         custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
-        state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
-        dst=)` writes them itself. Without a tag, the newest complete one is taken, with a warning, if `latest` is not.
+        """Resume from a checkpoint of any world size, stage and framework. Collective.
 
-        Raises CheckpointError, on every rank and with nothing changed, for one that is missing or damaged, has another
-        optimizer's states, or, with `load_module_strict`, lacks parameters or their states, which else stay.
+        Args:
+            load_dir: Folder of checkpoints, or place in the storage that the config names.
+            tag: Name of the checkpoint. None takes the latest, or a newer replica in memory; if it is not complete, the
+                newest complete one, with a warning.
+            load_module_strict: False leaves parameters as they are that the checkpoint lacks, or whose states it lacks.
+            load_optimizer_states: False leaves the optimizer's states as they are.
+            load_lr_scheduler_states: False leaves the learning-rate schedule as it is.
+            load_module_only: Load parameters and buffers only.
+            name_map: Saved names of parameters that have other names here: patterns, a function, or "flax".
+            custom_load_fn: Called as `fn(src=state_dict, dst=module)`; writes the checkpoint's tensors into `dst`
+                itself.
+
+        Returns:
+            (path of the checkpoint, client state).
+
+        Raises:
+            CheckpointError: On every rank and with nothing changed: it is missing or damaged, has another optimizer's
+                states, or, with `load_module_strict`, lacks parameters or their states.
         """
         self.adapter.require_nothing_away()
         choices = load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -324,39 +453,26 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
             self._train_unfrozen(resumed)
             return load_run(self._run(), saved, wanted)
 
-        with self.timer(OUTSIDE):
-            self._saver.wait()
-            loaded = self._resume(self.runtime.storage(load_dir), tag, load, is_whole=wanted.is_whole)
+        loaded = self._resume(self.runtime.storage(load_dir), tag, load, is_whole=wanted.is_whole)
         self._own_data = None  # its position has changed
         self.adapter.forget_changes()
         return loaded
 
     def _run(self) -> TorchRun:
-        """The parts that a checkpoint holds, as they are now."""
-        return TorchRun(
-            zero=self.zero,
-            accelerator=self.accelerator,
-            communicator=self.communicator,
-            counters=self.counters,
-            loss_scaler=self.loss_scaler,
-            groups=None if self.optimizer is None else self.optimizer.param_groups,
-            optimizer_kind=optimizer_kind(self.zero.optimizer),
-            schedule=self.lr_scheduler,
-            model_parallel_group=self.zero.model_parallel_group,
-            loading_nbytes=self._saver.policy.staging_nbytes,
-            adapter=self.adapter,
-            data=self.training_dataloader,
-        )
+        own = {"model_parallel_group": self.zero.model_parallel_group, "data": self.training_dataloader}
+        return self._training_run(TorchRun, adapter=self.adapter, **own)
 
     # What users ask.
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every optimizer group that has one."""
+        """Return the learning rate of every optimizer group that has one."""
         return list(learning_rates(self.optimizer.param_groups)) if self.optimizer is not None else []
 
     def destroy(self) -> None:
-        """Remove the hooks and let go of buffers. The module keeps its parameters' values: with sharded parameters it
-        is collective, and every rank then holds all of them. An engine that is closed stays as it is."""
+        """Remove the hooks and release buffers. Collective with sharded parameters, of which every rank then holds all.
+
+        The module keeps its parameters' values. A second call does nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -364,11 +480,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         if self.adapter.away:
             self.reload_states()
         self.zero.params.wait_all_gathers()
-        self._linears.release()
-        self._recomputation.release()
-        self.adapter.release()
-        self._passes.close()
-        self.zero.close()
+        self._rewrites.remove()
         self.runtime.leave_groups()
         self._recorder.close()
 

@@ -92,10 +92,10 @@ class _Joined(torch.autograd.Function):
         return gradient, *zeros
 
 
-def spread_experts(model: nn.Module, communicator: Communicator) -> None:
+def spread_experts(model: nn.Module, communicator: Communicator) -> tuple[str, ...]:
     """Spread the experts of every layer of `model` over the ranks of `communicator`, in place: stacks of the first
     rank's values, of which each rank keeps its experts'. On one rank, nothing changes but how they are computed.
-    Collective.
+    Returns the names of the layers. Collective.
 
     Raises ShardingError for a model without these layers, one with fewer experts than ranks, and where ranks differ.
     """
@@ -104,7 +104,7 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
     if len({str(each) for each in communicator.all_gather_object(facts)}) > 1:
         raise ShardingError("the ranks that share experts have other layers", hint="build the same model on every rank")
     if not found and communicator.world_size == 1:
-        return
+        return ()
     counts = _counts(model, found, communicator.world_size)
     ranks = TensorRanks(communicator)
     values = WholeValues(
@@ -119,6 +119,7 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
         _log.info("experts on each of %d ranks: %s", ranks.size, shown)
         if (said := values.summary()) is not None:
             _log.info("%s", said)
+    return tuple(found)
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ transformers marks modules of experts that it computes in several ways (`use_exp
 are called, whether they are transposed, have biases and gates, is in attributes. Here is one way more. Whatever is not
 plain float32 on the device goes the module's own.
 
-[Note: Sums over ranks]
+[Note: Per-rank expert gradients]
 The gradient of an expert's weights is a sum over all tokens. Were it one product over them all, its bits would depend
 on which rank has the expert. So each rank's tokens give their own product, and these are added in the order in which
 the ranks' communicator would have added them, had each rank its own copy of the expert: there and here the same
@@ -104,7 +104,7 @@ def _is_marked(module: Any) -> bool:
 
 class _Grouped(torch.autograd.Function):
     """A linear layer of each expert on its rows. `weights` are (experts, outputs, inputs), the last two exchanged if
-    transposed. See [Note: Sums over ranks]."""
+    transposed. See [Note: Per-rank expert gradients]."""
 
     @staticmethod
     def forward(

@@ -1,16 +1,16 @@
 """Token dispatch and combine by all-to-all for expert parallelism.
 
-[Note: One copy each way]
+[Note: Strided token dispatch]
 Rows of tokens are ordered by expert where they are sent, and by own expert, then by rank, where they are computed.
 Where ranks can read each other's memory (`supports_strided`), rows are gathered right into memory that the others see,
 and each rank copies what is for it to where it belongs: one copy there, and one back. Elsewhere rows are put in order
 before and after.
 
-[Note: Gradients of experts]
+[Note: Expert gradient sums]
 An expert gets the tokens of all ranks along the axis `expert`, so its gradient is the sum of theirs, and other ranks
-along that axis have no part of it. The engine takes the mean over ranks that hold the same ([Note: Means over ranks]),
-which would be the mean over fewer. So gradients are divided by the ranks along `expert` when they set out to experts,
-and multiplied again when they set out from there.
+along that axis have no part of it. The engine takes the mean over ranks that hold the same
+([Note: Gradient means over ranks]), which would be the mean over fewer. So gradients are divided by the ranks along
+`expert` when they set out to experts, and multiplied again when they set out from there.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: float, plan: TokenDispatch) -> Tensor:
-    """See [Note: Gradients of experts]."""
+    """See [Note: Expert gradient sums]."""
     room = None if plan.room is None else plan.room.rows(len(gradient), gradient.shape[1], gradient.dtype)
     return torch.mul(gradient, factor, out=room)
 

@@ -1,11 +1,11 @@
 """What stages send each other: outputs forward, gradients back, by the communicator's own messages.
 
-[Note: Shapes and types of messages]
+[Note: Message descriptions]
 A chunk's output is described when its structure, its types and its shapes are not those of its output before: its
 tensors follow a number, how many numbers of description come first, 0 nearly always. Gradients need none: they are like
 the outputs.
 
-[Note: Receives that begin early]
+[Note: Early receives]
 A stage begins its next receive before the task in front of it, so that what arrives meanwhile is there when the task is
 done. It must then take what comes to be like before. Where it is not, the sender sends as many bytes as it was expected
 to, of nothing, before the description and the tensors; so it does not matter whether the other side has begun early.

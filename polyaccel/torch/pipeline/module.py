@@ -1,6 +1,6 @@
 """A model as a sequence of layers, of which a rank builds those of its stage.
 
-[Note: One owner of tied weights]
+[Note: Tied weight owner]
 Layers of one `TiedLayerSpec` key are one module. Where they stand on several stages, the first stage that has one is
 the owner: there the module's parameters are parameters of the model, there they are updated and saved, and they count
 once in every norm. On the other stages the same module holds plain tensors in their place. The owner sends their values

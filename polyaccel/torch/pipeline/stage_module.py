@@ -1,15 +1,15 @@
 """A model that was not written for a pipeline, of which a stage has some blocks: its own forward pass runs on every
 stage.
 
-[Note: One forward pass on every stage]
-Every stage calls the whole model with the micro-batch's own inputs. So what blocks are given in addition to the values
-of the block before (masks, positions, rotary embeddings, flags) is computed where it is needed, by the model itself,
-and never sent; whatever way the model calls its blocks. In the places of blocks that are elsewhere stand modules
-without parameters: those before the stage's first block give what the stage before has sent, in the very structure in
-which its last block gave it, and the first one behind the stage's last block ends the pass. What the model computes
-before its blocks is computed on every stage: that is little compared with the blocks.
+[Note: Full forward pass per stage]
+Every stage calls the whole model with the micro-batch's own inputs. So what blocks are given beside the values of the
+block before (masks, positions, rotary embeddings, flags) is computed where it is needed, by the model itself, and never
+sent; and nothing must be known of how the model calls its blocks. In the places of blocks that are elsewhere stand
+modules without parameters: those before the stage's first block give what the stage before has sent, in the very
+structure in which its last block gave it, and the first one behind the stage's last block ends the pass. What the model
+computes before its blocks is computed on every stage: beside the blocks that is little.
 
-[Note: What stands in]
+[Note: Parameter stand-ins]
 Where a parameter belongs to another stage, a tensor of its shape stands in for it, all of whose elements are one: NaN.
 It takes no memory, and shapes, types and masks come out as if it were the parameter. The trial (see `trial`) has found
 which parameters reach the blocks of this stage otherwise than through what is sent; they are shared like tied weights,
@@ -315,7 +315,7 @@ def cut_of(model: nn.Module) -> StageModule | None:
 
 
 def _stand_in(like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of one element that is repeated. See [Note: What stands in]."""
+    """A tensor of one element that is repeated. See [Note: Parameter stand-ins]."""
     is_real = like.is_floating_point()
     kind = dtype if is_real and dtype is not None else like.dtype
     value = _NAN if is_real or like.is_complex() else 0

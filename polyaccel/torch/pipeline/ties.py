@@ -1,4 +1,4 @@
-"""Modules that several stages have: values from the owner, gradients to it. See [Note: One owner of tied weights]."""
+"""Modules that several stages have: values from the owner, gradients to it. See [Note: Tied weight owner]."""
 
 from __future__ import annotations
 

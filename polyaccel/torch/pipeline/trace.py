@@ -1,6 +1,6 @@
 """A model tried on a small micro-batch: what each of its blocks gives, and which parameters every part of it uses.
 
-[Note: Parts of a forward pass]
+[Note: Forward pass parts]
 With n blocks a forward pass has n + 1 parts: part i goes from what block i - 1 gave to what block i gives, so part 0
 has all that comes before the first block, and part n all that comes after the last. In the trial what a block gives is
 cut off: a leaf of autograd's graph continues in its place. Behind the outputs of a part, that graph then has as leaves
@@ -9,7 +9,7 @@ are found that several parts use (tied words, positions that every block is give
 part past the block before it, which a stage could not have.
 
 The trial is in eval mode, takes no random numbers and changes nothing of the model. Only what autograd sees is found;
-the stages themselves see to the rest ([Note: What stands in] in `cut`).
+the stages themselves see to the rest ([Note: Parameter stand-ins] in `cut`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BlockOutput:
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """See [Note: Parts of a forward pass]."""
+    """See [Note: Forward pass parts]."""
 
     outputs: tuple[BlockOutput, ...]
     """Of each block."""

@@ -1,12 +1,12 @@
 """What a layer gives, taken apart into tensors and a structure of plain values, and put together on the next stage.
 
-[Note: Structures]
+[Note: Structure encoding]
 A structure is the JSON of a tree in which tensors are numbers of their places, so reading one runs no code of its
 sender. A tree may name a class: a named tuple, a dataclass (like transformers' outputs), an enum, one of torch's own
 tuples. It is looked up among the modules that are imported, and its fields are set: no constructor runs. A tensor that
 stands in several places is one tensor on the next stage too, so its gradients add up as in one stage.
 
-[Note: Layers that change their input]
+[Note: In-place layers]
 What a stage receives is a leaf of autograd's graph, which no layer may change in place. A layer gets an alias of it
 instead, which shares its memory and has a graph behind it. Between chunks of one stage the chunk before may still need
 its output for its backward pass; a change of the alias then counts as a change of that output, so that autograd
@@ -40,7 +40,7 @@ class UnsendableValue(PolyaccelError, ValueError):
 
 
 class StageValue(NamedTuple):
-    """What a layer gives. See [Note: Structures]."""
+    """What a layer gives. See [Note: Structure encoding]."""
 
     structure: bytes
     tensors: list[Tensor]
@@ -75,7 +75,7 @@ def leaves_of(value: StageValue, *, needs_grad: bool) -> StageValue:
 
 
 def aliases_of(value: StageValue) -> StageValue:
-    """`value` as a layer may get it. See [Note: Layers that change their input]."""
+    """`value` as a layer may get it. See [Note: In-place layers]."""
     tensors = [_Alias.apply(one) if one.requires_grad else one for one in value.tensors]  # type: ignore[no-untyped-call]
     return StageValue(value.structure, tensors)
 

@@ -1,17 +1,17 @@
 """The backward passes of an engine: one object begins and ends each, and sets what its gradients are multiplied with.
 
-[Note: Passes]
+[Note: Backward pass boundaries]
 `TorchEngine.backward` begins a pass before it runs autograd and ends it after. When a user calls `loss.backward()`
 instead, the first sign of it (the gradient of an output of the engine, of a sharded module, or of a parameter) begins
 the pass, and a callback that autograd runs when the whole backward is done ends it. Begun at an output, that callback
 belongs to the outermost backward, so reentrant checkpointing, which runs backwards inside the backward, ends nothing
 early. Should a pass end early all the same, what comes after is late or its own pass: slower, never wrong.
 
-[Note: Factors]
+[Note: Gradient scale factors]
 A gradient is multiplied with 1 / accumulation steps and with the loss scale, and divided by the number of ranks. In a
 pass of the engine's own the first two are factors of the loss. In a user's pass `scale` has put the loss scale into the
 loss, if there is one. What is missing of both is a factor of each gradient as it arrives: in a pass that another engine
-runs too ([Note: One loss through several engines] of `engine_registry`). The ranks are divided by in the reduction
+runs too ([Note: Loss through several engines] of `engine_registry`). The ranks are divided by in the reduction
 (`ReductionPolicy.scaling`), the loss scale in the update.
 """
 
@@ -62,8 +62,8 @@ class LaterProduct(Protocol):
 class BackwardRunner:
     """Begins and ends the backward passes of an engine, and hands their gradients to its step.
 
-    `attach` sets which step and which parameters; before that, and after `release`, no backward is noticed. See
-    [Note: Passes] and [Note: Factors].
+    `attach` says which step and which parameters; before that, and after `release`, no backward is noticed. See
+    [Note: Backward pass boundaries] and [Note: Gradient scale factors].
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class BackwardRunner:
 
     def run_products(self, products: list[LaterProduct], roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Compute the gradients that linear layers have left, which `products` loses, and what follows from `roots`,
-        tensors with their gradients, as one pass. See [Note: Products that add up in place] of `weight_grad`."""
+        tensors with their gradients, as one pass. See [Note: In-place weight gradients] of `weight_grad`."""
         step, roots = self._attached, list(roots)
         with self._own_pass(self._whole_pass()):
             while products:

@@ -1,9 +1,9 @@
 """The buffers of a module as flat values that ranks exchange and checkpoints hold, whatever layout and type they have.
 
-[Note: Buffers of other kinds]
-Collectives and checkpoints handle strided memory of a few element types. A sparse buffer goes as its indices and
-values, each under its own name; a complex one as pairs of reals; an element type that the engine does not have goes bit
-by bit as an integer. Where a buffer repeats one element along a dimension (`expand`), it is written to once.
+[Note: Non-strided buffers]
+Collectives and checkpoints know strided memory of a few element types. A sparse buffer goes as its indices and values,
+each under a name of its own; a complex one as pairs of reals; an element type that the engine does not know goes bit by
+bit as an integer. Where a buffer repeats one element along a dimension (`expand`), it is written to once.
 """
 
 from __future__ import annotations

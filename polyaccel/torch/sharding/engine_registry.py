@@ -1,6 +1,6 @@
 """The engines of this rank: which of them holds a parameter, and the backward pass that runs through several of them.
 
-[Note: One loss through several engines]
+[Note: Loss through several engines]
 A backward pass belongs to the whole graph, not to one engine. Its loss is multiplied once, with the pass's loss scale
 and, in `engine.backward`, with that engine's share of its accumulation. Every engine that the pass reaches multiplies
 its gradients with what is missing for its own scale and its own share. The pass's loss scale is the smallest of those
@@ -9,7 +9,7 @@ of the engines whose outputs are in the graph, so that no engine overflows by an
 The engine that begins a pass reduces while the pass runs, the others when it is over, in the order in which they were
 made: their gradients may interleave differently on each rank, and collectives must not.
 
-[Note: Handing over]
+[Note: Parameter hand-over]
 A parameter has one engine. Where a new engine gets all parameters of an older one, or some of them and no others, the
 older one hands them over: it is closed as by `destroy()`, and refuses by name what would train it. Where each of the
 two has other parameters too, both would be trained, and that is refused.
@@ -92,7 +92,7 @@ class BackwardPass:
 
 
 class EngineRegistry:
-    """The engines of one rank. See [Note: One loss through several engines]."""
+    """The engines of one rank. See [Note: Loss through several engines]."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -275,7 +275,7 @@ class Closable(Protocol):
 
 
 class EngineParameters:
-    """The parameters of an engine, as far as they can be handed over. See [Note: Handing over]."""
+    """The parameters of an engine, as far as they can be handed over. See [Note: Parameter hand-over]."""
 
     module: nn.Module
     engine_number: int

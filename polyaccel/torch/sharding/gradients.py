@@ -1,6 +1,6 @@
 """`parameter.grad` of an engine's parameters: what user code reads there, and what it writes.
 
-[Note: Gradients in buckets]
+[Note: Bucketed gradients]
 Gradients leave their parameters as they appear and are reduced in buckets. `parameter.grad` shows what has become of
 them after the backward pass: a view of the reduced bucket where this rank has all of it (stage 0, and one rank at every
 stage), a `ShardedGradient` where it has a slice. Both stand on the memory that the update reads, so what is written
@@ -33,7 +33,7 @@ AUTOGRAD_S: Any = Tensor.grad
 
 
 class ShowsGradient(TracksAliases):
-    """The `grad` of an engine's parameter. See [Note: Gradients in buckets]."""
+    """The `grad` of an engine's parameter. See [Note: Bucketed gradients]."""
 
     __slots__ = ()
 

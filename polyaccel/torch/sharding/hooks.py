@@ -1,24 +1,24 @@
 """Where sharded parameters are gathered: around the forward and the backward of the modules that use them.
 
 What a module uses here is this rank's affair: `ZeroEngine.uses` makes gathers of it in which all ranks take part,
-whichever of them run the module too ([Note: Ways]).
+whichever of them run the module too ([Note: Schedule of unshard events]).
 
-[Note: Forward]
+[Note: Forward hooks]
 A *site* is a module and the buckets that it needs: a unit with all its parameters, or a module outside of the units
 with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
 
-[Note: Backward]
-The gradient of a site's output means that its backward begins: the buckets are held, and every site that is neither
-around it nor inside is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
-when another begins. Which gradients arrive, and when, does not matter: ranks that run the same modules shall report the
-same uses in the same order, or they gather for each other what is not needed. A site whose calls have all run backward
+[Note: Backward hooks]
+The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
+around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
+when another begins. What gradients arrive, and when, has no say in it: ranks that run the same modules shall report the
+same uses in the same order, or they gather for each other what nobody needs. A site whose calls have all run backward
 will see no more gradients, so the reductions of its buckets are launched then. Should an order of events be stranger
-than that, a weight is gathered because autograd asks for it (see [Note: What autograd saves]), and a gradient is late:
-slower, never wrong.
+than that, a weight is gathered because autograd asks for it (see [Note: Saved tensors by reference]), and a gradient is
+late: slower, never wrong.
 
-[Note: Transforms]
-`torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without its own
-buckets puts none in force, and its forward may call them. What is gathered inside a transform, or where no hooks are in
+[Note: Function transforms]
+`torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without buckets of
+its own puts none in force, and its forward may call them. What is gathered inside a transform, or where no hooks are in
 force, stays whole until the backward pass ends.
 """
 
@@ -51,7 +51,7 @@ _apart: ContextVar[bool] = ContextVar("polyaccel_apart_from_passes", default=Fal
 
 @contextmanager
 def apart_from_passes() -> Iterator[None]:
-    """Graphs that are built inside get their gradients inside too. See [Note: Gradients inside a forward pass]."""
+    """Graphs that are built inside get their gradients inside too. See [Note: Loss gradients in forward]."""
     token = _apart.set(True)
     try:
         yield
@@ -73,7 +73,7 @@ class HookedModule:
     entries: int = 0
     usual_entries: int = 0
     runs_transforms: bool = False
-    """Its forward runs parts of it inside `torch.func`'s transforms. See [Note: Transforms]."""
+    """Its forward runs parts of it inside `torch.func`'s transforms. See [Note: Function transforms]."""
 
     @property
     def is_over(self) -> bool:
@@ -306,7 +306,7 @@ class UnshardHooks:
             call.site.calls += 1
 
     def _enter(self, call: Call) -> None:
-        """The backward of `call` begins, unless it has begun already. See [Note: Backward]."""
+        """The backward of `call` begins, unless it has begun already. See [Note: Backward hooks]."""
         self._begin()
         site = call.site
         for other in self._in_backward[::-1]:

@@ -1,7 +1,8 @@
-"""Modules that are gathered as one, wherever they stand: mixture-of-experts blocks, whose ranks use different experts.
+"""Leaf modules: modules that are unsharded as one, such as mixture-of-experts blocks, whose ranks use different
+experts.
 
-DeepSpeed's name for them is *leaf modules*. A mark on the module says so: one that callers set before `initialize`, or
-one that `initialize` sets for its config, which goes with the engine.
+`set_leaf_modules` sets a mark on the module before `initialize`; `mark_configured_leaves` sets one for the engine that
+is being built, by its config. The term is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -30,10 +31,18 @@ ModuleChoice = type[nn.Module] | str
 def set_leaf_modules(
     model: nn.Module, choices: Iterable[ModuleChoice], *, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Gather every module that matches a choice as one, and return them. Call it before `initialize`.
+    """Make every module that matches a choice a leaf: it is unsharded as one.
 
-    A choice is a class, a class's short or qualified name, a module's full name, or the end of one (`mlp.experts`).
-    Raises ShardingError when nothing matches, and for a model whose parameters are sharded already.
+    Args:
+        model: Model, before `initialize`.
+        choices: A class, its short or qualified name, a module's full name, or the end of one (`mlp.experts`).
+        raise_if_not_found: Raise ShardingError if no module matches.
+
+    Returns:
+        The modules that match.
+
+    Raises:
+        ShardingError: No module matches, or the model is already sharded.
     """
     chosen = list(choices)
     require_unsharded(model)
@@ -50,12 +59,25 @@ def set_leaf_modules(
 
 
 def matching_modules(model: nn.Module, *choices: ModuleChoice) -> list[nn.Module]:
-    """The parts of `model` that match a choice."""
+    """Return the modules of `model` that match a choice.
+
+    Args:
+        model: Model to search, itself included.
+        *choices: As in `set_leaf_modules`.
+
+    Returns:
+        Matching modules, in the order of `named_modules`.
+    """
     return [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in choices)]
 
 
 def set_configured_leaves(model: nn.Module, leaves: Iterable[nn.Module]) -> None:
-    """Gather each of `leaves` as one for the engine that is being made; those of an earlier engine are forgotten."""
+    """Make `leaves` the leaf modules of the engine that is being built, in place of those of an earlier engine.
+
+    Args:
+        model: Model of the engine.
+        leaves: Modules of `model`.
+    """
     for module in model.modules():
         module.__dict__.pop(_CONFIGURED_LEAF, None)
     for module in leaves:
@@ -65,7 +87,19 @@ def set_configured_leaves(model: nn.Module, leaves: Iterable[nn.Module]) -> None
 def unset_leaf_modules(
     model: nn.Module, choices: Iterable[ModuleChoice], *, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Undo `set_leaf_modules`."""
+    """Undo `set_leaf_modules`.
+
+    Args:
+        model: Model, before `initialize`.
+        choices: As in `set_leaf_modules`.
+        raise_if_not_found: Raise ShardingError if no module matches.
+
+    Returns:
+        The modules that match.
+
+    Raises:
+        ShardingError: No module matches, or the model is already sharded.
+    """
     found = set_leaf_modules(model, choices, raise_if_not_found=raise_if_not_found)
     for module in found:
         del module.__dict__[_LEAF]
@@ -73,60 +107,152 @@ def unset_leaf_modules(
 
 
 def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The parts of `model` that are gathered as one by choice."""
+    """Return the leaf modules of a model.
+
+    Args:
+        model: Model to search, itself included.
+
+    Returns:
+        Leaf modules, in the order of `modules`.
+    """
     return [module for module in model.modules() if is_leaf_module(module)]
 
 
 def is_leaf_module(module: nn.Module) -> bool:
+    """Return whether `module` is a leaf.
+
+    Args:
+        module: Module to ask.
+
+    Returns:
+        True if a caller or a config made it a leaf.
+    """
     return bool(module.__dict__.get(_LEAF) or module.__dict__.get(_CONFIGURED_LEAF))
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[ModuleChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """`set_leaf_modules` under DeepSpeed's name."""
+    """Make every module that matches a choice a leaf. DeepSpeed's name of `set_leaf_modules`.
+
+    Args:
+        model: Model, before `initialize`.
+        leaf_module_classes: Classes, or choices as in `set_leaf_modules`.
+        raise_if_not_found: Raise ShardingError if no module matches.
+
+    Returns:
+        The modules that match.
+
+    Raises:
+        ShardingError: No module matches, or the model is already sharded.
+    """
     return set_leaf_modules(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """`set_leaf_modules` for full names."""
+    """Make modules leaves by their full names. DeepSpeed's name.
+
+    Args:
+        model: Model, before `initialize`.
+        module_names: Full names, or choices as in `set_leaf_modules`.
+        raise_if_not_found: Raise ShardingError if no module matches.
+
+    Returns:
+        The modules that match.
+
+    Raises:
+        ShardingError: No module matches, or the model is already sharded.
+    """
     return set_leaf_modules(model, module_names, raise_if_not_found=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """`set_leaf_modules` for the ends of full names."""
+    """Make modules leaves by the ends of their full names. DeepSpeed's name.
+
+    Args:
+        model: Model, before `initialize`.
+        module_name_suffixes: Ends of full names, or choices as in `set_leaf_modules`.
+        raise_if_not_found: Raise ShardingError if no module matches.
+
+    Returns:
+        The modules that match.
+
+    Raises:
+        ShardingError: No module matches, or the model is already sharded.
+    """
     return set_leaf_modules(model, module_name_suffixes, raise_if_not_found=raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[ModuleChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """`unset_leaf_modules` under DeepSpeed's name."""
+    """Undo `set_z3_leaf_modules`. DeepSpeed's name.
+
+    Args:
+        model: Model, before `initialize`.
+        leaf_module_classes: Classes, or choices as in `set_leaf_modules`.
+        raise_if_not_found: Raise ShardingError if no module matches.
+
+    Returns:
+        The modules that match.
+
+    Raises:
+        ShardingError: No module matches, or the model is already sharded.
+    """
     return unset_leaf_modules(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """`get_leaf_modules` under DeepSpeed's name."""
+    """Return the leaf modules of a model. DeepSpeed's name of `get_leaf_modules`.
+
+    Args:
+        model: Model to search, itself included.
+
+    Returns:
+        Leaf modules, in the order of `modules`.
+    """
     return get_leaf_modules(model)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make one module a leaf, or no longer one."""
+    """Make one module a leaf, or no longer one. DeepSpeed's name.
+
+    Args:
+        model: Module to mark, before `initialize`.
+        flag: Whether it is a leaf.
+
+    Raises:
+        ShardingError: The module is already sharded.
+    """
     require_unsharded(model)
     model.__dict__[_LEAF] = flag
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether one module is a leaf."""
+    """Return whether `model` is a leaf. DeepSpeed's name of `is_leaf_module`.
+
+    Args:
+        model: Module to ask.
+
+    Returns:
+        True if a caller or a config made it a leaf.
+    """
     return is_leaf_module(model)
 
 
 def require_unsharded(model: nn.Module) -> None:
-    """Raise ShardingError if parameters of `model` are sharded, so that it is too late to choose units."""
+    """Raise if it is too late to choose units.
+
+    Args:
+        model: Model to check.
+
+    Raises:
+        ShardingError: A parameter is already sharded; the message names it.
+    """
     for name, parameter in model.named_parameters():
         home = record_of(parameter)
         if home is not None and home.owner is not None and home.owner.is_sharded(home.fqn):
@@ -139,9 +265,14 @@ def require_unsharded(model: nn.Module) -> None:
 
 
 def mark_configured_leaves(model: nn.Module, rules: LeafRules) -> None:
-    """Mark the leaf modules of `rules` in `model`, and those alone.
+    """Make the modules that a config asks for the leaf modules of `model`.
 
-    Raises ConfigError for a choice that is stated and matches nothing.
+    Args:
+        model: Model of the engine that is being built.
+        rules: Classes, names, name suffixes and granularity of leaf modules.
+
+    Raises:
+        ConfigError: A choice that the config states matches no module.
     """
     leaves: list[nn.Module] = []
     for key, choices in (
@@ -162,11 +293,17 @@ def mark_configured_leaves(model: nn.Module, rules: LeafRules) -> None:
 
 
 def granularity(module: nn.Module) -> int | None:
-    """Parameters of `module` for each of the modules with parameters that it consists of, itself included; rounded
-    down. None for one that cannot be a leaf by it: without modules inside, without parameters, a container (which need
-    not be called itself), or above 1e9 elements.
+    """Return the mean number of parameters of the modules inside a module, DeepSpeed's measure of fine-grained modules.
 
-    DeepSpeed's measure, by which `stage3_module_granularity_threshold` finds mixture-of-experts blocks.
+    `stage3_module_granularity_threshold` finds mixture-of-experts blocks by it.
+
+    Args:
+        module: Module to measure.
+
+    Returns:
+        Elements of all parameters, divided by the number of modules with parameters (itself included) and rounded down.
+        None if it cannot be a leaf by this measure: it has no module inside or no parameter, it is a container (which
+        need not be called), or it has more than 1e9 elements.
     """
     numel = sum(parameter.numel() for parameter in module.parameters())
     is_simple = next(module.children(), None) is None
@@ -179,7 +316,15 @@ def granularity(module: nn.Module) -> int | None:
 
 
 def fine_grained_modules(model: nn.Module, threshold: int) -> Iterator[nn.Module]:
-    """The outermost modules whose granularity is `threshold` or less."""
+    """Find the outermost modules with a small granularity.
+
+    Args:
+        model: Model to search, itself included.
+        threshold: Largest `granularity`, in elements.
+
+    Yields:
+        Modules, none of which is inside another.
+    """
     own = granularity(model)
     if own is not None and own <= threshold:
         yield model

@@ -97,9 +97,9 @@ class ParameterOwner(Protocol):
 class ParamRecord:
     """Where a parameter's values live, and which adapter owns it.
 
-    `version` is its version counter when its values were last those that the engine has, and `is_handed_out` is whether
-    users may write to it without raising that ([Note: Memory that was handed out]). `is_whole` is False while it is
-    sharded: then its tensor is `placeholder`, without values, and `kind` is the class that it will have again.
+    `version` is its version counter when its values were last those that the engine knows, and `is_handed_out` says
+    that users may write to it without raising that ([Note: Parameter aliases]). `is_whole` is False while it
+    is sharded: then its tensor is `placeholder`, without values, and `kind` is the class that it will have again.
     `openings` counts the `GatheredParameters` that it is open in. `memory` is the address of the buffer that it stands
     in for good, 0 for a sharded one.
     """
@@ -141,7 +141,7 @@ def has_changed(parameter: nn.Parameter) -> bool:
 
 
 def is_handed_out(parameter: nn.Parameter) -> bool:
-    """Whether users may write to `parameter` without raising its version ([Note: Memory that was handed out])."""
+    """Whether users may write to `parameter` without raising its version ([Note: Parameter aliases])."""
     home = record_of(parameter)
     return home is not None and home.is_handed_out
 

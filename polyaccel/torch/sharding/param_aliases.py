@@ -1,6 +1,6 @@
 """Parameters whose memory users took hold of past autograd: `p.data`, `p.detach()`, `p.numpy()`, `p.data = ...`.
 
-[Note: Memory that was handed out]
+[Note: Parameter aliases]
 An in-place operation on a parameter, or on a view of it, raises its version counter. What is written through `p.data`
 or a numpy array does not. So a parameter of an engine is marked when it gives an alias away (`ParamRecord`), and
 before the next update its values are looked at. The mark stays for as long as memory of its bucket is held elsewhere.
@@ -27,7 +27,7 @@ _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 
 
 class TracksAliases:
-    """The ways to the memory of an engine's parameter past autograd. See [Note: Memory that was handed out]."""
+    """The ways to the memory of an engine's parameter past autograd. See [Note: Parameter aliases]."""
 
     __slots__ = ()
 

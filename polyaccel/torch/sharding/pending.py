@@ -1,7 +1,7 @@
 """A parameter while the gather of its updated values is under way: the first use of it waits for them.
 
-[Note: Values that are still arriving]
-With `overlap_param_gather` a step returns before the other ranks' slices are here. Until it is used, a parameter's
+[Note: Pending parameter values]
+With `overlap_param_gather` a step returns before the other ranks' slices are here. Until somebody looks, a parameter's
 class is `PendingParameter`, so that the first operation on it, wherever that stands, waits for its bucket. Hooks on
 modules would not do: `nn.MultiheadAttention` reads its output projection's weight without calling that module, and so
 does `state_dict` on the module, or a function that uses a weight. Waiting is local, because the collective was launched
@@ -25,7 +25,7 @@ _CLASS = "_polyaccel_class"
 
 
 class PendingParameter(ShowsGradient, nn.Parameter):
-    """The class of a parameter until its values are waited for. See [Note: Values that are still arriving]."""
+    """The class of a parameter until its values are waited for. See [Note: Pending parameter values]."""
 
     @classmethod
     def __torch_function__(

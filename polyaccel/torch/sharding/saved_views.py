@@ -1,6 +1,6 @@
 """Notes of where a gathered parameter stood, which autograd saves for the backward in place of its values.
 
-[Note: What autograd saves]
+[Note: Saved tensors by reference]
 Autograd keeps a weight for the backward as a view of the gathered buffer, which is freed long before. So while modules
 run that use sharded parameters, saved tensors that lie in gathered buffers are replaced by a note of bucket and place,
 and found again when the backward asks for them; should the bucket not be whole at that time, that gathers it. Tensors

@@ -1,6 +1,6 @@
 """A parameter while it is sharded: it has everything but its values.
 
-[Note: A parameter without values]
+[Note: Access to sharded parameters]
 A sharded parameter keeps its shape, type and device; its storage is empty. Its class is `ShardedParameter` for that
 time, so that an operation on it comes here first. Inside a forward or backward pass the parameter is gathered on
 demand, which every rank does in the same way. Outside, one rank alone might ask, and a collective would hang; so it is
@@ -51,7 +51,7 @@ NEEDS_NO_VALUES = frozenset(
 
 
 class ShardedParameter(ShowsGradient, nn.Parameter):
-    """The class of a parameter while it is sharded. See [Note: A parameter without values]."""
+    """The class of a parameter while it is sharded. See [Note: Access to sharded parameters]."""
 
     @classmethod
     def __torch_function__(

@@ -1,9 +1,9 @@
 """A gradient of which every rank has a slice, as user code sees it.
 
-[Note: What a slice can answer]
-Operations that treat every element in the same way and change the gradient in place (`mul_`, `clamp_`, `add_` of a
-tensor of the parameter's shape, `zero_`) are done on the slice; done on all ranks they are done to the whole. Norms are
-sums over all ranks, one small exchange for all parameters at once, so every rank must ask. That is all that
+[Note: Gradient slice operations]
+Operations that treat every element alike and change the gradient in place (`mul_`, `clamp_`, `add_` of a tensor of the
+parameter's shape, `zero_`) are done on the slice; done on all ranks alike they are done to the whole. Norms are sums
+over all ranks, one small exchange for all parameters at once, so every rank must ask. That is all that
 `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` need. Anything else is refused by name: a slice would answer for
 itself, without notice.
 """
@@ -64,7 +64,7 @@ class Gradients(Protocol):
 
 
 class ShardedGradient(Tensor):
-    """`part` of a gradient, with the type, shape and device of the whole. See [Note: What a slice can answer]."""
+    """`part` of a gradient, with the type, shape and device of the whole. See [Note: Gradient slice operations]."""
 
     part: LocalPart
     gradients: Gradients

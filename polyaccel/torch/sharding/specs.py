@@ -54,21 +54,25 @@ def in_gradient_order(specs: Mapping[str, ParamSpec]) -> tuple[ParamSpec, ...]:
     return tuple(reversed(tuple(specs.values())))
 
 
-def convert_buffers(module: nn.Module, dtype: DType | None, keep_in_fp32: Collection[str] | None) -> None:
+def convert_buffers(module: nn.Module, dtype: DType | None, keep_in_fp32: Collection[str] | None) -> tuple[str, ...]:
     """Give the floating buffers of `module` the type `dtype`, in place; None leaves them as they are.
+    Returns the names of the modules that had buffers of another type.
 
     Those of modules that `keep_in_fp32` names, by any part of their full name, stay as they are; None takes the names
     that a Hugging Face model states itself.
     """
     if dtype is None:
-        return
+        return ()
+    changed: dict[str, None] = {}
     wanted = torch_dtype(dtype)
     kept = set((getattr(module, "_keep_in_fp32_modules", None) or ()) if keep_in_fp32 is None else keep_in_fp32)
     for name, part in module.named_modules():
         if kept.isdisjoint(name.split(".")):
             for key, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype is not wanted:
                     part._buffers[key] = buffer.to(wanted)
+                    changed[name] = None
+    return tuple(changed)
 
 
 def _dtype_of(fqn: str, parameter: nn.Parameter) -> DType:

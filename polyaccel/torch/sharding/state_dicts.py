@@ -1,6 +1,6 @@
 """`state_dict` and `load_state_dict` of a module whose parameters are sharded: whole values in, whole values out.
 
-[Note: Saving and loading in passing]
+[Note: State dicts of sharded modules]
 While any part of the module makes its state dict, `detach` of a sharded parameter, which is how torch takes its values,
 gathers the parameter's bucket and answers with a copy. One bucket is whole at a time. So every rank must ask for the
 same state dicts, even if only one writes them. Loading needs no gathering: each rank keeps its slice of the given

@@ -4,7 +4,7 @@ A module that holds a part of what the whole model has declares it in an attribu
 each of its own parameters that is a block. Its other parameters are whole, and equal on all ranks. The names of
 parameters are those of the model before it was cut, so that checkpoints of both have the same names.
 
-[Note: Means over ranks]
+[Note: Gradient means over ranks]
 Whatever a mesh has for axes, the engine takes the mean of a parameter's gradients over all ranks that hold the same
 elements of it, and nothing else. So code that cuts a module has to make sure that each rank hands over the whole
 gradient of its own loss: a sum over ranks that compute parts of one loss belongs into the module's backward pass. Where

@@ -29,9 +29,14 @@ _LEAST_BLOCKS = 2
 
 
 def set_units(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Make `modules`, parts of `model`, its units in place of those found by default. Call it before `initialize`.
+    """Make `modules` the units of `model`: each is unsharded and resharded as one. They replace the default units.
 
-    Raises ShardingError for a module that is not part of the model, and for a model that is sharded already.
+    Args:
+        model: Model, before `initialize`.
+        modules: Modules of `model`. Parameters outside of them belong to the root unit.
+
+    Raises:
+        ShardingError: A module is not part of the model, or the model is already sharded.
     """
     require_unsharded(model)
     parts = {id(module) for module in model.modules()}
@@ -115,9 +120,13 @@ def parts_of_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Gather `parameter` around `module` too. Works before and after `initialize`; repeating it changes nothing.
+    """Unshard `parameter` around `module` too, which uses it although another module owns it. DeepSpeed's name.
 
-    See [Note: External parameters].
+    It works before and after `initialize`, and repeating it changes nothing. See [Note: External parameters].
+
+    Args:
+        module: Module that uses the parameter in its forward pass.
+        parameter: Parameter of another module.
     """
     declared: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(parameter is other for other in declared):
@@ -128,7 +137,12 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter`; a parameter that was not declared is passed over."""
+    """Undo `register_external_parameter`.
+
+    Args:
+        module: Module that no longer uses the parameter.
+        parameter: Parameter of another module. One that is not registered is ignored.
+    """
     declared = external_parameters(module)
     module.__dict__[_EXTERNAL] = [other for other in declared if other is not parameter]
     home = record_of(parameter)

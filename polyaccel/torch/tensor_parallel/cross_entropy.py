@@ -5,6 +5,7 @@ Two exchanges of a few numbers a token replace that of all logits. Computed in f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.context_parallel.losses import IGNORED, targets_of_next_tokens
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
 Reduction = Literal["mean", "sum", "none"]
@@ -25,7 +27,7 @@ def vocabulary_cross_entropy(
     ranks: TensorRanks,
     sizes: Sequence[int],
     *,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -61,12 +63,12 @@ def over_ranks(ranks: TensorRanks, log_sums: Tensor, *facts: Tensor) -> tuple[Te
     return largest + parts.log(), *added
 
 
-class VocabularyLoss:
-    """The causal loss of transformers' models (`model.loss_function`), for logits of this rank's words."""
+class CausalLoss(ABC):
+    """The causal loss of transformers' models (`model.loss_function`)."""
 
-    def __init__(self, ranks: TensorRanks, sizes: Sequence[int]) -> None:
-        self._ranks = ranks
-        self._sizes = tuple(sizes)
+    @abstractmethod
+    def _total(self, logits: Any, targets: Tensor, ignored: int) -> Tensor:
+        """Return the sum of the losses of all tokens whose target is not `ignored`."""
 
     def __call__(
         self,
@@ -74,20 +76,31 @@ class VocabularyLoss:
         labels: Tensor | None,
         vocab_size: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORED,
         shift_labels: Tensor | None = None,
         **options: Any,
-    ) -> Tensor:
+    ) -> Any:
         """The mean over the tokens that count, or the sum divided by `num_items_in_batch`. The label of a token is the
         next one's, but where `shift_labels` has them."""
         if shift_labels is None:
             assert labels is not None
-            shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-        reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = vocabulary_cross_entropy(
-            logits, shift_labels, self._ranks, self._sizes, ignore_index=ignore_index, reduction=reduction
+            shift_labels = targets_of_next_tokens(labels, ignore_index)
+        total = self._total(logits, shift_labels, ignore_index)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+class VocabularyLoss(CausalLoss):
+    """`CausalLoss` for logits of this rank's words."""
+
+    def __init__(self, ranks: TensorRanks, sizes: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._sizes = tuple(sizes)
+
+    def _total(self, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        return vocabulary_cross_entropy(
+            logits, targets, self._ranks, self._sizes, ignore_index=ignored, reduction="sum"
         )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 class _CrossEntropy(Function):

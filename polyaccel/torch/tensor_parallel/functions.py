@@ -1,11 +1,10 @@
 """What goes between replicated and cut tensors, as autograd functions.
 
-[Note: Replicated and shared]
-A *replicated* tensor is the same on all ranks, and so is its gradient: each rank has the whole one, as if it were
-alone. A *part* is a rank's own piece of a tensor along one dimension, and its gradient is the same piece of the
-gradient. What every rank uses for its own computations is *shared*: its gradient is the sum of what the ranks find.
-Each function defines which of the three it takes and gives, and its gradient goes the other way. (Megatron's f and g
-are `to_shared` and
+[Note: Replicated and split tensors]
+A *replicated* tensor is alike on all ranks, and so is its gradient: each rank has the whole one, as if it were alone. A
+*part* is a rank's own piece of a tensor along one dimension, and its gradient is the same piece of the gradient. What
+every rank uses for computations of its own is *shared*: its gradient is the sum of what the ranks find. Each function
+says which of the three it takes and gives, and its gradient goes the other way. (Megatron's f and g are `to_shared` and
 `summed`: Shoeybi et al., 2019; along the sequence: Korthikanti et al., 2022.)
 
 The gradients of all but `summed_` have gradients.
@@ -64,8 +63,9 @@ def summed_part(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -
 def shared_weight(weight: Tensor, ranks: TensorRanks) -> Tensor:
     """A weight that is whole on every rank, for what each rank computes by itself.
 
-    Nothing is exchanged: the engine takes the mean of that weight's gradients over the ranks, and what each rank
-    found is multiplied with their number. See [Note: Means over ranks] in `polyaccel.torch.sharding.tensor_shard`.
+    Nothing is exchanged: the engine takes the mean of such a weight's gradients over the ranks, and what each rank
+    found is multiplied with their number. See [Note: Gradient means over ranks] in
+    `polyaccel.torch.sharding.tensor_shard`.
     """
     if ranks.size == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight

@@ -1,7 +1,7 @@
 """Layers that ranks share. A module is made one by its class: it stays the object that it was, with its hooks, and is
 still an instance of the class it had.
 
-[Note: Classes of cut modules]
+[Note: Classes of tensor-parallel modules]
 `shared_as(module, kind)` gives a module a class below both its own and `kind`. A `kind` that is itself a torch class
 (`VocabularyEmbedding`) stands below the module's own class, whose `forward` may do more around `super().forward`; the
 others stand above it.
@@ -33,7 +33,7 @@ _ABSENT = (ShardedParameter, PendingParameter)
 
 
 class CachedInput:
-    """The input that `readers` column layers of one module read. See [Note: One exchange for one input]."""
+    """The input that `readers` column layers of one module read. See [Note: Shared input gradient exchange]."""
 
     def __init__(self, readers: int = 1) -> None:
         self._readers = readers
@@ -253,7 +253,7 @@ class SharedTail(SharedModule):
 
 
 def shared_as(module: nn.Module, kind: type, share: ShardSpec) -> None:
-    """Make `module` a `kind`. See [Note: Classes of cut modules]."""
+    """Make `module` a `kind`. See [Note: Classes of tensor-parallel modules]."""
     become(module, kind, share=share)
 
 

@@ -1,7 +1,7 @@
 """Choose a sharding plan: the user's specs first, then the model's `tp_plan`, then a heuristic on its structure.
 
-[Note: Structure before styles]
-A style defines that a layer is cut by columns, and not where: between heads, inside the parts of a fused layer, between
+[Note: Structure-based cut plan]
+A style says that a layer is cut by columns, and not where: between heads, inside the parts of a fused layer, between
 the key heads that several queries share. So where the structure shows a region whose layers are all wished to be cut,
 the region defines how; only what no region covers is cut evenly, by its style.
 """

@@ -56,12 +56,13 @@ def require_groups(mpu: Any, mesh: Mesh, rank: int) -> None:
             )
 
 
-def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> None:
+def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> tuple[str, ...]:
     """Let the parameters that Megatron's layers have marked (`tensor_model_parallel`, `partition_dim`) be blocks of
-    whole tensors, all of one length. Raises ShardingError for one with a stride."""
+    whole tensors, all of one length. Returns their names. Raises ShardingError for one with a stride."""
     size = mesh.size_of(("tensor",))
     if size == 1:
-        return
+        return ()
+    found: list[str] = []
     place = mesh.group(("tensor",), rank).index(rank)
     for path, module in model.named_modules():
         cuts = {}
@@ -80,6 +81,8 @@ def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> None:
             cuts[name] = TensorShard(Block.whole(shape).cut(dim, (place * length, length)))
         if cuts and getattr(module, "parallel_cuts", None) is None:
             module.parallel_cuts = cuts
+            found += [f"{path}.{name}" if path else name for name in cuts]
+    return tuple(found)
 
 
 def _asked(mpu: Any, axis: str, what: str) -> Any:

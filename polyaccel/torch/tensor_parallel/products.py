@@ -1,6 +1,6 @@
 """The products of layers that are cut, with their exchanges inside.
 
-[Note: One exchange for one input]
+[Note: Shared input gradient exchange]
 Layers cut by columns that read one input (query, key and value; gate and up) each find a part of its gradient. The
 first of them gives the input on to the next ones, so that in the backward pass it comes last, has the sum of their
 parts, adds its own and lets the ranks add theirs: one exchange instead of three. That continues while the first layer's
@@ -44,7 +44,7 @@ def row_product(
 
 
 class _Column(Function):
-    """See [Note: One exchange for one input]."""
+    """See [Note: Shared input gradient exchange]."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Logits and their cross-entropy in tiles of tokens (the idea of Liger's and ALST's fused losses).
 
-[Note: Gradients in the forward pass]
-The loss is the end of a model: the gradient of a tile's logits follows from the tile alone, except for one factor that
-all tiles have in common. So the forward pass computes the gradients of the sum of all losses and adds them up, and no
+[Note: Loss gradients in forward]
+The loss is the end of a model: the gradient of a tile's logits follows from the tile alone, but for one factor that all
+tiles have in common. So the forward pass computes the gradients of the sum of all losses and adds them up, and no
 logits outlive their tile; the backward pass multiplies by the factor. Nothing is computed twice, and the weight is not
 needed for the backward pass. Three products a token are computed, as many as without tiles. The gradients are kept as
 those of the *sum*, so that numbers of tokens in the denominator do not make fp16 vanish.
@@ -23,10 +23,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.context_parallel.losses import IGNORED
 from polyaccel.torch.tensor_parallel.cross_entropy import over_ranks
 from polyaccel.torch.tensor_parallel.ranks import MatrixProducts, TensorRanks
+from polyaccel.torch.tiled.functions import scaled_gradients
 
-IGNORED = -100
 TILE_NUMEL = 1 << 22
 """Logits of a tile where its number of tokens is not set: 16 MB in float32, of which a few are alive at a time."""
 _LEAST_TOKENS = 16
@@ -79,7 +80,7 @@ def tiled_cross_entropy(
 
 
 class _TiledLoss(Function):
-    """The sum of the losses of all rows. See [Note: Gradients in the forward pass]."""
+    """The sum of the losses of all rows. See [Note: Loss gradients in forward]."""
 
     @staticmethod
     def forward(
@@ -121,11 +122,7 @@ class _TiledLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = [
-            None if each is None else (each * grad.to(each.dtype)).to(dtype)
-            for each, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
-        ]
-        return (*found, *(None,) * 7)
+        return (*scaled_gradients(ctx, grad), *(None,) * 7)
 
 
 def _loss_and_gradient(

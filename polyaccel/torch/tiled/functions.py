@@ -149,11 +149,15 @@ class _Sum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = [
-            None if each is None else (each * grad.to(each.dtype)).to(dtype)
-            for each, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
-        ]
-        return (None, None, *found)
+        return (None, None, *scaled_gradients(ctx, grad))
+
+
+def scaled_gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """Multiply the gradients that a forward pass saved in `ctx` by `grad`, each in its type of `ctx.types`."""
+    return [
+        None if each is None else (each * grad.to(each.dtype)).to(dtype)
+        for each, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
+    ]
 
 
 class _Sums:

@@ -1,7 +1,7 @@
 """The head of a model of transformers, whose logits are not computed before the loss is there.
 
-[Note: Logits to come]
-In a pass with a loss the head gives `LazyLogits`: a tensor with everything but values, which has the hidden states.
+[Note: Lazy logits]
+In a pass with a loss the head gives `LazyLogits`: a tensor with everything but values, which knows the hidden states.
 What a model does with each logit by itself before the loss (a scale, a soft cap, another type) is written down and done
 to each tile later; whatever else asks for values is an error that names it. The model's loss function then calls the
 head once more, with a `LossRequest`, so that parameters that are elsewhere are brought as for any call.
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.sharding.tensor_shard import TensorShard
+from polyaccel.torch.tensor_parallel.cross_entropy import CausalLoss
 from polyaccel.torch.tensor_parallel.layers import ColumnLayer, ShardSpec
 from polyaccel.torch.tensor_parallel.ranks import MatrixProducts
-from polyaccel.torch.tiled.cross_entropy import IGNORED, VocabShard, tiled_cross_entropy
+from polyaccel.torch.tiled.cross_entropy import VocabShard, tiled_cross_entropy
 
 _CONVERSIONS = {"aten::_to_copy", "aten::clone", "aten::alias", "aten::detach"}
 
@@ -35,7 +36,7 @@ _LOGITS = _Values()
 
 
 class LazyLogits(Tensor):
-    """Logits of `hidden` by `head`, after `operations`. See [Note: Logits to come]."""
+    """Logits of `hidden` by `head`, after `operations`. See [Note: Lazy logits]."""
 
     head: TiledHead
     hidden: Tensor
@@ -165,37 +166,19 @@ class TiledHead:
         return getattr, (self.layer, "forward")  # whose attributes are not there yet when this is called
 
 
-class TiledLoss:
-    """The causal loss of transformers' models (`model.loss_function`) for logits to come; `plain` is that of others."""
+class TiledLoss(CausalLoss):
+    """`CausalLoss` for logits to come; `plain` is that of others."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
 
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORED,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Any:
-        """The mean over the tokens that count, or the sum divided by `num_items_in_batch`. The label of a token is the
-        next one's, but where `shift_labels` has them."""
+    def __call__(self, logits: Tensor, labels: Tensor | None, *places: Any, **options: Any) -> Any:
         if not isinstance(logits, LazyLogits):
-            named = {
-                "num_items_in_batch": num_items_in_batch,
-                "ignore_index": ignore_index,
-                "shift_labels": shift_labels,
-            }
-            return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **named, **options)
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-        total = logits.total_loss(shift_labels.reshape(logits.hidden.shape[:-1]), ignore_index)
-        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+            return self._plain(logits, labels, *places, **options)
+        return super().__call__(logits, labels, *places, **options)
+
+    def _total(self, logits: LazyLogits, targets: Tensor, ignored: int) -> Tensor:
+        return logits.total_loss(targets.reshape(logits.hidden.shape[:-1]), ignored)
 
 
 def _share_of(head: nn.Module) -> ShardSpec | None:

@@ -31,12 +31,17 @@ class TiledModel:
     def __init__(self, model: nn.Module, settings: TileSettings) -> None:
         self._loss = _TiledModelLoss(model, settings) if settings.loss else None
         self._mlps: list[TiledForward] = []
+        self.module_names: tuple[str, ...] = ()
+        """Full names of the modules that compute in tiles: the model of the loss, and feed-forward layers."""
+        if self._loss is not None:
+            self.module_names = tuple(name for name, one in model.named_modules() if one is self._loss.model)
         if settings.mlp:
             found = find_mlps(model, settings.mlps)
             if not found:
                 self.release()
                 raise ConfigError([_no_mlps(settings)])
             self._mlps = [TiledForward(each, settings.mlp_tokens) for each in found.values()]
+            self.module_names += tuple(found)
 
     def release(self) -> None:
         """Compute as before."""
@@ -48,18 +53,18 @@ class TiledModel:
 
 
 class _TiledModelLoss:
-    """The loss of a model of transformers. See [Note: Logits to come]."""
+    """The loss of a model of transformers. See [Note: Lazy logits]."""
 
     def __init__(self, model: nn.Module, settings: TileSettings) -> None:
-        self._model = _with_causal_loss(model)
+        self.model = _with_causal_loss(model)
         self._in_evaluation = settings.in_evaluation
-        self._signature = inspect.signature(self._model.forward)
-        self._head = TiledHead(_head_of(self._model), settings.loss_tokens)
-        self._before = self._model.__dict__.get("_loss_function")
-        self._model.loss_function = TiledLoss(self._model.loss_function)
+        self._signature = inspect.signature(self.model.forward)
+        self._head = TiledHead(_head_of(self.model), settings.loss_tokens)
+        self._before = self.model.__dict__.get("_loss_function")
+        self.model.loss_function = TiledLoss(self.model.loss_function)
         self._handles = [
-            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self.model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
 
     def release(self) -> None:
@@ -67,19 +72,19 @@ class _TiledModelLoss:
             handle.remove()
         self._head.release()
         if self._before is None:
-            self._model.__dict__.pop("_loss_function", None)
+            self.model.__dict__.pop("_loss_function", None)
         else:
-            self._model.__dict__["_loss_function"] = self._before
+            self.model.__dict__["_loss_function"] = self._before
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if module is not self._model:  # a copy of the model, which took the hooks along
+        if module is not self.model:  # a copy of the model, which took the hooks along
             return
         given = self._signature.bind_partial(*args, **named).arguments
         has_labels = given.get("labels") is not None
         self._head.is_deferring = has_labels and (module.training or self._in_evaluation)
 
     def _end(self, module: nn.Module, args: Any, named: Any, outputs: Any) -> Any:
-        if module is not self._model or not self._head.is_deferring:
+        if module is not self.model or not self._head.is_deferring:
             return None
         self._head.is_deferring = False
         if isinstance(outputs, Mapping):

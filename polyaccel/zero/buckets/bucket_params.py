@@ -22,7 +22,7 @@ class BucketParams:
     def __init__(self, plan: BucketPlan, tiers: Tiers, communicator: Communicator) -> None:
         bucket, params = plan.bucket, plan.params
         self.shared = communicator.allocate_shared(bucket.numel, params.dtype) if plan.may_share else None
-        """One memory of all ranks, which is `full` then. See [Note: Parameters once a host]."""
+        """One memory of all ranks, which is `full` then. See [Note: Shared parameters per host]."""
         self.full: Buffer | None = None if self.shared is None else self.shared.whole
         self.plan = plan = plan if self.shared is None else plan.once_a_host()
         self.bucket = bucket

@@ -1,6 +1,6 @@
 """The uses that a rank makes of sharded buckets, and how the other ranks come to gather them too.
 
-[Note: Ways]
+[Note: Schedule of unshard events]
 Ranks may take different ways through a model: layers that are dropped, experts that no token reached, images on some
 ranks only. A gather needs all ranks all the same. So in each step the ranks follow a schedule
 (`zero.plan.gather_schedule`), made of what they used in the steps before. Before
@@ -12,7 +12,7 @@ up to there, so that whatever follows (a loss that users average, parameters tha
 bucket that the rest of the schedule up to the meeting does not have, and which this rank does not happen to have, is
 got by *voting*.
 
-[Note: Votes]
+[Note: Unshard votes]
 Each rank says what it waits for: a bucket, a reduction to be launched, or the end of the meeting. In each round all
 ranks gather every bucket that some rank waits for, in rank order, and release it together; who waited keeps it. If no
 rank waits for a bucket, the reduction that the lowest rank waits for is launched. If no rank waits for one either, the
@@ -53,7 +53,7 @@ _MOST_EVENTS = 1 << 20
 
 
 class GatherConsensus:
-    """The exchange of what each rank waits for. See [Note: Votes]."""
+    """The exchange of what each rank waits for. See [Note: Unshard votes]."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -109,7 +109,7 @@ class OrderChangeLog:
 
 
 class GatherCoordinator:
-    """What one rank uses of the buckets of `gathering`, whichever way it takes. See [Note: Ways].
+    """What one rank uses of the buckets of `gathering`, whichever way it takes. See [Note: Schedule of unshard events].
 
     `launch(bucket)` launches the reduction of a bucket's gradients; `can_launch(bucket)` returns, with the same result
     on all ranks, whether it would. With `warn`, every step in another order than the last one is logged, instead of the
@@ -298,7 +298,7 @@ class GatherCoordinator:
     # Votes.
 
     def _vote(self, wanted: int) -> None:
-        """Vote until `wanted`, an event or -1 - an end, has come about. See [Note: Votes]."""
+        """Vote until `wanted`, an event or -1 - an end, has come about. See [Note: Unshard votes]."""
         gathering = self._gathering
         while True:
             votes, gathering.apart_numel = self._votes.exchange(wanted, gathering.kept_numel)

@@ -1,7 +1,7 @@
 """The life of a bucket's gradients: they appear one by one, fill the bucket, are reduced, and rest where the update
 reads.
 
-[Note: Arrival, launch, late]
+[Note: Gradient arrival and launch]
 Reductions are launched in bucket order on every rank, whatever the order in which gradients appear, for a collective
 must meet its like. A bucket is launched early, overlapping the backward pass, once every gradient that it has ever seen
 has arrived again; the end of the pass launches the rest, with zeros for what did not come. A gradient that arrives
@@ -9,7 +9,7 @@ after its bucket was launched (a parameter used again, a second backward pass, a
 is kept aside, and through the step's small all-reduce all ranks reduce that bucket once more before the update. So no
 order of events gives wrong numbers; a strange one costs time.
 
-[Note: Where gradients accumulate]
+[Note: Gradient accumulation buffers]
 With replicated gradients each rank accumulates in one full buffer and reduces it at the accumulation boundary. With
 sharded gradients every pass reduces at once and accumulates in the rank's own slice, through a full buffer borrowed
 from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels

@@ -1,12 +1,12 @@
 """The life of parameters: where they rest, where frontends see them, how an update becomes visible on every rank.
 
-[Note: Parameters once a host]
+[Note: Shared parameters per host]
 Where the communicator can share memory and the optimizer is sharded, a bucket is one memory of all ranks, at stage 3
 too: nothing is gathered, and each rank updates its part where everybody reads it. Two meetings make that safe. No rank
 writes before the small all-reduce with which an update begins (`GradNormReducer`), which each enters after its backward
 pass, when it has done reading; and none reads before the all-gather that publishes a bucket, which moves nothing there
 but which each enters after its last write. Rank 0 alone writes the initial values. Frontends see another face of that
-memory (`SharedMemory`), in which each rank's users write for themselves ([Note: Changes by hand]).
+memory (`SharedMemory`), in which each rank's users write for themselves ([Note: User writes to parameters]).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Second copies of sharded buckets among near ranks, which spare gathers from far ones.
 
-[Note: Second copies]
+[Note: Secondary shards]
 Where some ranks reach each other faster than the rest (those of a host), they keep what was gathered first in a step
 among them, each a slice, and gather it from each other when it is needed again: in the backward pass, and in later
 micro-batches (ZeRO++, Wang et al. 2023, section 3.2). The values are those of the first gather, bit for bit. The copy
@@ -17,7 +17,8 @@ from polyaccel.zero.resources import Communicators
 
 
 class SecondaryShards:
-    """This rank's slices of gathered buckets. See [Note: Second copies]. It keeps nothing where no ranks are near."""
+    """This rank's slices of gathered buckets. See [Note: Secondary shards]. It keeps nothing where no ranks are
+    near."""
 
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators

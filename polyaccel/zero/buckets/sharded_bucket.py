@@ -39,7 +39,7 @@ class ShardedBucket:
         self.work: Work | None = None
         self.holds = 0
         self.uses = 0
-        """By this rank alone. See [Note: What a rank keeps]."""
+        """By this rank alone. See [Note: Rank-local bucket use]."""
         self.kept: RetainedBucket | None = None
         self.is_exact = True
         """`full` has the values of the slices, not what is left of them after a quantised gather."""

@@ -1,21 +1,21 @@
 """Sharded parameters while they are whole: gathered when something needs them, or ahead of that, and freed after use.
 
-[Note: Views that outlive their bucket]
-Gathered memory serves the next bucket as soon as it is free. A user may still hold a view: a state dict made inside
+[Note: Views after reshard]
+Gathered memory serves the next bucket as soon as it is free. Somebody may still hold a view: a state dict made inside
 `GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is left to its holder: its
 number of references shows it.
 
-[Note: Holds]
+[Note: Bucket holds]
 The ranks together hold a bucket (`unshard`) and drop it afterwards; holds nest. A bucket without holds is idle: it is
 freed at once, or kept while its next use is near: the schedule of the step gives the targets of prefetching, and the
 elements that will be held before a bucket is needed again. All ranks make the same holds and drops in the same order.
 
-[Note: What a rank keeps]
+[Note: Rank-local bucket use]
 Which of these buckets a rank itself computes with is its own affair (`begin_use`, `end_use`;
 `zero.buckets.gather_coordinator` makes holds of them that all ranks follow). What the ranks free while one of them
 still uses it stays with that rank, bound to its parameters, until it is done; it counts nowhere.
 
-[Note: Reading ahead]
+[Note: Shard read-ahead]
 A shard that rests in a file is read before its bucket can be gathered, and how long that takes is each rank's own
 affair: a gather launched when the file happens to be there would meet other gathers in another order on another rank.
 So prefetching such a bucket has two beginnings, each at a hold. The first reserves its memory and starts to read. The
@@ -278,7 +278,7 @@ class ParamUnsharder:
             self._free(self._buckets[idle.pop()])
 
     def _prefetch(self) -> None:
-        """Prefetch parameters of the units that follow: start fetches, then all-gathers. See [Note: Reading ahead]."""
+        """Start fetches, then all-gathers, of the units that follow. See [Note: Shard read-ahead]."""
         begun = [self._buckets[index] for index in self.schedule.upcoming() if self._buckets[index].fetch is not None]
         for index in self.schedule.upcoming():
             place = self._buckets[index]
@@ -394,7 +394,7 @@ class ParamUnsharder:
         self._give_back(place, kept.full, kept.references)
 
     def _give_back(self, place: ShardedBucket, full: Buffer, references: int) -> None:
-        """See [Note: Views that outlive their bucket]."""
+        """See [Note: Views after reshard]."""
         if not place.is_own:
             is_viewed = full.use_count() > references
             (self.pool.forget if is_viewed else self.pool.release)(full)

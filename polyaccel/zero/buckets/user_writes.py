@@ -1,6 +1,6 @@
 """What users wrote into whole parameters by hand, taken over before anything reads master weights or writes parameters.
 
-[Note: Changes by hand]
+[Note: User writes to parameters]
 A frontend names the parameters that users of this rank may have written to (`ParamListener.changed_params`). That may
 be too many, never too few. Whether there are any travels with the agreement of a step, so a step without them exchanges
 nothing more. With them, the ranks compare digests of those parameters: where all ranks have the same values, each takes

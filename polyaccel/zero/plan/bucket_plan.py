@@ -3,7 +3,7 @@
 The engine allocates the buffers of this plan and no others of their kinds; memory (`memory`) and traffic (`traffic`)
 of a setting are sums over it. Every rank has the same plan, because shards are equal.
 
-[Note: What is not planned]
+[Note: Unplanned buffers]
 Gradients that come late (`GradientBucket`) or in a pass without a reduction take a full buffer more, for as long as
 they wait. Initial values pass through one buffer of a bucket's length. Both follow from a bucket's own figures.
 """

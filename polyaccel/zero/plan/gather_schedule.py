@@ -3,7 +3,7 @@
 Each rank records what it used itself. A schedule is made of the records of all ranks and of the last schedule, by a
 pure function of integers, so that every rank makes the same one.
 
-[Note: Making a schedule]
+[Note: Schedule merge]
 Holds are merged into a sequence in which every rank finds its own ones in order: what is not there is inserted. A hold
 that no rank has used in the last `MOST_AGE` exchanges is left out, and so are older ones where there would be more than
 twice as many holds as ranks needed now. A drop comes where the last rank that had the hold is done with it, and a
@@ -74,7 +74,7 @@ class SchedulePhase:
 
 
 def merge_schedules(last: Sequence[SchedulePhase], records: Sequence[Sequence[Record]]) -> tuple[SchedulePhase, ...]:
-    """The schedule of the next step, after one in which rank r did `records[r]`; see [Note: Making a schedule].
+    """The schedule of the next step, after one in which rank r did `records[r]`; see [Note: Schedule merge].
 
     There is none, and it is empty, if ranks met differently often. Where passes came in another order than in the last
     schedule, that is forgotten.

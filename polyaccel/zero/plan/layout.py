@@ -7,14 +7,14 @@ coordinates, which mean the same under any world size, bucket size and framework
 
 Integers only: nothing here touches an array. Offsets and lengths count elements unless a name says `nbytes`.
 
-[Note: Padding]
+[Note: Bucket padding]
 Padding stands in two places and nowhere else. Before a slot, so that each parameter starts on an `ALIGNMENT_NBYTES`
 boundary (DLPack imports a view without a copy only then). At the end of a bucket, so that it divides into equal aligned
 shards. Padding belongs to some rank's shard but to no slice; it is zero and stays zero, hence it adds nothing to a norm
 and an elementwise update leaves it alone. Boundaries are aligned for `ALIGNMENT_ITEMSIZE`-byte elements too, whatever
 the parameter's own type, because master weights and moments of another type share the bucket's offsets.
 
-[Note: Blocks of uneven length]
+[Note: Uneven blocks]
 Where a tensor is cut along axes of the mesh, ranks may hold blocks of different lengths (7 heads over 2 ranks). Each
 slot has room for the longest of them, so that buckets, offsets and shards are the same numbers on every rank, and what
 ranks decide from those numbers is the same too. The rest of the room is padding.

@@ -2,7 +2,7 @@
 
 Exact: buckets divide evenly among ranks.
 
-[Note: How often a bucket is gathered]
+[Note: Gather count of a bucket]
 In an eager framework gathers follow events and bounds (`ParamUnsharder`): a sharded bucket is gathered for each use,
 unless it is kept because its next use is near. So a step gathers everything at least once and at most twice a
 micro-batch. The planned figure is that of units which run once each, in order, where a unit that ends a pass is kept
@@ -111,7 +111,7 @@ def _collective(
 
 
 def _gathers_a_step(layout: ShardLayout, micro_batches: int) -> dict[str, int]:
-    """How often each unit is gathered; see [Note: How often a bucket is gathered]."""
+    """How often each unit is gathered; see [Note: Gather count of a bucket]."""
     units = dict.fromkeys(bucket.kind.unit for bucket in layout.buckets)
     named = [bucket.kind.unit for bucket in layout.buckets if bucket.kind.unit != ROOT_UNIT]
     times = dict.fromkeys(units, 1)

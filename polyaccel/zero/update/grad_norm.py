@@ -3,7 +3,7 @@
 Each rank sums squares over its own slices only, at every stage, in float64, and the total is rounded to float32; hence
 neither the norm nor the clip factor depends on how parameters are cut, or on when a bucket's gradients arrived.
 
-[Note: One small all-reduce]
+[Note: Gradient norm all-reduce]
 At the end of a step each rank knows for each parameter whether it got a gradient here, for each bucket whether
 gradients came too late for its reduction, whether a user may have changed parameters by hand, and whether the step took
 another schedule than the last one (`Flags`). That is known without any gradient's value, so it can be agreed on while

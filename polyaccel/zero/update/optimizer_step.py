@@ -2,7 +2,7 @@
 
 The ranks agree on what they must know; then bucket by bucket each waits for the gradient, updates and publishes.
 
-[Note: While gradients arrive]
+[Note: Overlapped optimizer step]
 Which parameters were touched and which gradients came late is known without any gradient's value. Unless the norm
 decides something (clipping, skipping an overflow), the update of a bucket therefore begins as soon as that bucket's own
 reduction has ended and its gradient is where the kernels are; later ones are still under way: in the network, or
@@ -11,7 +11,7 @@ gradients appear. Norms are added up on the way and agreed on after the last buc
 depends on the communicator: one that carries calls out strictly one after the other ends the reductions before it
 agrees on anything.
 
-[Note: Updates off the device]
+[Note: Off-device updates]
 The kernels that update a shard are those of its tier. Where they do not reach the device's memory, a sharded gradient
 rests in theirs, copied there bucket by bucket while later gradients still arrive, and a part of a replicated one is
 copied to it before the update; where they do not reach the parameters, the new ones are copied there after it, in their
@@ -20,7 +20,7 @@ which waits for the reduction of their bucket alone, so that the host can update
 computes the gradients of late ones. Those to the device are queued behind the backward pass, which may read the
 parameters still. Reading, updating, writing and publishing overlap, bucket by bucket.
 
-[Note: Half an update]
+[Note: Partial update]
 Something may fail when some buckets have been updated and others not: a rank is lost, a file cannot be read. What is in
 memory then belongs to two steps, and nothing may be trained on or saved from it until a checkpoint has been loaded.
 """
@@ -97,7 +97,7 @@ class OptimizerState:
         """Every shard in order, each ready for the kernels of its tier until the walk moves on.
 
         `prepare` gives a shard its gradient and runs before it is made ready. Call `write_back` for an updated shard
-        before the walk moves on. See [Note: Updates off the device]. Raises OffloadError where a tier cannot read, or
+        before the walk moves on. See [Note: Off-device updates]. Raises OffloadError where a tier cannot read, or
         at the end cannot write (`Tier.stream_groups`).
         """
         with ExitStack() as stack:
@@ -155,7 +155,7 @@ def find_runs(
 
     Where parameters are rounded stochastically, each has its own stretch.
 
-    Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
+    Stretches start where slots start, hence aligned; see [Note: Slice-independent rounding] in `ops.base`.
     """
     slots = shard.bucket.slots
     if not rounding.is_stochastic and all(slot.param.fqn in touched for slot in slots):
@@ -225,7 +225,7 @@ class OptimizerStep:
         norm decides something, where it would wait for what may be published later, or where nothing is gained."""
 
     def require_consistent(self) -> None:
-        """Raise PolyaccelError after half an update. See [Note: Half an update]."""
+        """Raise PolyaccelError after half an update. See [Note: Partial update]."""
         if self._begun:
             raise PolyaccelError(
                 f"an update failed when {self._updated} of {len(self._states.shards)} buckets were updated: "

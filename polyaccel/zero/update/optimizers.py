@@ -168,11 +168,7 @@ class SliceOptimizer(ABC):
 
     @abstractmethod
     def update(
-        self,
-        shards: Iterable[Shard],
-        groups: Sequence[Group],
-        grad_scale: float,
-        communicator: Communicator,
+        self, shards: Iterable[Shard], groups: Sequence[Group], grad_scale: float, communicator: Communicator
     ) -> Iterator[Shard]:
         """Update every shard with its gradient times `grad_scale`; yield each as soon as its parameters are final.
 
@@ -208,21 +204,24 @@ class RowOptimizer(SliceOptimizer):
             if key is not None:
                 states[name].fill(float(group.get(key, 0.0)))
 
+    def update(
+        self, shards: Iterable[Shard], groups: Sequence[Group], grad_scale: float, communicator: Communicator
+    ) -> Iterator[Shard]:
+        for shard in shards:
+            self.update_shard(shard, groups[shard.bucket.kind.group], grad_scale, communicator)
+            yield shard
+
+    @abstractmethod
+    def update_shard(self, shard: Shard, group: Group, grad_scale: float, communicator: Communicator) -> None:
+        """Update one shard, with the hyperparameters of its `group`. Collective as `update`."""
+
 
 class ElementwiseOptimizer(RowOptimizer):
     """An update that treats every element in the same way: one kernel call for each run."""
 
-    def update(
-        self,
-        shards: Iterable[Shard],
-        groups: Sequence[Group],
-        grad_scale: float,
-        communicator: Communicator,
-    ) -> Iterator[Shard]:
-        for shard in shards:
-            for run in shard.runs:
-                _update_run(shard, run, self.row.rule(groups[shard.bucket.kind.group], run.step), grad_scale)
-            yield shard
+    def update_shard(self, shard: Shard, group: Group, grad_scale: float, communicator: Communicator) -> None:
+        for run in shard.runs:
+            _update_run(shard, run, self.row.rule(group, run.step), grad_scale)
 
 
 class TrustRatioOptimizer(RowOptimizer):
@@ -241,35 +240,26 @@ class TrustRatioOptimizer(RowOptimizer):
         """What the direction of update number `step` is multiplied by, together with the ratio."""
         return float(group["lr"])
 
-    def update(
-        self,
-        shards: Iterable[Shard],
-        groups: Sequence[Group],
-        grad_scale: float,
-        communicator: Communicator,
-    ) -> Iterator[Shard]:
-        for shard in shards:
-            group = groups[shard.bucket.kind.group]
-            dtype = shard.master.dtype if shard.master.dtype is DType.FLOAT64 else DType.FLOAT32
-            direction = shard.tier.compute.allocate(shard.master.numel, dtype)
-            for run in shard.runs:
-                _update_run(shard, run, self.direction_rule(group, run.step), grad_scale, direction)
-            ratios = self._trust_ratios(shard, direction, group, communicator)
-            for piece in shard.slices:
-                run_of_piece = shard.run_of(piece)
-                if run_of_piece is not None:
-                    window = (piece.shard_offset, piece.length)
-                    rounding = run_of_piece.rounding
-                    shard.kernels[UPDATE](
-                        apply_direction(self.rate(group, run_of_piece.step) * ratios[piece.fqn]),
-                        shard.master.view(*window),
-                        direction.view(*window),
-                        (),
-                        None if shard.out is None else shard.out.view(*window),
-                        1.0,
-                        rounding and rounding.at(piece.shard_offset - run_of_piece.offset),
-                    )
-            yield shard
+    def update_shard(self, shard: Shard, group: Group, grad_scale: float, communicator: Communicator) -> None:
+        dtype = shard.master.dtype if shard.master.dtype is DType.FLOAT64 else DType.FLOAT32
+        direction = shard.tier.compute.allocate(shard.master.numel, dtype)
+        for run in shard.runs:
+            _update_run(shard, run, self.direction_rule(group, run.step), grad_scale, direction)
+        ratios = self._trust_ratios(shard, direction, group, communicator)
+        for piece in shard.slices:
+            run_of_piece = shard.run_of(piece)
+            if run_of_piece is not None:
+                window = (piece.shard_offset, piece.length)
+                rounding = run_of_piece.rounding
+                shard.kernels[UPDATE](
+                    apply_direction(self.rate(group, run_of_piece.step) * ratios[piece.fqn]),
+                    shard.master.view(*window),
+                    direction.view(*window),
+                    (),
+                    None if shard.out is None else shard.out.view(*window),
+                    1.0,
+                    rounding and rounding.at(piece.shard_offset - run_of_piece.offset),
+                )
 
     def _trust_ratios(
         self, shard: Shard, direction: Buffer, group: Group, communicator: Communicator

@@ -218,7 +218,7 @@ except PluginNotFound as error:
 
 
 def test_a_new_entry_point_of_a_reinstalled_plugin_is_seen(tmp_path: Path) -> None:
-    """[Note: Fresh entry points] with the trap really set: stevedore alone still sees the old installation."""
+    """[Note: Entry point cache] with the trap really set: stevedore alone still sees the old installation."""
     site, cache = tmp_path / "site", tmp_path / "cache"
     value = "acme_good:AcmeTier"
     install(site, tier("acme_good", "2.5"))

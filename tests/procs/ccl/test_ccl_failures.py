@@ -52,15 +52,16 @@ def signal_in_mid_collective(comm: Communicator, number: int) -> None:
 
 
 def test_a_stopped_peer_is_named_within_the_time_limit(trio: RankPool) -> None:
-    with pytest.raises(CommTimeout, match="rank 1 has not reported for") as caught:
+    with pytest.raises(CommTimeout) as caught:
         trio.run(signal_in_mid_collective, signal.SIGSTOP, timeout_s=30)
     assert caught.value.missing_ranks == (1,)
     assert "#1 reduce_scatter sum 300 x float32 bucket 7 'grads'" in str(caught.value)
 
 
 def test_a_killed_peer_is_named_by_the_survivors(trio: RankPool) -> None:
-    with pytest.raises(LaunchError, match="worker rank 1 died with exit code -9") as caught:
+    with pytest.raises(LaunchError) as caught:
         trio.run(signal_in_mid_collective, signal.SIGKILL, timeout_s=30)
+    assert caught.value.value == (1, -9)
     survivors = "\n".join(caught.value.__notes__)
     for rank in (0, 2):
         assert f"rank {rank} raised CommTimeout: #1 reduce_scatter" in survivors
@@ -100,8 +101,9 @@ def other_way(comm: Communicator) -> None:
 
 
 def test_debug_mode_names_another_call_at_once(trio: RankPool) -> None:
-    with pytest.raises(CommError, match=r"ranks disagree .* rank 2 called #0 broadcast from 0 6 x float32"):
+    with pytest.raises(CommError) as caught:
         trio.run(other_way, timeout_s=30)
+    assert all(part in str(caught.value) for part in ("rank 2", "#0", "broadcast", "6 x float32"))
 
 
 def sums_of_noise(comm: Communicator, numel: int) -> list[bytes | float]:

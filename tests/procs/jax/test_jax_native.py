@@ -216,8 +216,9 @@ def pieces_here(communicator):
         params={"w": captured},
         config=config,
     )
-    with pytest.raises(ShardingError, match="closed over parameter 'w'"):
+    with pytest.raises(ShardingError) as caught:
         bad.grad_step(batches[0])
+    assert caught.value.value == "w"
     return True
 
 
@@ -255,12 +256,14 @@ def resume_after_failure(communicator, folder):
         raise RuntimeError("in the middle")
 
     engine._program.step = fail
-    with pytest.raises(RuntimeError, match="in the middle"):
+    with pytest.raises(RuntimeError) as caught:
         engine.train_batch(batch)
+    assert str(caught.value) == "in the middle"
     engine._program.step = update
     for use in (lambda: engine.train_batch(batch), lambda: engine.params, lambda: engine.save_checkpoint(folder)):
-        with pytest.raises(PolyaccelError, match="an update failed"):
+        with pytest.raises(PolyaccelError) as caught:
             use()
+        assert type(caught.value) is PolyaccelError
     engine.load_checkpoint(folder)
     for one, other in zip(jax.tree.leaves(engine.params), jax.tree.leaves(kept), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -325,8 +328,10 @@ def test_stochastic_rounding_has_the_bits_of_views_mode(at, tmp_path, world, sta
 
 def late_here(communicator):
     jax.numpy.zeros(1).block_until_ready()
-    with pytest.raises(CommError, match=r"JAX was used on ranks \[0, 1\] before its processes connected"):
+    with pytest.raises(CommError) as caught:
         model.start(model.make_config(2, native=True))
+    assert caught.value.value == [True, True]
+    assert all(part in str(caught.value) for part in ("JAX", "ranks [0, 1]"))
     return True
 
 
@@ -362,8 +367,9 @@ def test_ranks_of_the_launcher_meet(tmp_path):
 def test_what_native_mode_has_not(changes, key):
     def go(ranks):
         set_thread_communicator(RecordingCommunicator(ranks, watch_s=None))  # as init_distributed makes it
-        with pytest.raises(ConfigError, match=key):
+        with pytest.raises(ConfigError) as caught:
             model.start({**model.make_config(1, native=True), **changes})
+        assert key in str(caught.value)
 
     run_threads(1, go)
 
@@ -372,7 +378,8 @@ def test_a_transformation_that_is_not_elementwise_is_refused():
     pytest.importorskip("optax")
 
     def go(ranks):
-        with pytest.raises(ShardingError, match="independently"):
+        with pytest.raises(ShardingError) as caught:
             model.start(model.make_config(1, native=True, scheduler=None), optax_name="lamb")
+        assert caught.value.value == "scale_by_trust_ratio"
 
     run_threads(1, go)

@@ -55,8 +55,9 @@ def a_late_rank_is_named_and_may_still_come(comm: Communicator) -> tuple[int, ..
     missing: tuple[int, ...] = ()
     if comm.rank != 1:
         work = comm.all_reduce(buffer, async_op=True)
-        with pytest.raises(CommTimeout, match=r"#\d+ all_reduce sum 30000 x float32 on rank \d timed out") as caught:
+        with pytest.raises(CommTimeout) as caught:
             work.wait()
+        assert all(part in str(caught.value) for part in ("all_reduce", "30000", "float32"))
         missing = caught.value.missing_ranks
         assert not work.is_done()
         comm.send(filled(comm, 0.0, 1), 1)
@@ -164,8 +165,9 @@ def test_a_rank_in_another_call_is_named_with_that_call(timeouts: tuple[Future[l
 
 
 def groups_of_different_ranks(comm: Communicator) -> str:
-    with pytest.raises(CommError, match="ranks name different groups") as caught:
+    with pytest.raises(CommError) as caught:
         comm.split([0, 1] if comm.rank else [0, 2])
+    assert caught.value.value == ((0, 1) if comm.rank else (0, 2))
     return str(caught.value)
 
 

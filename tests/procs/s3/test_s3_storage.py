@@ -111,8 +111,9 @@ def test_a_large_file_is_read_by_ranges(url: str, options: dict[str, Any]) -> No
     assert storage.size("file") == len(whole)
     for at in (0, 8 * _MIB - 3, 17 * _MIB, len(whole) - 9):
         assert storage.read("file", at, 9) == whole[at : at + 9]
-    with pytest.raises(CheckpointError, match=r"/file ends before byte"):
+    with pytest.raises(CheckpointError) as caught:
         storage.read("file", len(whole) - 3, 4)
+    assert caught.value.value == "file"
 
 
 def test_equal_parts_for_stores_that_want_them(url: str, options: dict[str, Any]) -> None:
@@ -209,22 +210,23 @@ def test_another_process_loads_what_this_one_saved(url: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("location", "changed", "message", "hint"),
+    ("location", "changed", "hint"),
     [
-        ("s3://no-such-bucket/runs", {}, "cannot write s3://no-such-bucket/runs/latest: ", "make the bucket first"),
+        ("s3://no-such-bucket/runs", {}, "make the bucket first"),
         (
             "s3://bucket/runs",
             {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"max_attempts": 0}}},
-            "cannot write s3://bucket/runs/latest: ",
             "earlier checkpoints are intact",
         ),
-        ("s3://bucket/runs", {"no_such_option": 1}, "cannot write s3://bucket/runs/latest: ", "check the options"),
+        ("s3://bucket/runs", {"no_such_option": 1}, "check the options"),
     ],
     ids=["bucket", "server", "option"],
 )
 def test_what_is_wrong_is_named_with_its_cure(
-    options: dict[str, Any], location: str, changed: dict[str, Any], message: str, hint: str
+    options: dict[str, Any], location: str, changed: dict[str, Any], hint: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+    with pytest.raises(CheckpointError) as caught:
         FsspecStorage(location, {**options, **changed}).write("latest", [b"x"])
+    assert caught.value.value == "latest"
+    assert f"{location}/latest" in str(caught.value)
     assert hint in caught.value.hint

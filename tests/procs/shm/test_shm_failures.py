@@ -91,10 +91,14 @@ def goes_on_after_an_error(comm: Communicator) -> str:
     if comm.rank == 1:
         comm.close()
         return ""
-    with pytest.raises(CommError, match=r"ranks \[1\] did not take part \(they have closed the group"):
+    with pytest.raises(CommError) as caught:
         comm.barrier()
-    with pytest.raises(CommError, match=r"all_reduce.* failed, as #\d+ barrier on rank") as caught:
+    assert caught.value.value == (1,)
+    assert "ranks [1]" in str(caught.value)
+    with pytest.raises(CommError) as caught:
         comm.all_reduce(comm.allocate(3, DType.FLOAT32))
+    assert caught.value.value == (1,)
+    assert "all_reduce" in str(caught.value)
     return str(caught.value)
 
 
@@ -130,8 +134,9 @@ def test_kills_at_random_moments_never_hang_the_others(world_size: int) -> None:
             time.sleep(rng.uniform(0.0, 0.1))  # the random moment, not a wait for anything
             victim = rng.randrange(world_size)
             os.kill(pids[victim], signal.SIGKILL)
-            with pytest.raises(LaunchError, match=f"worker rank {victim} died with exit code -9") as caught:
+            with pytest.raises(LaunchError) as caught:
                 running.result(timeout=100)
+            assert str(victim) in str(caught.value)
             notes = "\n".join(caught.value.__notes__)
             assert "did not answer" not in notes
             assert notes.count("raised CommError") == world_size - 1
@@ -146,26 +151,33 @@ def test_a_rank_that_died_before_its_task_is_named(trio: RankPool) -> None:
     trio.run(nothing)
     os.kill(trio.pids[1], signal.SIGKILL)
     trio._workers[1].join(20.0)
-    with pytest.raises(LaunchError, match="worker rank 1 died with exit code -9"):
+    with pytest.raises(LaunchError) as caught:
         trio.run(nothing)
+    assert caught.value.value == (1, -9)
+    assert "rank 1" in str(caught.value)
 
 
 def test_a_stranger_s_memory_is_refused(tmp_path: Path) -> None:
     heap = Heap()
     mine = Member.of_this_process(heap)
     assert PeerFile(1, mine).file >= 0
-    with pytest.raises(CommError, match="is not rank 1's"):
+    with pytest.raises(CommError) as caught:
         PeerFile(1, Member(mine.pid, mine.start, mine.file, "0" * 32, mine.host))
+    assert "rank 1" in str(caught.value)
     os.fchmod(heap.file, 0o644)
-    with pytest.raises(CommError, match="with mode 644"):
+    with pytest.raises(CommError) as caught:
         open_peer(mine.pid, mine.file, "a file")
-    with pytest.raises(CommError, match="cannot be opened"):
+    assert caught.value.value == (0, 420)
+    assert "644" in str(caught.value)
+    with pytest.raises(CommError) as caught:
         open_peer(mine.pid, 999_999, "a file")
+    assert "POLYACCEL_COMM=gloo" in str(caught.value)
 
 
 def test_there_is_no_room_without_end() -> None:
-    with pytest.raises(CommError, match="bytes of shared memory can"):
+    with pytest.raises(CommError) as caught:
         Heap().allocate(1 << 60)
+    assert "POLYACCEL_COMM=gloo" in str(caught.value)
 
 
 def own_file_descriptors(comm: Communicator) -> Any:

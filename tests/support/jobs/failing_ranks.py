@@ -41,8 +41,9 @@ def signal_in_mid_collective(comm: Communicator, number: int) -> None:
 
 def what_survivors_say_of_a_killed_rank(trio: RankPool) -> str:
     """Kill rank 1; the other two, patient ones, must have raised CommError naming the call. Returns their reports."""
-    with pytest.raises(LaunchError, match="worker rank 1 died with exit code -9") as caught:
+    with pytest.raises(LaunchError) as caught:
         trio.run(signal_in_mid_collective, signal.SIGKILL)
+    assert caught.value.value == (1, -9)
     reports = "\n".join(caught.value.__notes__)
     assert "rank 0 raised CommError" in reports
     assert "rank 2 raised CommError" in reports
@@ -56,7 +57,7 @@ def what_survivors_say_of_a_killed_rank(trio: RankPool) -> str:
 
 def what_is_said_of_a_stopped_rank(trio: RankPool) -> CommTimeout:
     """Stop rank 1; it must be named after the limit of `trio`, LIMIT_S. Returns the error."""
-    with pytest.raises(CommTimeout, match=r"ranks \[1\] did not take part") as caught:
+    with pytest.raises(CommTimeout) as caught:
         trio.run(signal_in_mid_collective, signal.SIGSTOP)
     assert caught.value.missing_ranks == (1,)
     assert "rank 1 has not reported for" in str(caught.value)

@@ -19,6 +19,7 @@ from polyaccel.testkit.ranks.threads import run_threads
 VOCAB = 17
 SMALL_BUCKET = 64
 """Elements: far below the model's parameters, so that there are many buckets, one of them for a single parameter."""
+SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 
 Config = dict[str, Any]
 Params = dict[str, Tensor]
@@ -36,6 +37,11 @@ def drawn_from(seed: int) -> Iterator[None]:
     with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+def engine_for(module: nn.Module, config: Config, **arguments: Any) -> Any:
+    engine, *_ = polyaccel.initialize(model=module, config=config, **arguments)
+    return engine
 
 
 def nothing(model: nn.Module) -> None:

@@ -88,7 +88,7 @@ def test_a_flipped_byte_in_every_region_of_a_rank_file_is_refused_by_name(place:
     folder = save_of(place, "step3")
     regions = json.loads((folder / "manifest.json").read_text())
     named = [
-        (file, offset, length * 4, rf"elements \[{start}, {start + length}\) of '{tensor['fqn']}' \(param\)")
+        (file, offset, length * 4, f"[{start}, {start + length}) of '{tensor['fqn']}'")
         for tensor in regions["tensors"]
         for start, length, file, offset, _ in tensor["pieces"]
     ]
@@ -99,8 +99,9 @@ def test_a_flipped_byte_in_every_region_of_a_rank_file_is_refused_by_name(place:
     for file, offset, nbytes, name in named:
         for position in (offset, offset + nbytes // 2, offset + nbytes - 1):
             flip(folder / file, position)
-            with pytest.raises(CheckpointError, match=rf"step3/save-0001-\w+/{file} .* is damaged: bytes .*{name}"):
+            with pytest.raises(CheckpointError) as caught:
                 read_all(open_checkpoint(place))
+            assert all(part in str(caught.value) for part in ("step3/save-0001", file, name))
             flip(folder / file, position)
     read_all(open_checkpoint(place))
 
@@ -116,8 +117,10 @@ def test_four_kib_of_0xff_are_refused(tmp_path: Path) -> None:
         file.seek(8192)
         file.write(b"\xff" * 4096)
     buffer = allocate_numpy(100, DType.FLOAT32)
-    with pytest.raises(CheckpointError, match=r"rank00000\.safetensors .* is damaged: .* of 'w' \(master\)"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path).read_into("w", "master", 0, 100, buffer)
+    assert str(caught.value.value).endswith("rank00000.safetensors")
+    assert "'w'" in str(caught.value)
     assert not buffer.raw.any()  # nothing unverified reached the caller's memory
 
 
@@ -125,8 +128,9 @@ def test_every_flipped_byte_of_manifest_and_marker_is_refused(place: Path) -> No
     for path in (save_of(place, "step3") / "manifest.json", place / "step3" / "commit.json"):
         for position in range(0, path.stat().st_size, 7):
             flip(path, position)
-            with pytest.raises(CheckpointError, match=rf"{path.name} .*is damaged|{path.name} is damaged"):
+            with pytest.raises(CheckpointError) as caught:
                 open_checkpoint(place)
+            assert path.name in str(caught.value)
             flip(path, position)
     read_all(open_checkpoint(place))
 
@@ -136,26 +140,27 @@ def truncate(path: Path) -> None:
 
 
 TEARS: list[tuple[str, Callable[[Path], None], str]] = [
-    ("save/rank00001.safetensors", truncate, r"step3/save-0001-\w+/rank00001\.safetensors in .* has 57 of \d{3} bytes"),
-    ("save/rank00000.safetensors", Path.unlink, r"step3/save-0001-\w+/rank00000\.safetensors in .* is missing"),
-    ("save/manifest.json", truncate, r"step3/save-0001-\w+/manifest\.json in .* has 57 of [\d,]+ bytes"),
-    ("save/manifest.json", Path.unlink, r"step3/save-0001-\w+/manifest\.json in .* is missing"),
-    ("commit.json", truncate, r"step3/commit\.json is damaged"),
-    ("commit.json", Path.unlink, r"'step3' in .* was never completed: it has no commit marker"),
+    ("save/rank00001.safetensors", truncate, "/rank00001.safetensors"),
+    ("save/rank00000.safetensors", Path.unlink, "/rank00000.safetensors"),
+    ("save/manifest.json", truncate, "/manifest.json"),
+    ("save/manifest.json", Path.unlink, "/manifest.json"),
+    ("commit.json", truncate, "step3/commit.json"),
+    ("commit.json", Path.unlink, "'step3'"),
 ]
 
 
-@pytest.mark.parametrize(("file", "tear", "message"), TEARS, ids=[f"{tear.__name__} {file}" for file, tear, _ in TEARS])
+@pytest.mark.parametrize(("file", "tear", "named"), TEARS, ids=[f"{tear.__name__} {file}" for file, tear, _ in TEARS])
 def test_a_torn_latest_is_refused_and_the_complete_tags_are_named(
-    place: Path, caplog: pytest.LogCaptureFixture, file: str, tear: Callable[[Path], None], message: str
+    place: Path, caplog: pytest.LogCaptureFixture, file: str, tear: Callable[[Path], None], named: str
 ) -> None:
     tear((save_of(place, "step3") if "/" in file else place / "step3") / Path(file).name)
-    expected = rf"(?s){message}.*complete checkpoints there, newest first: step2, step1; not complete: step3"
-    with pytest.raises(CheckpointError, match=expected) as caught:
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place)
+    assert all(part in str(caught.value) for part in (named, "step2, step1", "step3"))
     assert "tag='step2'" in caught.value.hint
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place, "step3", fallback=True)  # who names a tag gets that tag or an error
+    assert named in str(caught.value)
 
     with caplog.at_level(logging.WARNING):
         reader = open_checkpoint(place, fallback=True)
@@ -167,8 +172,10 @@ def test_a_torn_latest_is_refused_and_the_complete_tags_are_named(
 def test_a_missing_latest_is_an_error_that_lists_the_tags(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     (place / "latest").unlink()
     (place / "abandoned" / "save-0001").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"no file 'latest' in .*") as caught:
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place)
+    assert caught.value.value == str(place)
+    assert "'latest'" in str(caught.value)
     assert "complete checkpoints there, newest first: step2, step3, step1; not complete: abandoned" in str(caught.value)
     with caplog.at_level(logging.WARNING):
         assert open_checkpoint(place, fallback=True).tag == "step2"
@@ -176,33 +183,42 @@ def test_a_missing_latest_is_an_error_that_lists_the_tags(place: Path, caplog: p
 
 
 @pytest.mark.parametrize(
-    ("latest", "message"),
+    ("latest", "named"),
     [
-        (b"step9", "'step9' in .* does not exist"),
-        (b"../elsewhere", "cannot be a checkpoint's tag"),
-        (b"\xff\xfe", "'latest' in .* is damaged"),
-        (b"", "'' cannot be a checkpoint's tag"),
+        (b"step9", "'step9'"),
+        (b"../elsewhere", "'../elsewhere'"),
+        (b"\xff\xfe", "'latest'"),
+        (b"", "''"),
     ],
 )
-def test_a_latest_that_names_nothing_is_an_error(place: Path, latest: bytes, message: str) -> None:
+def test_a_latest_that_names_nothing_is_an_error(place: Path, latest: bytes, named: str) -> None:
     (place / "latest").write_bytes(latest)
-    with pytest.raises(CheckpointError, match=rf"(?s){message}.*newest first: step2, step3, step1"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place)
+    assert named in str(caught.value)
+    assert "step2, step3, step1" in str(caught.value)
 
 
 def test_an_unknown_tag_or_directory_is_an_error(place: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"(?s)'step9' in .* does not exist.*newest first: step2, step3, step1"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place, "step9")
-    with pytest.raises(CheckpointError, match="none is empty or missing"):
+    assert caught.value.value == "step9"
+    assert all(part in str(caught.value) for part in ("step2", "step3", "step1"))
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place / "none")
-    with pytest.raises(CheckpointError, match=r"(?s)no file 'latest'.*is empty or missing"):
+    assert str(caught.value.value).endswith("/none")
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place / "none", fallback=True)
+    assert str(caught.value.value).endswith("/none")
+    assert "'latest'" in str(caught.value)
 
 
 def test_a_renamed_tag_is_refused(place: Path) -> None:
     (place / "step3").rename(place / "best")
-    with pytest.raises(CheckpointError, match=r"'best' in .* holds the checkpoint 'step3': the folder was renamed"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place, "best")
+    assert caught.value.value == "best"
+    assert "'step3'" in str(caught.value)
 
 
 def test_a_manifest_with_a_hole_is_refused_although_its_checksums_are_right(place: Path) -> None:
@@ -214,8 +230,9 @@ def test_a_manifest_with_a_hole_is_refused_although_its_checksums_are_right(plac
     path.write_bytes(data)
     marker = commit.Commit("step3", path.parent.name, len(data), zlib.crc32(data), saved_at_s=1.0)
     (place / "step3" / "commit.json").write_bytes(marker.to_bytes())
-    with pytest.raises(CheckpointError, match=r"misses elements \[0, 16\) of 'b\.weight' \(param\)"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place)
+    assert caught.value.value == ("b.weight", "param")
 
 
 def test_the_tags_of_a_directory_are_listed_newest_first(place: Path) -> None:
@@ -253,25 +270,28 @@ def test_what_one_rank_cannot_open_no_rank_opens(place: Path, tmp_path: Path) ->
 
 def test_loading_on_one_rank_only_is_detected(place: Path) -> None:
     world = LocalWorld(2, NUMPY, timeout_s=0.2)
-    with pytest.raises(CommTimeout, match="open_checkpoint: not every rank arrived"):
+    with pytest.raises(CommTimeout) as caught:
         open_checkpoint(place, communicator=world.communicators[1])
+    assert caught.value.value == (0,)
+    assert "open_checkpoint" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "value"),
     [
-        (("a.wieght", "param", 0, 4), "holds no 'param' of 'a.wieght'\n  hint: it holds 2 tensors, such as a.weight"),
-        (("a.weight", "exp_avg", 0, 4), "holds no 'exp_avg' of 'a.weight'\n  hint: of this tensor it holds param"),
-        (("a.weight", "param", 18, 4), r"elements \[18, 22\) are not inside 'a.weight' \(param\)"),
-        (("a.weight", "param", -1, 4), r"elements \[-1, 3\) are not inside"),
-        (("a.weight", "param", 0, 5), "5 elements of 'a.weight' .* do not fit a buffer of 4"),
+        (("a.wieght", "param", 0, 4), ("a.wieght", "param")),
+        (("a.weight", "exp_avg", 0, 4), ("a.weight", "exp_avg")),
+        (("a.weight", "param", 18, 4), (18, 4)),
+        (("a.weight", "param", -1, 4), (-1, 4)),
+        (("a.weight", "param", 0, 5), 5),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(
-    place: Path, arguments: tuple[str, str, int, int], message: str
+    place: Path, arguments: tuple[str, str, int, int], value: object
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(place).read_into(*arguments, allocate_numpy(4, DType.FLOAT32))
+    assert caught.value.value == value
 
 
 def test_what_was_saved_can_be_asked(place: Path) -> None:
@@ -284,8 +304,9 @@ def test_what_was_saved_can_be_asked(place: Path) -> None:
 def test_another_element_type_is_refused_unless_asked_for(place: Path) -> None:
     reader = open_checkpoint(place)
     buffer = allocate_numpy(20, DType.FLOAT16)
-    with pytest.raises(CheckpointError, match="was saved as float32, the buffer is float16"):
+    with pytest.raises(CheckpointError) as caught:
         reader.read_into("a.weight", "param", 0, 20, buffer)
+    assert all(part in str(caught.value) for part in ("float32", "float16"))
     reader.read_into("a.weight", "param", 0, 20, buffer, cast_through=NUMPY.allocate)
     assert buffer.raw.tolist() == list(range(20))
 
@@ -294,8 +315,9 @@ def test_blobs_of_a_rank_that_did_not_save_are_refused(place: Path) -> None:
     reader = open_checkpoint(place)
     assert reader.world_size == 2
     for rank in (-1, 2):
-        with pytest.raises(CheckpointError, match=f"was saved by 2 ranks and has no blobs of rank {rank}"):
+        with pytest.raises(CheckpointError) as caught:
             reader.rank_blobs(rank)
+        assert caught.value.value == rank
 
 
 def test_memory_is_bounded_however_large_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,14 +179,14 @@ def test_any_cut_reads_what_any_other_cut_saved(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "message"),
+    ("blocks", "named"),
     [
-        ([Block.whole((4, 4)).cut(1, (0, 2))], r"misses 8 of 16 elements of 'w' \(param\)"),
-        ([Block.whole((4, 4)).cut(1, (0, 3)), Block.whole((4, 4)).cut(1, (2, 2))], "holds some elements in two blocks"),
+        ([Block.whole((4, 4)).cut(1, (0, 2))], "'w'"),
+        ([Block.whole((4, 4)).cut(1, (0, 3)), Block.whole((4, 4)).cut(1, (2, 2))], "'step'"),
     ],
     ids=["missing", "twice"],
 )
-def test_blocks_that_do_not_make_up_the_tensor_are_refused(blocks: list[Block], message: str, tmp_path: Path) -> None:
+def test_blocks_that_do_not_make_up_the_tensor_are_refused(blocks: list[Block], named: str, tmp_path: Path) -> None:
     def save_blocks(communicator: Communicator) -> None:
         mine = [
             TensorPiece("w", "param", (4, 4), DType.FLOAT32, 0, allocate_numpy(block.numel, DType.FLOAT32), block)
@@ -194,8 +194,10 @@ def test_blocks_that_do_not_make_up_the_tensor_are_refused(blocks: list[Block], 
         ]
         save_checkpoint(tmp_path, "step", communicator=communicator, pieces=mine, scalars={}, rank_blobs={})
 
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as caught:
         run_threads(1, save_blocks, accelerator=NUMPY)
+    assert named in str(caught.value)
+    assert caught.value.value == (0,)
 
 
 @settings(max_examples=40, deadline=None)

@@ -139,8 +139,10 @@ def test_a_function_may_resize_and_leave_alone(stage: int, saved: Any) -> None:
     def work(communicator: Any, model: nn.Module) -> None:
         engine = engine_of(model, stage)
         before = {name: value.clone() for name, value in engine.module_state_dict().items()}
-        with pytest.raises(CheckpointError, match=r"holds no 'exp_avg' of 'body\.embed\.weight'"):
+        with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(folder), name_map={"^body[.]": ""}, custom_load_fn=grow)
+        assert caught.value.value == (1,)
+        assert all(part in str(caught.value) for part in ("'exp_avg'", "'body.embed.weight'"))
         after = engine.module_state_dict()
         assert all(torch.equal(after[name], value) for name, value in before.items())
         engine.load_checkpoint(str(folder), load_optimizer_states=False, custom_load_fn=grow)
@@ -168,20 +170,22 @@ def reshaping(src: Any, dst: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "named"),
     [
-        (raising, r"custom_load_fn raised KeyError: 'up\.wait'"),
-        (reshaping, r"another shape \(made, model\): \{'up\.weight': \(\(2, 2\), \(10, 6\)\)\}"),
+        (raising, "KeyError: 'up.wait'"),
+        (reshaping, "{'up.weight': ((2, 2), (10, 6))}"),
     ],
     ids=["raises", "reshapes"],
 )
-def test_a_function_that_fails_on_one_rank_changes_nothing_on_any(function: Any, said: str, saved: Any) -> None:
+def test_a_function_that_fails_on_one_rank_changes_nothing_on_any(function: Any, named: str, saved: Any) -> None:
     def work(communicator: Any, model: nn.Module) -> None:
         engine = engine_of(model, 3)
         before = {name: value.clone() for name, value in engine.module_state_dict().items()}
         mine = function if communicator.rank else lambda src, dst: dst.load_state_dict(src)
-        with pytest.raises(CheckpointError, match=f"nothing was changed.* rank 1: .*{said}"):
+        with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(saved[0]), custom_load_fn=mine)
+        assert caught.value.value == (1,)
+        assert named in str(caught.value)
         after = engine.module_state_dict()
         assert all(torch.equal(after[name], value) for name, value in before.items())
         assert engine.global_steps == 0
@@ -191,22 +195,24 @@ def test_a_function_that_fails_on_one_rank_changes_nothing_on_any(function: Any,
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "named"),
     [
         (
             {"^body": "a", r"weight$": "b"},
-            r"rename \d parameters in different ways: .*to 'a\.\w+\.weight' \(by '\^body'\) or .*b'",
+            "'^body'",
         ),
-        ({r"^body\.(up|norm)\.": "x."}, r"mapped to one: .*'body\.norm\.weight' and 'body\.up\.weight' to 'x\.weight'"),
-        ({"(": "x"}, r"the pattern '\(' -> 'x' cannot be used"),
-        ({"^body": r"\3"}, r"the pattern '\^body' -> .* cannot be used: invalid group reference 3"),
+        ({r"^body\.(up|norm)\.": "x."}, "'body.norm.weight'"),
+        ({"(": "x"}, "'x'"),
+        ({"^body": r"\3"}, "'^body'"),
     ],
     ids=["ambiguous", "colliding", "no pattern", "no group"],
 )
-def test_renames_that_cannot_be_meant_are_listed_in_one_error(patterns: Any, said: str, saved: Any) -> None:
+def test_renames_that_cannot_be_meant_are_listed_in_one_error(patterns: Any, named: str, saved: Any) -> None:
     engine = engine_of(seeded(Wrapped)(), 1)
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(str(saved[0]), name_map=patterns)
+    assert named in str(caught.value)
+    assert caught.value.value == (0,)
     assert caught.value.hint
     if "^body" in patterns and "a" in patterns.values():
         assert str(caught.value).count("(by 'weight$')") == 4  # embed, frozen, norm and up, all at once
@@ -217,8 +223,9 @@ def test_bytes_in_a_client_state_are_asked_for(tmp_path: Path) -> None:
     state = {"sampler": {"states": [1, b"\0\xff"]}}
     engine = engine_of(seeded(Net)(), 0)
     for given in (state, {**state, "best": torch.ones(2)}):
-        with pytest.raises(CheckpointError, match=r"client_state\.sampler\.states\[1\] is bytes") as caught:
+        with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(str(tmp_path), client_state=given)
+        assert caught.value.value == "client_state.sampler.states[1]"
         assert '"allow_bytes": true' in caught.value.hint
     assert not list(tmp_path.iterdir())
     open_to_bytes = engine_of(seeded(Net)(), 0, checkpoint={"allow_bytes": True})

@@ -175,8 +175,9 @@ def test_a_damaged_file_is_named_and_taken_from_the_other_place(
     assert f"{piece.file} in {tmp_path}/host1 is damaged" in caplog.text
     assert "it is taken from" in caplog.text
     flip(second, piece.offset)
-    with pytest.raises(CheckpointError, match=rf"{piece.file} in .*host[12] is damaged"):
+    with pytest.raises(CheckpointError) as caught:
         loaded(tmp_path, (0, 1, 2))
+    assert piece.file in str(caught.value)
     first.unlink()
     flip(second, piece.offset)
     assert loaded(tmp_path, (0, 1, 2)) == 1.0
@@ -268,8 +269,9 @@ def test_the_newest_save_that_can_be_had_is_loaded_where_no_tag_was_named(
     saved(tmp_path, (0, 1), "both", 1.0)
     saved(tmp_path, (2, 3), "elsewhere", 2.0)
     saved(tmp_path, (0, 2, 3), "newest", 3.0)
-    with pytest.raises(CheckpointError, match=r"'newest' lacks .*rank00001\.safetensors"):
+    with pytest.raises(CheckpointError) as caught:
         loaded(tmp_path, (0, 1))
+    assert all(part in str(caught.value) for part in ("'newest'", "rank00001.safetensors"))
 
     def load_what_there_is(communicator: Communicator) -> float:
         return load(communicator, disks(tmp_path, 0, 1), fallback=True)
@@ -284,8 +286,10 @@ def test_a_cloned_disk_is_found_out(tmp_path: Path) -> None:
     saved(tmp_path, (0,), "t", 1.0)
     (tmp_path / "host1").mkdir()
     (tmp_path / "host1" / "place.json").write_bytes((tmp_path / "host0" / "place.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"host1 on .* has the identity of .*host0, and other files") as caught:
+    with pytest.raises(CheckpointError) as caught:
         saved(tmp_path, (0, 1), "u", 1.0)
+    assert caught.value.value == (1,)
+    assert all(part in str(caught.value) for part in ("host1", "host0"))
     assert "delete place.json" in caught.value.hint
     assert loaded(tmp_path, (0,)) == 1.0
 
@@ -309,8 +313,10 @@ def test_each_host_deletes_old_tags_and_lists_its_own(tmp_path: Path) -> None:
 def test_one_hosts_folder_alone_says_what_is_elsewhere(tmp_path: Path) -> None:
     saved(tmp_path, (0, 1, 2), "t", 1.0)
     reader = open_checkpoint(tmp_path / "host0")
-    with pytest.raises(CheckpointError, match=r"rank00001\.safetensors is not in .*host0") as caught:
+    with pytest.raises(CheckpointError) as caught:
         reader.read_into("w", "param", 0, NUMEL, allocate_numpy(NUMEL, DType.FLOAT32))
+    assert str(caught.value.value).endswith("rank00001.safetensors")
+    assert "host0" in str(caught.value)
     assert f"{tmp_path}/host1" in caught.value.hint
 
 

@@ -143,8 +143,10 @@ def test_a_copy_that_fails_is_told_to_all_ranks_by_the_next_step(
         communicator.barrier()
         held.fails = True
         engine.save_checkpoint(place, tag="lost")
-        with pytest.raises(CheckpointError, match=r"saving 'lost' in the background failed on rank 0: .*on fire"):
+        with pytest.raises(CheckpointError) as caught:
             engine.wait_for_checkpoint()
+        assert caught.value.value == (0, 1)
+        assert all(part in str(caught.value) for part in ("'lost'", "rank 0"))
         communicator.barrier()
         held.fails = False
         train_on(engine, 1)

@@ -18,12 +18,19 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import FileStorage, open_checkpoint
 from polyaccel.checkpoint.format import pieces
 from polyaccel.checkpoint.load.cooperative import reading, windows
+from polyaccel.comm.backends.local.thread_group import WorldState
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import CheckpointError
+from polyaccel.job.host_topology import HostTopology
 from polyaccel.testkit.ranks.threads import run_threads
 
 State = dict[tuple[str, str], bytes]
+
+
+def this_host() -> str:
+    topology = default_communicator().host_topology
+    return topology.id_by_rank()[topology.rank]
 
 
 class CountingStorage(FileStorage):
@@ -37,7 +44,7 @@ class CountingStorage(FileStorage):
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         if path.endswith(".safetensors"):
             with self.lock:
-                self.counts.update((windows._host(), path, at) for at in range(offset, offset + nbytes))
+                self.counts.update((this_host(), path, at) for at in range(offset, offset + nbytes))
         return super().read(path, offset, nbytes)
 
 
@@ -55,7 +62,11 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def on_hosts(monkeypatch: pytest.MonkeyPatch, ranks_a_host: int) -> None:
-    monkeypatch.setattr(windows, "_host", lambda: f"host{default_communicator().rank // ranks_a_host}")
+    def topology(self: WorldState, rank: int) -> HostTopology:
+        ranks = range(len(self.traces))
+        return HostTopology.of_notes(rank, [(f"host{other // ranks_a_host}", other) for other in ranks])
+
+    monkeypatch.setattr(WorldState, "host_topology", topology)
 
 
 def engine_of(stage: int, most_nbytes: int | None = None) -> Any:
@@ -149,8 +160,9 @@ def test_a_read_that_fails_while_taking_over_ends_on_all_ranks(
         engine = engine_of(2, most_nbytes)
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(tmp_path), tag="t")
-        with pytest.raises(polyaccel.errors.PolyaccelError, match="loading 't'"):
+        with pytest.raises(polyaccel.errors.PolyaccelError) as refused:
             engine.save_checkpoint(str(tmp_path / "half"))
+        assert refused.value.value == "loading 't'"
         return caught.value.message
 
     monkeypatch.setattr(reading.CooperativeReader, "read", failing)
@@ -174,8 +186,10 @@ def test_a_file_that_changes_between_the_passes_is_found(tmp_path: Path, monkeyp
         real(self, *args)
 
     monkeypatch.setattr(reading.CooperativeReader, "load", flip_and_take_over)
-    with pytest.raises(CheckpointError, match=rf"taking over 't' failed on rank \d: .*{piece.file} in .* is damaged"):
+    with pytest.raises(CheckpointError) as caught:
         run_threads(2, load, str(tmp_path), 1, 1, {})
+    assert caught.value.value == (1,)
+    assert all(part in str(caught.value) for part in ("'t'", piece.file))
 
 
 def test_what_is_got_out_of_order_or_more_often_is_still_right(tmp_path: Path) -> None:

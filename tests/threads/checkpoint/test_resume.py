@@ -20,6 +20,7 @@ from parity_models import (
     relative_distance,
     snapshot,
 )
+from stage_cases import stages
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
@@ -31,7 +32,6 @@ BEFORE, AFTER = 3, 2
 SAMPLES = 48
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}}
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def dataset():
@@ -208,9 +208,7 @@ def test_an_optimizer_of_the_user_s_own_goes_along(tmp_path, first, second):
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (1, 0)])
 def test_states_that_cannot_be_taken_over_are_an_error(tmp_path, first, second):
     """Whole states cannot be cut, nor the other way round; training on without them would be a silent restart."""
-    with pytest.raises(
-        CheckpointError, match=r"state of \S+Total on (whole parameters|slices), this run has \S+Total on"
-    ):
+    with pytest.raises(CheckpointError) as caught:
         compare(
             str(tmp_path),
             (2, first),
@@ -219,6 +217,7 @@ def test_states_that_cannot_be_taken_over_are_an_error(tmp_path, first, second):
             arguments=lambda: {"optimizer": Total},
             zero_allow_untested_optimizer=True,
         )
+    assert caught.value.value == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -352,11 +351,10 @@ def test_an_adapter_goes_on_from_its_own_base_alone(tmp_path):
     assert "frozen" not in {entry.fqn for entry in open_checkpoint(tmp_path).tensors()}
     found = on_threads(2, load, parity_model, 0.0)[0]
     assert_bitwise(found, saved)
-    other = (
-        r"left out 1 frozen parameters that this model has with other values .*: frozen \(float32:\w{8}, here float32:"
-    )
-    with pytest.raises(CheckpointError, match=other):
+    with pytest.raises(CheckpointError) as caught:
         on_threads(2, load, parity_model, 1e-3)
+    assert caught.value.value == (0, 1)
+    assert all(part in str(caught.value) for part in ("'global_step3'", "frozen (float32:"))
 
 
 def test_precision_may_change_on_the_way(tmp_path):

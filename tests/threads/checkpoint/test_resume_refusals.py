@@ -44,8 +44,9 @@ def test_another_model_is_refused_by_name(tmp_path):
         del model.unused
         return model
 
-    with pytest.raises(CheckpointError, match="is of another model") as caught:
+    with pytest.raises(CheckpointError) as caught:
         loading(tmp_path, other)
+    assert caught.value.value == (0,)
     for named in ("'wide.weight': ((33, 6), (34, 6))", "not saved: ['extra']", "not in the model: ['unused']"):
         assert named in str(caught.value)
 
@@ -95,8 +96,10 @@ def test_new_parameters_keep_their_values_and_states_when_told_to(tmp_path, stag
         engine = engine_for(model, stage)
         for state in (state for shard in engine.zero.shards for state in shard.states.values()):
             state.fill(0.25)
-        with pytest.raises(CheckpointError, match=r"not saved: \['extra'\]"):
+        with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(tmp_path))
+        assert caught.value.value == (0, 1)
+        assert "'extra'" in str(caught.value)
         engine.load_checkpoint(str(tmp_path), load_module_strict=False)
         kinds = {kind for slot, kind, _, buffer in engine.zero.local_shards() if is_quarter(slot, buffer)}
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
@@ -124,8 +127,10 @@ def test_without_a_tag_the_newest_complete_checkpoint_is_taken_with_one_warning(
             (tmp_path / "second" / "commit.json").unlink()
         communicator.barrier()
         assert engine.load_checkpoint(str(tmp_path))[0] == f"{tmp_path}/first"
-        with pytest.raises(CheckpointError, match=r"'second' in .* was never completed"):
+        with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(tmp_path), tag="second")
+        assert caught.value.value == (0,)
+        assert "'second'" in str(caught.value)
 
     on_threads(2, work, parity_model)
     assert caplog.text.count("loading 'first', the newest complete checkpoint, instead") == 1
@@ -145,11 +150,13 @@ def test_the_newest_is_the_newest_though_the_clock_was_set_back(tmp_path, monkey
 
 
 def test_nothing_to_load_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="latest"):
+    with pytest.raises(CheckpointError) as caught:
         loading(tmp_path, parity_model)
+    assert caught.value.value == (0,)
     saved(tmp_path)
-    with pytest.raises(CheckpointError, match="kept"):  # the tags that there are
+    with pytest.raises(CheckpointError) as caught:  # the tags that there are
         loading(tmp_path, parity_model, tag="lost")
+    assert caught.value.value == (0,)
 
 
 def test_saving_between_micro_batches_is_refused_until_gradients_are_dropped(tmp_path):
@@ -157,8 +164,9 @@ def test_saving_between_micro_batches_is_refused_until_gradients_are_dropped(tmp
         engine = engine_for(model, 2, accumulation=3)
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
         engine.step()
-        with pytest.raises(CheckpointError, match="gradients of an unfinished optimizer step would be lost"):
+        with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(str(tmp_path))
+        assert "engine.zero_grad()" in str(caught.value)
         engine.zero_grad()
         engine.save_checkpoint(str(tmp_path), tag="dropped")
 
@@ -167,8 +175,10 @@ def test_saving_between_micro_batches_is_refused_until_gradients_are_dropped(tmp
 
 def test_client_state_that_is_no_mapping_is_refused(tmp_path):
     def save(communicator, model):
-        with pytest.raises(CheckpointError, match="client_state is a list, not a dict"):
+        with pytest.raises(CheckpointError) as caught:
             engine_for(model, 1).save_checkpoint(str(tmp_path), client_state=[1])
+        assert caught.value.value == "list"
+        assert "client_state" in str(caught.value)
 
     on_threads(2, save, parity_model)
     assert list(tmp_path.iterdir()) == []
@@ -178,8 +188,10 @@ def test_client_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path):
     def save(communicator, model):
         engine_for(model, 1).save_checkpoint(str(tmp_path), client_state={"best": print})
 
-    with pytest.raises(CheckpointError, match=r"a checkpoint cannot hold client_state\.best, a builtins\.builtin_func"):
+    with pytest.raises(CheckpointError) as caught:
         on_threads(1, save, parity_model)
+    assert caught.value.value == "builtins.builtin_function_or_method"
+    assert all(part in str(caught.value) for part in ("client_state.best", "builtins.builtin_func"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -62,10 +62,13 @@ def test_they_give_what_single_calls_give(world: int, async_op: bool) -> None:
 def test_lists_that_do_not_match_are_refused() -> None:
     def body(comm: Communicator) -> None:
         one, two = comm.allocate(2, DType.FLOAT32), comm.allocate(4, DType.FLOAT32)
-        with pytest.raises(ShardingError, match="1 buffers in, 2 out"):
+        with pytest.raises(ShardingError) as caught:
             all_gather_coalesced(comm, [two, two], [one])
-        with pytest.raises(ShardingError, match="reduce_scatter_coalesced"):
+        assert caught.value.value == (2, 1)
+        with pytest.raises(ShardingError) as caught:
             reduce_scatter_coalesced(comm, [two], [two])
+        assert caught.value.value == (4, 4)
+        assert "reduce_scatter_coalesced" in str(caught.value)
 
     run_threads(2, body)
 

@@ -122,14 +122,18 @@ def test_a_device_that_pins_no_memory_is_staged_in_what_the_host_s_kernels_take(
 def test_what_cannot_be_made_is_an_error_that_says_what_is_missing() -> None:
     def body(comm: LocalCommunicator) -> None:
         deaf, buffer = of(Deaf, comm), comm.allocate(4, DType.FLOAT32)
-        with pytest.raises(CommError, match="'local' has no all_to_all, nor that of which it could be made"):
+        with pytest.raises(CommError) as caught:
             deaf.all_to_all(comm.allocate(4, DType.FLOAT32), buffer)
+        assert caught.value.value == "all_to_all"
+        assert "'local'" in str(caught.value)
         counts = [4 - 3 * comm.rank, 3 * comm.rank]
         whole = comm.allocate(sum(counts), DType.FLOAT32)
-        with pytest.raises(CommError, match="has no all_gather of uneven parts"):
+        with pytest.raises(CommError) as caught:
             deaf.all_gather(whole, buffer.view(0, counts[comm.rank]), counts=counts)
-        with pytest.raises(CommError, match="has no batch"):
+        assert caught.value.value == "all_gather"
+        with pytest.raises(CommError) as caught:
             deaf.batch([message_to(buffer, 1 - comm.rank)])
+        assert caught.value.value == "batch"
         deaf.barrier()
 
     run_threads(2, body)
@@ -186,7 +190,8 @@ def test_ranks_that_expect_other_parts_of_an_all_to_all_are_told() -> None:
         sent, expected = ([2, 4], [2, 2]) if comm.rank == 0 else ([3, 3], [3, 3])
         source, out = comm.allocate(sum(sent), DType.FLOAT32), comm.allocate(sum(expected), DType.FLOAT32)
         other, theirs, ours = (1, 3, 2) if comm.rank == 0 else (0, 4, 3)
-        with pytest.raises(CommError, match=f"rank {other} sent {theirs} elements, and {ours} were expected"):
+        with pytest.raises(CommError) as caught:
             comm.all_to_all(out, source, counts=expected, source_counts=sent)
+        assert all(part in str(caught.value) for part in (str(other), str(theirs), str(ours)))
 
     run_threads(2, body)

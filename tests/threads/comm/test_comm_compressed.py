@@ -81,8 +81,10 @@ def test_it_sends_a_thirtieth_of_the_bytes() -> None:
 def test_another_size_is_refused_and_what_is_not_finite_is_shown() -> None:
     def body(comm: Communicator) -> None:
         average = CompressedAllReduce(3000)
-        with pytest.raises(ShardingError, match="3000 floating elements"):
+        with pytest.raises(ShardingError) as caught:
             average(torch.ones(4))
+        assert caught.value.value == 4
+        assert "3000" in str(caught.value)
         tensor = torch.ones(3000)
         tensor[0] = torch.inf if comm.rank else 1.0
         average(tensor)

@@ -7,7 +7,7 @@ import torch
 
 from polyaccel import comm
 from polyaccel.comm.base import Communicator
-from polyaccel.errors import CommError, PolyaccelError, ShardingError
+from polyaccel.errors import CommError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 
 
@@ -71,8 +71,10 @@ def test_gather_and_scatter_take_lists_on_one_rank() -> None:
         work.wait()
         assert tensor.tolist() == [[10.0 + rank] * 2] * 2
         if rank == 1:
-            with pytest.raises(ShardingError, match="gather: 1 tensors are not one of 4 x float32 for each of 3 ranks"):
+            with pytest.raises(ShardingError) as caught:
                 comm.gather(tensor, [tensor], dst=1)
+            assert caught.value.value == 1
+            assert "float32" in str(caught.value)
         group = comm.new_group([0, 2])
         assert comm.gather(tensor, [tensor, tensor.clone()] if rank == 0 else None, dst=0, group=group) is None
 
@@ -89,10 +91,12 @@ def test_messages_in_a_batch_are_under_way_at_once() -> None:
         for work in works:
             work.wait()
         assert inbox.tolist() == [float((rank - 1) % n)] * 3
-        with pytest.raises(CommError, match="is no message"):
+        with pytest.raises(CommError) as caught:
             comm.P2POp(comm.send, sent, 0)
-        with pytest.raises(CommError, match="a batch of 0 messages"):
+        assert "polyaccel.comm.isend" in str(caught.value)
+        with pytest.raises(CommError) as caught:
             comm.batch_isend_irecv([])
+        assert caught.value.value == 0
 
     run_threads(3, body)
 
@@ -123,13 +127,16 @@ def test_ranks_are_global_in_groups_and_outsiders_do_nothing() -> None:
         if comm.get_rank() == 0:
             assert (comm.get_rank(group), comm.get_world_size(group)) == (-1, -1)
             assert tensor.tolist() == [0.0, 0.0]
-            with pytest.raises(CommError, match="not in the group"):
+            with pytest.raises(CommError) as caught:
                 comm.get_global_rank(group, 0)
+            assert caught.value.value == 0
         else:
             assert comm.get_global_rank(group, comm.get_rank(group)) == comm.get_rank()
             assert tensor.tolist() == [4.0, 4.0]
-            with pytest.raises(CommError, match=r"global rank 0 is not in the group of ranks \[1, 2\]"):
+            with pytest.raises(CommError) as caught:
                 comm.broadcast(tensor, 0, group)
+            assert caught.value.value == 0
+            assert all(part in str(caught.value) for part in ("rank 0", "ranks [1, 2]"))
         return comm.get_world_size(group)
 
     assert run_threads(3, body) == [-1, 2, 2]
@@ -150,16 +157,19 @@ def test_what_has_no_flat_memory_is_refused() -> None:
     def body(_: Communicator) -> None:
         comm.all_reduce(torch.zeros(4, 4).t()[1:])
 
-    with pytest.raises(PolyaccelError, match="contiguous"):
+    with pytest.raises(ShardingError) as caught:
         run_threads(1, body)
+    assert caught.value.value == (1, 4)
 
 
 def test_an_object_list_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(CommError, match="list of 1 on 2 ranks"):
+    with pytest.raises(CommError) as caught:
         run_threads(2, lambda _: comm.all_gather_object([None], 1))
+    assert caught.value.value == 1
 
 
 def test_before_init_there_is_one_rank_and_no_group() -> None:
     assert (comm.get_rank(), comm.get_world_size()) == (0, 1)
-    with pytest.raises(CommError, match=r"call polyaccel\.init_distributed\(\)"):
+    with pytest.raises(CommError) as caught:
         comm.barrier()
+    assert "polyaccel.init_distributed()" in str(caught.value)

@@ -14,7 +14,7 @@ from polyaccel.comm import secret as comm_secret
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.objects import MOST_OBJECT_NBYTES
 from polyaccel.core import tagged_json
-from polyaccel.errors import CommError, PolyaccelError
+from polyaccel.errors import CommError
 from polyaccel.job.auth import SECRET_VARIABLE, sign
 from polyaccel.testkit.ranks.threads import run_threads
 
@@ -63,8 +63,9 @@ def test_the_engines_own_exchange_runs_nothing_that_a_peer_sends() -> None:
         if communicator.rank == 1:  # a stranger in rank 1's place
             communicator.all_gather_bytes(pickle.dumps(Trap()))
             return ""
-        with pytest.raises(CommError, match="what rank 1 sent cannot be read: it holds") as caught:
+        with pytest.raises(CommError) as caught:
             communicator.all_gather_object("mine")
+        assert "rank 1" in str(caught.value)
         return str(caught.value)
 
     assert "a stranger may have sent this" in run_threads(2, body)[0]
@@ -74,8 +75,9 @@ def test_the_engines_own_exchange_runs_nothing_that_a_peer_sends() -> None:
 @pytest.mark.parametrize("value", [Point(1), {1: 2}, {1, 2}, Point])
 def test_the_engines_own_exchange_takes_plain_values_only(value: object) -> None:
     def body(communicator: Communicator) -> None:
-        with pytest.raises(CommError, match="ranks exchange plain values only: the object "):
+        with pytest.raises(CommError) as caught:
             communicator.all_gather_object(value)
+        assert str(caught.value.value).startswith(("builtins.", "test_comm_objects.")) or isinstance(value, dict)
 
     run_threads(2, body)
 
@@ -85,8 +87,9 @@ def test_a_peer_that_announces_too_much_is_refused_before_memory_is_asked_for() 
         if communicator.rank == 1:
             communicator._gather_frames((MOST_OBJECT_NBYTES + 1).to_bytes(8, "little"), 2048)
             return
-        with pytest.raises(CommError, match=f"rank 1 brings an object of {MOST_OBJECT_NBYTES + 1} bytes"):
+        with pytest.raises(CommError) as caught:
             Communicator.all_gather_bytes(communicator, b"mine")
+        assert all(part in str(caught.value) for part in ("rank 1", str(MOST_OBJECT_NBYTES + 1)))
 
     run_threads(2, body)
 
@@ -104,8 +107,10 @@ def test_users_plain_values_travel_without_a_secret() -> None:
 @pytest.mark.usefixtures("no_secret")
 def test_other_objects_are_refused_without_a_secret_and_the_cure_names_it() -> None:
     def body(_: Communicator) -> None:
-        with pytest.raises(CommError, match=f"need a secret of the job: .*Point(?s:.*){SECRET_VARIABLE}"):
+        with pytest.raises(CommError) as caught:
             gathered(Point(1))
+        assert caught.value.value == "test_comm_objects.Point"
+        assert SECRET_VARIABLE in str(caught.value)
 
     run_threads(2, body)
 
@@ -144,8 +149,10 @@ def test_what_a_stranger_sends_is_refused_before_it_is_read(forge: Any) -> None:
             communicator.all_gather_bytes(forge(earlier))
             return
         assert gathered(0) == [0, 1]
-        with pytest.raises(CommError, match="the object of rank 1 does not have the seal of this job"):
+        with pytest.raises(CommError) as caught:
             gathered(0)
+        assert caught.value.value == 1
+        assert "rank 1" in str(caught.value)
 
     run_threads(2, body)
     assert RAN == []
@@ -153,21 +160,23 @@ def test_what_a_stranger_sends_is_refused_before_it_is_read(forge: Any) -> None:
 
 @pytest.mark.usefixtures("no_secret")
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "named"),
     [
-        (b"up" + pickle.dumps(Trap()), "the object of rank 1 cannot be read: it holds a value that is not plain"),
-        (b"uv[", "the object of rank 1 cannot be read: it holds 1 bytes that are not a plain value"),
-        (b"s" + bytes(40), "the object of rank 1 is sealed, and this rank has no secret"),
+        (b"up" + pickle.dumps(Trap()), "rank 1"),
+        (b"uv[", "rank 1"),
+        (b"s" + bytes(40), "rank 1"),
     ],
     ids=["pickle", "no JSON", "sealed"],
 )
-def test_without_a_secret_nothing_but_plain_values_is_read(message: bytes, said: str) -> None:
+def test_without_a_secret_nothing_but_plain_values_is_read(message: bytes, named: str) -> None:
     def body(communicator: Communicator) -> None:
         if communicator.rank == 1:
             communicator.all_gather_bytes(message)
             return
-        with pytest.raises(CommError, match=said):
+        with pytest.raises(CommError) as caught:
             gathered(0)
+        assert named in str(caught.value)
+        assert caught.value.value == 1
 
     run_threads(2, body)
     assert RAN == []
@@ -175,8 +184,10 @@ def test_without_a_secret_nothing_but_plain_values_is_read(message: bytes, said:
 
 def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "short")
-    with pytest.raises(PolyaccelError, match=f"{SECRET_VARIABLE} has 5 characters, and 16 are the fewest"):
+    with pytest.raises(CommError) as caught:
         run_threads(2, lambda _: gathered(1))
+    assert caught.value.value == 5
+    assert SECRET_VARIABLE in str(caught.value)
 
 
 @pytest.mark.usefixtures("no_secret")
@@ -204,8 +215,9 @@ def test_without_a_file_that_all_can_read_there_is_no_secret(
     run_threads(2, comm_secret.negotiate_job_secret)
 
     def refused(communicator: Communicator) -> None:
-        with pytest.raises(CommError, match="need a secret of the job"):
+        with pytest.raises(CommError) as caught:
             gathered({communicator.rank})
+        assert caught.value.value == "builtins.set"
 
     run_threads(2, refused)
 

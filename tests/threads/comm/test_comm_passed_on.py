@@ -187,8 +187,10 @@ def test_ranks_that_disagree_about_a_part_are_told(longest: int | None) -> None:
         both.all_to_all(out, source, counts=[4] * 4, source_counts=sent, max_send_numel=longest)
 
     numbers = (5, 4) if longest is None else (9, 8)
-    with pytest.raises(CommError, match="rank 0 sent {} elements, and {} were expected".format(*numbers)):
+    with pytest.raises(CommError) as caught:
         run_threads(4, body)
+    assert caught.value.value == (0,)
+    assert all(str(number) in str(caught.value) for number in numbers)
 
 
 def test_ranks_that_know_different_bounds_are_told_in_debug_mode() -> None:
@@ -200,5 +202,7 @@ def test_ranks_that_know_different_bounds_are_told_in_debug_mode() -> None:
         longest = SHORT + 1 if comm.rank == 3 else SHORT
         both.all_to_all(out, source, counts=[4] * 4, source_counts=[4] * 4, max_send_numel=longest)
 
-    with pytest.raises(CommError, match=f"rank 3 called #0 all_to_all of uneven parts of at most {SHORT + 1} x"):
+    with pytest.raises(CommError) as caught:
         run_threads(4, body)
+    assert caught.value.value == (3,)
+    assert all(part in str(caught.value) for part in ("all_to_all", "rank 3", str(SHORT + 1)))

@@ -132,8 +132,9 @@ def test_everything_else_is_exact() -> None:
 
 def test_odd_blocks_are_refused() -> None:
     comm = run_threads(1, lambda comm: comm)[0]
-    with pytest.raises(ShardingError, match="blocks of 7 elements"):
+    with pytest.raises(ShardingError) as caught:
         QuantizedCommunicator(comm, gather_bits=8, reduce_bits=4, block_numel=7)
+    assert caught.value.value == 7
 
 
 def test_the_record_shows_codes_and_scales() -> None:

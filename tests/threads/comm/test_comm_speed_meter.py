@@ -58,5 +58,6 @@ def test_a_call_is_the_operation_that_is_named(operation: str) -> None:
 
 
 def test_a_rank_alone_is_refused() -> None:
-    with pytest.raises(CommError, match="a single rank has no peer to send to"):
+    with pytest.raises(CommError) as caught:
         run_threads(1, lambda comm: SpeedMeter(comm, 1024, DType.FLOAT32))
+    assert caught.value.value == 1

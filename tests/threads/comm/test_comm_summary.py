@@ -109,15 +109,16 @@ def test_the_config_starts_the_log() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "named"),
+    ("section", "key"),
     [
-        ({"enabled": True, "prof_all": False}, "prof_ops names no operation"),
-        ({"enabled": True, "prof_ops": ["all_reduced"]}, "all_reduced"),
+        ({"enabled": True, "prof_all": False}, "comms_logger"),
+        ({"enabled": True, "prof_ops": ["all_reduced"]}, "comms_logger.prof_ops[0]"),
     ],
 )
-def test_a_log_of_nothing_is_refused(section: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_a_log_of_nothing_is_refused(section: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         load_config({"train_batch_size": 1, "comms_logger": section})
+    assert caught.value.problems[0].key == key
 
 
 def test_without_a_log_the_summary_says_how_to_get_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +132,8 @@ def test_without_a_log_the_summary_says_how_to_get_one(capsys: pytest.CaptureFix
 
 def test_only_a_recorded_communicator_has_a_log() -> None:
     def body(inner: LocalCommunicator) -> None:
-        with pytest.raises(CommError, match="LocalCommunicator has no log"):
+        with pytest.raises(CommError) as caught:
             start_log(inner)
+        assert "LocalCommunicator" in str(caught.value)
 
     run_threads(1, body)

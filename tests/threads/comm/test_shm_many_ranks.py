@@ -68,7 +68,8 @@ def test_ranks_that_gather_different_buckets_of_one_size_do_not_meet() -> None:
         whole = comm.allocate(8, DType.FLOAT32)
         own = whole.view(4 * comm.rank, 4)
         comm.all_gather(whole, own, bucket=1)
-        with pytest.raises(CommError, match=r"for another bucket|earlier call of theirs failed"):
+        with pytest.raises(CommError) as caught:
             comm.all_gather(whole, own, bucket=1 + comm.rank)
+        assert "all_gather" in str(caught.value)
 
     on_ranks(2, work)

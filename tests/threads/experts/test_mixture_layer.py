@@ -176,18 +176,19 @@ def test_what_is_dropped_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "named"),
     [
-        ({"k": 6}, "k = 6 of 5 experts"),
-        ({"gate": "expert choice"}, "give capacity_factor"),
-        ({"bias_rate": 0.1}, "a bias of the gate 'softmax'"),
-        ({"k": 1, "normalize": True}, "normalize=True with k = 1"),
-        ({"k": 1, "normalize": True, "gate": "sigmoid"}, "normalize=True with k = 1"),
+        ({"k": 6}, "6"),
+        ({"gate": "expert choice"}, "capacity_factor"),
+        ({"bias_rate": 0.1}, "'softmax'"),
+        ({"k": 1, "normalize": True}, "normalize=True"),
+        ({"k": 1, "normalize": True, "gate": "sigmoid"}, "normalize=True"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(PolyaccelError, match=said):
+def test_settings_that_do_not_go_together(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(PolyaccelError) as caught:
         made(**settings)
+    assert named in str(caught.value)
 
 
 class TwoLayers(nn.Module):

@@ -132,8 +132,9 @@ def test_kernels_are_transposed_with_their_optimizer_states(tmp_path, saver, nam
         train[first](first, range(STOP))
         first.save_checkpoint(str(tmp_path))
         expected = train[first](first, range(STOP, STEPS))
-        with pytest.raises(CheckpointError, match=r"first\.(weight|kernel)"):
+        with pytest.raises(CheckpointError) as caught:
             second.load_checkpoint(str(tmp_path))
+        assert caught.value.value == (0, 1)
         patterns = {r"^(\w+)\.kernel$": (r"\1.weight", (1, 0))}
         second.load_checkpoint(str(tmp_path), name_map={"flax": "flax", "patterns": patterns}.get(name_map, names))
         assert train[second](second, range(STOP, STEPS)) == pytest.approx(expected, rel=1e-5)
@@ -163,16 +164,20 @@ def test_a_function_of_the_user_s_own_makes_the_parameters(tmp_path):
         saver.save_checkpoint(str(tmp_path), client_state={"epoch": 2})
         params = {"layers": {"w": np.zeros_like(start)}, "out": np.full((4, 3), 5.0, np.float32)}
         loader = polyaccel.initialize(model=fn, params=params, config=make_config(stage), stacked=["layers"])
-        for wrong, said in ((lambda src, dst: None, "a tree of the structure"), (lambda src, dst: {}["x"], "KeyError")):
-            with pytest.raises(CheckpointError, match=f"custom_load_fn .*{said}"):
+        for wrong, named in ((lambda src, dst: None, "PyTreeDef(None)"), (lambda src, dst: {}["x"], "KeyError")):
+            with pytest.raises(CheckpointError) as caught:
                 loader.load_checkpoint(str(tmp_path), custom_load_fn=wrong)
+            assert caught.value.value == (0,)
+            assert all(part in str(caught.value) for part in ("custom_load_fn", named))
             assert (np.asarray(loader.params["out"]) == 5).all()
 
         def narrow(src, dst):
             return {**stack({**src, "out": 1.0}, dst), "out": src["out"]}
 
-        with pytest.raises(CheckpointError, match=r"another shape .*'out': \(\(4, 2\), \(4, 3\)\)"):
+        with pytest.raises(CheckpointError) as caught:
             loader.load_checkpoint(str(tmp_path), custom_load_fn=narrow, load_optimizer_states=False)
+        assert caught.value.value == (0,)
+        assert "'out'" in str(caught.value)
 
         def widen(src, dst):
             dst["out"][:, :2] = src["out"]
@@ -217,8 +222,9 @@ def test_unfinished_accumulation_is_not_saved(tmp_path):
         engine = polyaccel.initialize(model=fn, params=params, config=make_config(0, accumulation=2))
         engine.grad_step(tokens(0, 0, 0))
         engine.step()
-        with pytest.raises(CheckpointError, match="unfinished"):
+        with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(str(tmp_path))
+        assert "engine.zero_grad()" in str(caught.value)
 
     model = jax_gpt()
     run_threads(1, go)

@@ -166,8 +166,9 @@ def test_a_closure_over_the_engines_arrays_is_refused(wrapped):
     def check(engine):
         held["w"] = engine.params["w"]
         for run in (engine.train_batch, engine.eval_batch):
-            with pytest.raises(ShardingError, match="closed over parameter 'w'"):
+            with pytest.raises(ShardingError) as caught:
                 run(batch())
+            assert caught.value.value == "w"
 
     held = {}
     with_engine(check, fn=wrapped(lambda params, batch, rng: loss({**params, **held}, batch, rng)))
@@ -179,8 +180,9 @@ def test_a_closure_over_the_arrays_of_the_start_is_refused(wrapped, kind):
     start = {fqn: kind(value) for fqn, value in weights().items()}
 
     def check(engine):
-        with pytest.raises(ShardingError, match="closed over parameter 'b'"):
+        with pytest.raises(ShardingError) as caught:
             engine.train_batch(batch())
+        assert caught.value.value == "b"
 
     fn = wrapped(lambda params, batch, rng: loss({**params, "b": start["b"]}, batch, rng))
     with_engine(check, fn=fn, params=start)
@@ -211,8 +213,9 @@ def test_donated_and_deleted_views_come_back():
 def test_donated_parameters_are_refused_at_the_start():
     params = {fqn: jnp.asarray(value) for fqn, value in weights().items()}
     jax.jit(lambda x: x + 1.0, donate_argnums=0)(params["w"]).block_until_ready()
-    with pytest.raises(ShardingError, match="'w' was deleted or donated"):
+    with pytest.raises(ShardingError) as caught:
         with_engine(None, params=params)
+    assert caught.value.value == "w"
 
 
 def test_parameters_that_are_not_row_major():
@@ -229,8 +232,10 @@ def test_parameters_that_are_not_row_major():
 
 
 def test_integers_of_64_bits_are_refused_and_others_are_frozen():
-    with pytest.raises(ShardingError, match=r"'table' is int64.*\n.*int32"):
+    with pytest.raises(ShardingError) as caught:
         with_engine(None, params={**weights(), "table": np.arange(3)})
+    assert caught.value.value == "int64"
+    assert all(part in str(caught.value) for part in ("'table'", "int32"))
 
     def check(engine):
         engine.train_batch(batch())
@@ -317,8 +322,9 @@ def test_workers_of_a_loader_are_forked_from_a_live_engine(engine):
 def test_a_loader_whose_workers_use_the_engine_is_told(engine):
     batches = iter(loader(Rows(engine)))
     for _ in range(4):
-        with pytest.raises(PolyaccelError, match=r"forked(?s:.*)spawn"):
+        with pytest.raises(PolyaccelError) as caught:
             next(batches)
+        assert "polyaccel.errors.PolyaccelError" in str(caught.value)
     # The end ends the workers too. Garbage that has them takes ten seconds of whichever test it is collected in.
     assert next(batches, None) is None
 
@@ -357,37 +363,40 @@ def test_random_keys_follow_from_seed_rank_and_count():
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"),
+    ("fn", "named"),
     [
-        (lambda params, batch, rng: batch @ params["w"], "scalar loss"),
-        (lambda params, batch, rng: jnp.int32(3), "scalar loss"),
+        (lambda params, batch, rng: batch @ params["w"], "losses.mean()"),
+        (lambda params, batch, rng: jnp.int32(3), "losses.mean()"),
     ],
 )
-def test_a_function_without_a_loss_is_refused(fn, message):
+def test_a_function_without_a_loss_is_refused(fn, named: str):
     def check(engine):
-        with pytest.raises(PolyaccelError, match=message):
+        with pytest.raises(PolyaccelError) as caught:
             engine.train_batch(batch())
+        assert named in str(caught.value)
         engine.zero_grad()
 
     with_engine(check, fn=fn)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "key"),
     [
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
-        ({"optimizer": {"type": "Adadelta", "params": {}}}, "optax transformation"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast.enabled"),
+        ({"optimizer": {"type": "Adadelta", "params": {}}}, "optimizer.type"),
     ],
 )
-def test_what_is_not_there_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_not_there_is_refused(changes, key):
+    with pytest.raises(ConfigError) as caught:
         with_engine(None, config={**CONFIG, **changes})
+    assert caught.value.problems[0].key == key
 
 
 @pytest.mark.parametrize("leaf", ["text", object(), 1j])
 def test_leaves_that_are_no_arrays_are_refused(leaf):
-    with pytest.raises(ShardingError, match="'other'"):
+    with pytest.raises(ShardingError) as caught:
         with_engine(None, params={**weights(), "other": leaf})
+    assert "'other'" in str(caught.value)
 
 
 def test_a_batch_is_cut_into_micro_batches():

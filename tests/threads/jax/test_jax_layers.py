@@ -160,8 +160,9 @@ def test_a_weight_changed_before_the_backward_is_noticed():
     loss = layer(inputs()).sum()
     with torch.no_grad():
         layer.narrow.weight.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError) as caught:
         loss.backward()
+    assert "inplace" in str(caught.value)
 
 
 def test_a_copy_is_independent():
@@ -182,25 +183,27 @@ def test_empty_inputs_and_token_numbers():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        (torch.tensor([2**40]), "do not fit into JAX's 32 bits"),
-        (torch.ones(2, dtype=torch.float64), "cut torch.float64"),
-        (torch.ones(2).to_sparse(), "has no torch.sparse_coo tensors"),
-        (torch.ones(2, device="meta"), "cannot take a torch.float32 tensor on meta"),
-        (np.ones(2), "a ndarray was passed"),
+        (torch.tensor([2**40]), "1099511627776"),
+        (torch.ones(2, dtype=torch.float64), "torch.float64"),
+        (torch.ones(2).to_sparse(), "torch.sparse_coo"),
+        (torch.ones(2, device="meta"), "meta"),
+        (np.ones(2), "ndarray"),
     ],
 )
-def test_what_jax_cannot_take_is_refused(given, message):
-    with pytest.raises(PolyaccelError, match=message):
+def test_what_jax_cannot_take_is_refused(given, named):
+    with pytest.raises(PolyaccelError) as caught:
         as_torch(lambda w, x: x, 1.0)(given)
+    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda fn: torch.func.grad(lambda x: fn(x).sum())])
 def test_transforms_of_torch_are_refused(transform):
     layer, _ = pair()
-    with pytest.raises(PolyaccelError, match=r"transform of torch\.func"):
+    with pytest.raises(PolyaccelError) as caught:
         transform(layer)(torch.ones(3, 8))
+    assert "torch.func" in str(caught.value)
 
 
 @pytest.mark.parametrize("wrapped", [lambda fn: fn, jax.jit])
@@ -209,8 +212,9 @@ def test_a_function_that_closed_over_its_parameters_is_refused(kind, wrapped):
     """It would compute with the values of the start for good."""
     given = {"a": kind(np.ones(64, np.float32)), "b": kind(np.ones(64, np.float32))}
     layer = as_torch(wrapped(lambda params, x: params["a"] * given["b"] * x), given)
-    with pytest.raises(ShardingError, match="closed over parameter 'b'"):
+    with pytest.raises(ShardingError) as caught:
         layer(torch.ones(()))
+    assert caught.value.value == "b"
 
 
 def test_a_function_that_closed_over_the_memory_of_a_parameter_is_refused():
@@ -219,8 +223,9 @@ def test_a_function_that_closed_over_the_memory_of_a_parameter_is_refused():
     layer = as_torch(lambda w, x: w * x * held[0], jnp.ones(64))
     assert layer(torch.ones(())).tolist() == [1] * 64
     held[0] = jax.dlpack.from_dlpack(layer.params.detach())
-    with pytest.raises(ShardingError, match="closed over parameter 'params'"):
+    with pytest.raises(ShardingError) as caught:
         layer(torch.ones(64))
+    assert caught.value.value == "params"
 
 
 def test_a_compiled_model_runs_its_layers_of_jax_as_they_are():
@@ -228,18 +233,22 @@ def test_a_compiled_model_runs_its_layers_of_jax_as_they_are():
     model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
     x = inputs()
     wanted = gradients(model, x)
-    with pytest.raises(Exception, match="a function of JAX is compiled by JAX"):
+    with pytest.raises(Exception) as caught:
         torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert "JAX" in str(caught.value)
     torch._dynamo.reset()
     assert_near(gradients(torch.compile(model, backend="eager"), x), wanted)
     assert_near([torch.compile(layer, backend="eager")(x)], [layer(x)])
 
 
 def test_names_that_a_module_cannot_have_are_refused():
-    with pytest.raises(PolyaccelError, match="cannot have a parameter 'type'"):
+    with pytest.raises(PolyaccelError) as caught:
         as_torch(lambda params: 0, {"type": jnp.ones(2)})
-    with pytest.raises(ShardingError, match="'a' is a str"):
+    assert caught.value.value == "type"
+    with pytest.raises(ShardingError) as caught:
         as_torch(lambda params: 0, {"a": "text"})
+    assert caught.value.value == "str"
+    assert "'a'" in str(caught.value)
 
 
 def test_layers_of_one_function_are_compiled_once():

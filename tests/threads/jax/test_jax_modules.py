@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from polyaccel.errors import ShardingError
+
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
 pytest.importorskip("optax")
@@ -104,13 +106,16 @@ def test_a_module_trains_with_dropout_and_is_evaluated_without(kind):
 
 
 def test_a_module_with_running_statistics_is_refused():
-    with pytest.raises(PolyaccelError, match="batch_stats"):
+    with pytest.raises(ShardingError) as caught:
         run_threads(
             1, lambda _: polyaccel.initialize(model=Linen(), params={"params": {}, "batch_stats": {}}, config=SGD)
         )
+    assert caught.value.value == "dict"
+    assert "batch_stats" in str(caught.value)
     norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    with pytest.raises(PolyaccelError, match="mean"):
+    with pytest.raises(PolyaccelError) as caught:
         run_threads(1, lambda _: polyaccel.initialize(model=norm, config=SGD))
+    assert caught.value.value == ["mean", "var"]
 
 
 def loss(params, batch, rng):
@@ -169,8 +174,9 @@ def test_a_transformation_of_optax_replaces_the_configs_optimizer(name, stage, t
 
 
 def test_a_schedule_of_the_config_needs_its_optimizer():
-    with pytest.raises(ConfigError, match="no learning rate to move"):
+    with pytest.raises(ConfigError) as caught:
         run_threads(
             1,
             lambda _: polyaccel.initialize(model=loss, params=start(), optimizer=optax.sgd(0.1), config=make_config(1)),
         )
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("scheduler.type", "WarmupLR")]

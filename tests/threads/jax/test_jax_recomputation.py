@@ -127,8 +127,11 @@ def test_blocks_of_modules_are_recomputed(kind, monkeypatch):
 
 def test_a_function_without_units_is_told_so():
     engine = engine_of(without_units, 0, {"enabled": True})
-    with pytest.raises(ConfigError, match="has no units to recompute"):
+    with pytest.raises(ConfigError) as caught:
         engine.train_batch(batch(0))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("activation_checkpointing.enabled", True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -134,18 +134,19 @@ def test_a_key_decides_the_random_numbers_forward_and_backward():
 
 
 @pytest.mark.parametrize(
-    ("module", "message"),
+    ("module", "named"),
     [
-        (nn.Dropout(0.5), r"draws random numbers \(aten"),
-        (nn.BatchNorm1d(8, affine=False), "changes its buffer 'num_batches_tracked'"),
-        (nn.ReLU(inplace=True), "changed an input or a parameter in place"),
-        (Calls(lambda x: 3), "returned a int"),
-        (Calls(lambda x: x.double()), "cut torch.float64"),
+        (nn.Dropout(0.5), "aten.bernoulli_.float"),
+        (nn.BatchNorm1d(8, affine=False), "'num_batches_tracked'"),
+        (nn.ReLU(inplace=True), "relu_"),
+        (Calls(lambda x: 3), "int"),
+        (Calls(lambda x: x.double()), "torch.float64"),
     ],
 )
-def test_modules_that_are_no_function_are_refused(module, message):
-    with pytest.raises(PolyaccelError, match=message):
+def test_modules_that_are_no_function_are_refused(module, named: str):
+    with pytest.raises(PolyaccelError) as caught:
         jax.jit(as_jax(module))({}, inputs())
+    assert named in str(caught.value)
     assert not any(buffer.any() for name, buffer in module.named_buffers() if name == "num_batches_tracked")
 
 
@@ -194,13 +195,16 @@ def test_a_module_that_checkpoints_has_its_parameters_in_the_backward_too():
 
 def test_other_parameters_are_refused():
     fn = as_jax(nn.Linear(8, 8))
-    with pytest.raises(PolyaccelError, match="'bias', 'other'"):
+    with pytest.raises(PolyaccelError) as caught:
         fn({"weight": jnp.ones((8, 8)), "other": jnp.ones(8)}, inputs())
+    assert caught.value.value == ["bias", "other"]
 
 
 def test_a_module_elsewhere_is_refused():
-    with pytest.raises(PolyaccelError, match="'weight' is on meta"):
+    with pytest.raises(PolyaccelError) as caught:
         as_jax(nn.Linear(2, 2, device="meta"))
+    assert caught.value.value == "meta"
+    assert "'weight'" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", ["mode", "shape"])
@@ -213,6 +217,7 @@ def test_a_module_that_became_another_is_noticed(change):
         module.eval()
     else:
         sizes[0] = 3
-    message = "was called after its function" if change == "mode" else "was compiled"
-    with pytest.raises(Exception, match=message):
+    named = "module.eval()" if change == "mode" else "(3, 8)"
+    with pytest.raises(Exception) as caught:
         jax.block_until_ready(compiled({}, inputs()))
+    assert all(part in str(caught.value) for part in ("PolyaccelError", named))

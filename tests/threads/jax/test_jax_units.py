@@ -176,8 +176,9 @@ def in_scan(params, batch, rng):
 @pytest.mark.parametrize("fn", [in_checkpoint, in_scan])
 def test_a_unit_inside_a_transformation_is_refused(fn):
     def check(engine):
-        with pytest.raises(PolyaccelError, match="inside a transformation"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.train_batch(batch(0))
+        assert "polyaccel.jax.scan_units" in str(caught.value)
         engine.zero_grad()
 
     with_engine(check, fn)
@@ -185,8 +186,9 @@ def test_a_unit_inside_a_transformation_is_refused(fn):
 
 def test_layers_that_nobody_called_stacked_are_refused():
     def check(engine):
-        with pytest.raises(PolyaccelError, match=r"stacked=\['layers'\]"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.train_batch(batch(0))
+        assert caught.value.value == "layers.scale"
         engine.zero_grad()
 
     with_engine(check, scanning, stacked_weights())
@@ -194,14 +196,16 @@ def test_layers_that_nobody_called_stacked_are_refused():
 
 @pytest.mark.parametrize("prefix", ["bias.x", "order.weight", ""])
 def test_what_is_called_stacked_has_to_be(prefix):
-    with pytest.raises(ShardingError, match="not stacked"):
+    with pytest.raises(ShardingError) as caught:
         with_engine(None, stacked=[prefix])
+    assert caught.value.value == prefix
 
 
 def test_ranks_that_are_threads_are_refused():
     """They would wait for each other in XLA's threads for ever."""
-    with pytest.raises(ConfigError, match=r"ranks that are threads(?s:.*)polyaccel run"):
+    with pytest.raises(ConfigError) as caught:
         run_threads(2, lambda _: polyaccel.initialize(model=simple, params=weights(), config=config(3)))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("zero_optimization.stage", 3)]
 
 
 def test_what_a_call_raises_is_raised_and_the_engine_goes_on():
@@ -213,8 +217,9 @@ def test_what_a_call_raises_is_raised_and_the_engine_goes_on():
             raise CommError("the cable was pulled", hint="plug it in")
 
         engine.zero.params.gathering.unshard = fail
-        with pytest.raises(CommError, match="the cable was pulled"):
+        with pytest.raises(CommError) as caught:
             engine.train_batch(batch(0))
+        assert caught.value.message == "the cable was pulled"
         engine.zero.params.gathering.unshard = hold
         engine.zero_grad()
         assert float(engine.eval_batch(batch(0))) == first
@@ -232,7 +237,7 @@ def test_a_program_of_an_engine_that_is_gone_says_so():
 
     with_engine(check)
     program, token, key = kept.pop()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="engine of this program is gone"):
+    with pytest.raises(jax.errors.JaxRuntimeError):
         jax.block_until_ready(program([], token, batch(0), key, np.float32(1.0)))
 
 

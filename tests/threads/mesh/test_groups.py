@@ -22,8 +22,9 @@ def test_groups_are_those_of_the_engine_s_mesh():
 
     def of_rank(communicator):
         before = groups.get_data_parallel_world_size(), groups.get_tensor_model_parallel_world_size()
-        with pytest.raises(CommError, match="no ranks stand along the axis 'tensor'"):
+        with pytest.raises(CommError) as caught:
             groups.get_tensor_model_parallel_group()
+        assert "'tensor'" in str(caught.value)
         model, _ = join(communicator, 2, models[communicator.rank])
         engine, *_ = polyaccel.initialize(model=model, config=mesh_config(make_config(1), 2))
         found = (
@@ -167,26 +168,27 @@ def test_marks_of_megatron_say_what_is_cut():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "config", "said"),
+    ("arguments", "config", "key"),
     [
-        ({"mesh_param": (2, 2), "mpu": _Mpu()}, {}, "mesh_param = .*is given together with mpu"),
-        ({"mesh_param": (2, "x")}, {}, r"should be \(data-parallel ranks, sequence-parallel ranks\)"),
+        ({"mesh_param": (2, 2), "mpu": _Mpu()}, {}, "mesh_param"),
+        ({"mesh_param": (2, "x")}, {}, "mesh_param"),
         (
             {"mpu": _Mpu()},
             {"tensor_parallel": {"autotp_size": 4}},
-            "autotp_size = 4: contradicts the 2 that",
+            "tensor_parallel.autotp_size",
         ),
-        ({"mpu": SimpleNamespace(get_pipe_parallel_world_size=lambda: 2)}, {}, "mpu = 2: has pipeline stages"),
-        ({"mesh_param": (1, 3)}, {}, "mesh.sequence = 3: makes mesh.sequence = 3, no divisor of 2 ranks"),
+        ({"mpu": SimpleNamespace(get_pipe_parallel_world_size=lambda: 2)}, {}, "mpu"),
+        ({"mesh_param": (1, 3)}, {}, "mesh.sequence"),
     ],
     ids=["both", "no pair", "another size", "stages", "no divisor"],
 )
-def test_a_mesh_that_cannot_be_is_refused(arguments, config, said):
+def test_a_mesh_that_cannot_be_is_refused(arguments, config, key: str):
     models = [parity_model() for _ in range(2)]
 
     def of_rank(communicator):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError) as caught:
             polyaccel.initialize(model=models[communicator.rank], config={**make_config(1), **config}, **arguments)
+        assert caught.value.problems[0].key == key
 
     run_threads(2, of_rank)
 

@@ -341,12 +341,17 @@ def test_files_are_read_before_the_hold_that_needs_them(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_it_is_refused_where_parameters_are_not_sharded(stage):
-    with pytest.raises(
-        ConfigError, match=rf'offload_param\.device = \'cpu\': .*at stage {stage}(.|\n)*hint: use "stage": 3'
-    ):
+    with pytest.raises(ConfigError) as caught:
         load_config(make_config(stage, zero={"offload_param": {"device": "cpu"}}))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("zero_optimization.offload_param.device", "cpu")
+    ]
+    assert all(part in str(caught.value) for part in ('"stage"', str(stage)))
 
 
 def test_files_need_a_directory():
-    with pytest.raises(ConfigError, match=r"offload_param\.nvme_path(.|\n)*hint: name a directory"):
+    with pytest.raises(ConfigError) as caught:
         load_config(make_config(3, zero={"offload_param": {"device": "nvme"}}))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("zero_optimization.offload_param.nvme_path", None)
+    ]

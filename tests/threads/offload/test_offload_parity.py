@@ -186,10 +186,12 @@ def test_a_torch_optimizer_works_with_the_host(tmp_path, precision):
 
 
 def test_a_torch_optimizer_is_refused_with_files(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"offload_optimizer\.device = 'nvme': .* all states at once\n.*hint: .*AdamW"
-    ):
+    with pytest.raises(ConfigError) as caught:
         on_threads(2, _client, parity_model, config(2, offloaded("nvme", tmp_path)))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("zero_optimization.offload_optimizer.device", "nvme")
+    ]
+    assert "AdamW" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -357,8 +359,9 @@ def test_a_full_disk_is_told_after_the_update_and_loses_nothing(tmp_path, monkey
         engine.backward(engine(*batch(1, 0, communicator.rank)))
         with monkeypatch.context() as patch:
             patch.setattr(StateFile, "start_writing", write_elsewhere)
-            with pytest.raises(OffloadError, match=r"3 buffers could not be written and stay in memory.*disk is full"):
+            with pytest.raises(OffloadError) as caught:
                 engine.step()
+            assert caught.value.value == 256
         engine.save_checkpoint(str(tmp_path / "saved"))
         engine.destroy()
 

@@ -11,7 +11,7 @@ import torch
 from gradient_statements import STATEMENTS, gradients, halve
 from pairwise import combinations
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -31,7 +31,6 @@ from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
 
 STEPS = 2
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STAGES = {
     "stage 0": (0, SMALL),
     "stage 1": (1, SMALL),
@@ -123,11 +122,13 @@ def test_what_a_slice_cannot_answer_is_refused_by_name(stage, ask):
     def refused(communicator, model):
         engine = engine_at(model, stage)
         run(engine)
-        with pytest.raises(ShardingError, match=r"needs the whole gradient of 'wide\.weight'") as caught:
+        with pytest.raises(ShardingError) as caught:
             ask(model.wide.weight.grad)
+        assert caught.value.value == "wide.weight"
         assert "safe_get_full_grad" in caught.value.hint
-        with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' were combined"):
+        with pytest.raises(ShardingError) as caught:
             model.twice.bias.grad.add_(model.narrow.bias.grad)
+        assert caught.value.value == ("narrow.bias", "twice.bias")
 
     on_threads(2, refused, parity_model)
 
@@ -144,11 +145,13 @@ def test_before_the_last_micro_batch(stage, alone):
         if stage == "stage 2" or alone:
             halve(model)
         else:
-            with pytest.raises(ShardingError, match="gradient of 'scale' is this rank's own sum") as caught:
+            with pytest.raises(ShardingError) as caught:
                 halve(model)
+            assert caught.value.value == "scale"
             assert "after the last backward pass" in caught.value.hint
-            with pytest.raises(ShardingError, match="own sum"):
+            with pytest.raises(ShardingError) as caught:
                 model.wide.weight.grad = torch.zeros(33, 6)
+            assert caught.value.value == "wide.weight"
         model.narrow.bias.grad = None  # forgets what has accumulated, at every stage
         engine.step()
         run(engine, micro=1)
@@ -208,8 +211,10 @@ def test_ranks_that_do_different_things_are_told(stage, verb):
         run(engine)
         if communicator.rank == 1:
             model.wide.weight.grad = None if verb == "dropped" else torch.zeros(33, 6)
-        with pytest.raises(ShardingError, match=rf"'wide\.weight' was {verb} by user code on 1 of 2 ranks"):
+        with pytest.raises(ShardingError) as caught:
             engine.step()
+        assert caught.value.value == "wide.weight"
+        assert verb in str(caught.value)
         engine.zero_grad()
         run(engine)
         engine.step()  # and the engine goes on
@@ -222,8 +227,9 @@ def test_ranks_that_change_replicated_gradients_differently_are_told():
         engine = engine_at(model, "stage 0")
         run(engine)
         model.wide.weight.grad.mul_(1.0 + communicator.rank)
-        with pytest.raises(ShardingError, match=r"'wide\.weight' was changed by user code, differently on different"):
+        with pytest.raises(ShardingError) as caught:
             engine.step()
+        assert caught.value.value == "wide.weight"
 
     on_threads(2, differ, parity_model)
 
@@ -251,8 +257,9 @@ def test_a_second_backward_pass_is_reduced_before_gradients_are_looked_at(stage)
         run(engine)
         run(engine, micro=1)
         if stage == "stage 0":
-            with pytest.raises(ShardingError, match="came after its bucket's reduction") as caught:
+            with pytest.raises(ShardingError) as caught:
                 clip_grad_norm_(model.parameters(), 0.1)
+            assert caught.value.value == "scale"
             assert "safe_get_full_grad" in caught.value.hint
             for parameter in model.parameters():
                 safe_get_full_grad(parameter)
@@ -276,8 +283,9 @@ def test_a_gradient_that_was_looked_at_before_another_rank_s_late_part_was_reduc
                 run(engine, micro=1)
         if communicator.rank == 0:
             assert model.wide.weight.grad is not None
-        with pytest.raises(ShardingError, match=r"looked at gradients of the bucket of 'wide\.weight' before a part"):
+        with pytest.raises(ShardingError) as caught:
             engine.step()
+        assert caught.value.value == "wide.weight"
 
     on_threads(2, twice, parity_model)
 
@@ -286,8 +294,9 @@ def test_gradients_with_a_loss_scale_are_refused():
     def scaled(communicator, model):
         engine = engine_at(model, "stage 0", fp16={"enabled": True, "initial_scale_power": 4})
         run(engine)
-        with pytest.raises(ShardingError, match="multiplied with the loss scale 16") as caught:
+        with pytest.raises(ShardingError) as caught:
             clip_grad_norm_(model.parameters(), 0.1)
+        assert caught.value.value == "scale"
         assert '"gradient_clipping"' in caught.value.hint
         assert safe_get_full_grad(model.wide.weight) is not None
         engine.zero_grad()
@@ -300,8 +309,9 @@ def test_gradients_with_a_loss_scale_are_refused():
 def test_a_gradient_of_another_shape_or_kind_is_refused(given):
     def assign(communicator, model):
         engine_at(model, "stage 1")
-        with pytest.raises(ShardingError, match=r"gradient of 'wide.weight' was set to a .*tensor of \(33, 6\)"):
+        with pytest.raises(ShardingError) as caught:
             model.wide.weight.grad = given
+        assert "'wide.weight'" in str(caught.value)
 
     on_threads(1, assign, parity_model)
 
@@ -324,8 +334,9 @@ def test_hooks_change_gradients_and_see_them_in_torch_s_order():
         run(engine)
         engine.step()
         model.twice.bias.register_post_accumulate_grad_hook(halve_one)
-        with pytest.raises(PolyaccelError, match=r"'twice\.bias' was looked for inside a backward pass") as caught:
+        with pytest.raises(PolyaccelError) as caught:
             run(engine)
+        assert caught.value.value == "twice.bias"
         assert "register_hook" in caught.value.hint
         return snapshot(model)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pairwise import combinations
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_close,
     batch,
     grouped,
@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 import polyaccel
 from polyaccel.errors import PolyaccelError, ShardingError
 
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STAGES = {
     "stage 0": (0, SMALL),
     "stage 1": (1, SMALL),
@@ -254,7 +253,7 @@ def test_other_parameters_in_the_optimizer_s_groups_are_refused_by_name(change, 
             change(engine)
             engine.step()
 
-        with pytest.raises(ShardingError, match=r"parameters was added|optimizer group") as caught:
+        with pytest.raises(ShardingError) as caught:
             train_on()
         assert "polyaccel.initialize" in caught.value.hint
 
@@ -271,8 +270,9 @@ def test_a_loss_scale_that_changes_under_gradients_is_refused(at):
         engine.backward(engine(*batch(0, 0, communicator.rank)))
         loss = engine(*batch(0, 1, communicator.rank))
         engine.loss_scaler.load_state_dict({"loss_scale": 8.0, "good_steps": 0, "tolerance": 1})
-        with pytest.raises(PolyaccelError, match="loss scale changed from 16 to 8") as caught:
+        with pytest.raises(PolyaccelError) as caught:
             engine.step() if at == "step" else engine.backward(loss)
+        assert caught.value.value == 8.0
         assert "between optimizer steps" in caught.value.hint
         engine.zero_grad()
         engine.backward(engine(*batch(0, 0, communicator.rank)))

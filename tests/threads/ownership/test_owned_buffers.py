@@ -85,17 +85,20 @@ def test_a_buffer_begins_as_rank_0s_and_comes_back_from_a_checkpoint(name, stage
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_buffer_that_nobody_can_exchange_is_refused_by_name(name):
     def work(communicator, model):
-        with pytest.raises(ShardingError, match=f"buffer 'table' is a {name} tensor(.|\n)*plain attribute"):
+        with pytest.raises(ShardingError) as caught:
             start(model)
+        assert caught.value.value == "table"
+        assert name in str(caught.value)
 
     on_threads(2, work, holders(REFUSED[name]))
 
 
 def test_buffers_that_differ_between_ranks_are_told_before_any_is_exchanged():
     def work(communicator, model):
-        said = r"buffer 'table.indices' is torch.int64 of shape \(2, 2\) on rank 1 and .*\(2, 1\) on rank 0"
-        with pytest.raises(ShardingError, match=said):
+        with pytest.raises(ShardingError) as caught:
             start(model)
+        assert caught.value.value == "table.indices"
+        assert all(part in str(caught.value) for part in ("(2, 2)", "(2, 1)", "rank 1", "rank 0"))
 
     on_threads(2, work, holders(lambda seed: torch.diag(torch.tensor([1.0, float(seed)])).to_sparse()))
 
@@ -108,8 +111,10 @@ def test_a_complex_parameter_is_refused_by_name(stage):
             self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
     def work(communicator, model):
-        with pytest.raises(ShardingError, match=r"parameter 'phase' is of torch.complex64(.|\n)*view_as_complex"):
+        with pytest.raises(ShardingError) as caught:
             start(model, stage)
+        assert caught.value.value == "phase"
+        assert all(part in str(caught.value) for part in ("torch.complex64", "view_as_complex"))
 
     on_threads(1, work, Complex)
 
@@ -161,7 +166,9 @@ def test_an_extra_state_that_no_checkpoint_can_hold_is_refused_by_name(tmp_path)
         return model
 
     def work(communicator, model):
-        with pytest.raises(CheckpointError, match=r"get_extra_state of 'part'(.|\n)*tensors, numbers"):
+        with pytest.raises(CheckpointError) as caught:
             start(model).save_checkpoint(str(tmp_path))
+        assert caught.value.value == "part"
+        assert "get_extra_state" in str(caught.value)
 
     on_threads(2, work, build)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -22,7 +22,6 @@ import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
 
 STEPS = 3
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -127,7 +126,7 @@ def test_lbfgs_without_its_closure_says_what_to_call():
     def train(communicator, model):
         engine = engine_for(model, client_config(0), optimizer=lbfgs(model))
         engine.backward(engine(*batch(0, 0, 0)))
-        with pytest.raises(PolyaccelError, match="was given no closure") as caught:
+        with pytest.raises(PolyaccelError) as caught:
             engine.step()
         assert "engine.optimizer.step(closure)" in caught.value.hint
 
@@ -146,10 +145,11 @@ def test_lbfgs_without_its_closure_says_what_to_call():
     ids=str,
 )
 def test_lbfgs_is_refused_where_the_loss_cannot_be_evaluated_again(changes, key):
-    with pytest.raises(ConfigError, match=f"{key}.*LBFGS evaluates the loss several times a step"):
+    with pytest.raises(ConfigError) as caught:
         on_threads(
             1, lambda _, model: engine_for(model, client_config(**changes), optimizer=lbfgs(model)), parity_model
         )
+    assert all(part in str(caught.value) for part in ("LBFGS", key))
 
 
 # Learning rates.
@@ -204,8 +204,9 @@ def test_a_grad_scaler_is_refused_by_name_and_a_disabled_one_is_fine():
         trained = snapshot(model)
         scaler = torch.amp.GradScaler("cpu")
         engine.backward(scaler.scale(engine(*batch(1, 0, communicator.rank))))
-        with pytest.raises(PolyaccelError, match="GradScaler was asked to step an engine's optimizer") as caught:
+        with pytest.raises(PolyaccelError) as caught:
             scaler.step(engine.optimizer)
+        assert "GradScaler" in str(caught.value)
         assert '"fp16"' in caught.value.hint
         return trained
 

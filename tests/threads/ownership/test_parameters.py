@@ -39,8 +39,9 @@ def test_what_cannot_count_is_refused_by_name(statement, stage):
         statement(model)
         engine.step()
 
-    with pytest.raises(ShardingError, match=REFUSED[statement]):
+    with pytest.raises(ShardingError) as caught:
         on_threads(2, work, parity_model)
+    assert all(part in str(caught.value) for part in REFUSED[statement])
 
 
 class Reads(nn.Module):
@@ -75,8 +76,9 @@ def test_two_parameters_in_one_memory_are_refused_at_the_start():
         model.twice.bias.data = model.narrow.bias.data
         polyaccel.initialize(model=model, config=config_for(0, "fp32"))
 
-    with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' are two, in one memory.*\n *hint: tie"):
+    with pytest.raises(ShardingError) as caught:
         on_threads(1, work, parity_model)
+    assert caught.value.value == ("narrow.bias", "twice.bias")
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "nvme"])

@@ -146,8 +146,10 @@ def test_training_is_that_of_stage_0(change, loss):
 def test_a_use_outside_of_forward_names_the_parameter_and_the_cure(use):
     def work(communicator, model):
         polyaccel.initialize(model=model, config=make_config(3, zero=ZERO))
-        with pytest.raises(ShardingError, match=r"parameter 'blocks.1.0.weight'(.|\n)*GatheredParameters"):
+        with pytest.raises(ShardingError) as caught:
             use(model.blocks[1][0].weight)
+        assert caught.value.value == "blocks.1.0.weight"
+        assert "GatheredParameters" in str(caught.value)
 
     on_threads(2, work, seeded(Net))
 
@@ -157,8 +159,10 @@ def test_a_torchscript_part_is_refused_by_name():
         model.blocks[1] = torch.jit.script(model.blocks[1])
 
     def work(communicator, model):
-        with pytest.raises(ShardingError, match=r"'blocks.1' is a TorchScript module(.|\n)*torch.compile"):
+        with pytest.raises(ShardingError) as caught:
             polyaccel.initialize(model=model, config=make_config(3, zero=ZERO))
+        assert caught.value.value == "blocks.1"
+        assert all(part in str(caught.value) for part in ("TorchScript", "torch.compile"))
         replicated = polyaccel.initialize(model=changed(script)(), config=make_config(2))[0]
         replicated.backward(replicated(data(0, 0)))
         replicated.step()

@@ -153,8 +153,9 @@ def test_a_rank_that_runs_a_pass_less_is_named():
             engine(torch.randn(4, 8), [0, 1, 2])
         engine.backward(loss)
 
-    with pytest.raises(CommError, match="ranks disagree about collective"):
+    with pytest.raises(CommError) as caught:
         on_threads(2, work, seeded(Skipping))
+    assert "reduce_scatter" in str(caught.value)
 
 
 def test_what_all_ranks_skip_keeps_its_values():

@@ -129,8 +129,9 @@ def test_a_transform_beside_a_modules_own_parameters_says_what_works():
 
     def work(communicator, model):
         engine = polyaccel.initialize(model=model, config=make_config(3, zero=ZERO))[0]
-        with pytest.raises(ShardingError, match=r"torch.func.grad(.|\n)*torch.autograd.grad"):
+        with pytest.raises(ShardingError) as caught:
             engine(data(0, 0))
+        assert all(part in str(caught.value) for part in ("torch.func.grad", "torch.autograd.grad"))
         assert engine.zero.params.gathering.live_numel == 0
 
     on_threads(2, work, seeded(Owner))

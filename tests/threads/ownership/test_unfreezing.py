@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from pairwise import combinations
-from parity_models import SMALL_BUCKET, assert_bitwise, assert_close, make_config, on_threads, snapshot
+from parity_models import SMALL, assert_bitwise, assert_close, make_config, on_threads, snapshot
 from stage3_models import WIDTH, Gpt, seeded, token_loss
 from torch import nn
 
@@ -16,7 +16,6 @@ import polyaccel
 from polyaccel.errors import ShardingError
 from polyaccel.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 SHARDED = {**SMALL, "stage3_param_persistence_threshold": 20}
 STAGES = {
     "stage 0": (0, SMALL),
@@ -163,8 +162,9 @@ def test_unfreezing_in_the_middle_of_an_accumulation_is_refused_by_name():
         engine.step()
         model.scale.requires_grad_(True)
         engine.backward(token_loss(engine, 0, 1, communicator.rank))
-        with pytest.raises(ShardingError, match="'scale' was frozen when it was laid out") as caught:
+        with pytest.raises(ShardingError) as caught:
             engine.step()
+        assert caught.value.value == "scale"
         assert "between optimizer steps" in caught.value.hint
 
     on_threads(2, unfreeze, gpt)
@@ -268,8 +268,9 @@ def test_a_load_that_lays_out_anew_is_refused_while_gradients_are_held(tmp_path)
         SCHEDULE[0](model)
         engine = engine_for(model, config_at("stage 2"))
         engine.backward(token_loss(engine, 0, 0, communicator.rank))
-        with pytest.raises(ShardingError, match="which is frozen here, was loaded while gradients are held") as caught:
+        with pytest.raises(ShardingError) as caught:
             engine.load_checkpoint(str(tmp_path))
+        assert caught.value.value == "blocks.0.narrow.bias"
         assert "engine.zero_grad()" in caught.value.hint
         engine.zero_grad()
         engine.load_checkpoint(str(tmp_path))
@@ -362,10 +363,10 @@ def test_states_that_cannot_be_laid_out_anew_are_refused_by_name():
         engine = polyaccel.initialize(model=model, optimizer=Blockwise(groups_of(model), lr=1e-2), config=config)[0]
         train(engine, model, 0)
         SCHEDULE[1](model)
-        with pytest.raises(
-            ShardingError, match=r"a state 'scales' of parameter 'embed.weight' that is neither"
-        ) as caught:
+        with pytest.raises(ShardingError) as caught:
             train(engine, model, 1)
+        assert caught.value.value == "scales"
+        assert "'embed.weight'" in str(caught.value)
         assert "at polyaccel.initialize" in caught.value.hint
         model.blocks[2].requires_grad_(False)
         train(engine, model, 1)  # nothing has changed

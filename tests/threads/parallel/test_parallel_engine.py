@@ -189,8 +189,9 @@ def test_a_model_whose_values_are_deferred_is_cut_weight_by_weight() -> None:
 
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     def body(communicator: Communicator) -> str:
-        with pytest.raises(ShardingError, match="nothing of Linear can be cut") as caught:
+        with pytest.raises(ShardingError) as caught:
             polyaccel.initialize(model=nn.Linear(4, 4), config=config_of(0, 2))
+        assert caught.value.value == "Linear"
         return caught.value.hint
 
     for hint in run_threads(2, body):

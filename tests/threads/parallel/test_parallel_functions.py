@@ -244,10 +244,12 @@ def test_the_loss_of_half_precision_logits_is_a_float32() -> None:
 
 def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     def body(ranks: TensorRanks) -> str:
-        with pytest.raises(ShardingError, match=r"shape \(3, 2\) has not the 2 elements along dim 0") as caught:
+        with pytest.raises(ShardingError) as caught:
             gathered(torch.zeros(3, 2), ranks, 0, (2, 2))
-        with pytest.raises(ShardingError, match="do not fit to targets"):
+        assert caught.value.value == (3, 2)
+        with pytest.raises(ShardingError) as refused:
             vocabulary_cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), ranks, (3, 3))
+        assert refused.value.value == (2, 3)
         return caught.value.hint
 
     assert on_ranks(2, body) == ["the parts are those of the whole tensor, one a rank"] * 2

@@ -41,9 +41,10 @@ def test_keys_that_several_ranks_share_are_not_repeated_where_they_need_not_be()
     assert cut_heads(8, 4, 3, "attention").key_runs(2) == (((0, 4),), ((4, 2),), ((6, 2),))
 
 
-@pytest.mark.parametrize(("queries", "keys", "message"), [(2, 2, "has 2 heads, which 3"), (5, 2, "cannot be shared")])
-def test_heads_that_cannot_be_shared_name_the_module_and_the_cure(queries: int, keys: int, message: str) -> None:
-    with pytest.raises(ShardingError, match=message) as caught:
+@pytest.mark.parametrize(("queries", "keys", "value"), [(2, 2, 2), (5, 2, (5, 2))])
+def test_heads_that_cannot_be_shared_name_the_module_and_the_cure(queries: int, keys: int, value: object) -> None:
+    with pytest.raises(ShardingError) as caught:
         cut_heads(queries, keys, 3, "layers.0.attention")
+    assert caught.value.value == value
     assert "layers.0.attention" in str(caught.value)
     assert "tensor_parallel." in caught.value.hint

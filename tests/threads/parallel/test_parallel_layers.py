@@ -170,8 +170,9 @@ def test_logits_may_stay_cut_for_a_loss_that_takes_them_so() -> None:
         torch.testing.assert_close(mine.get_parameter(norm).grad, whole.get_parameter(norm).grad, rtol=1e-4, atol=1e-5)
 
     on_ranks(model, body, 3, gather_logits=False)
-    with pytest.raises(ShardingError, match="BertForMaskedLM has no causal loss") as caught:
+    with pytest.raises(ShardingError) as caught:
         make_plan(transformer_model("bert"), 2, gather_logits=False)
+    assert caught.value.value == "BertForMaskedLM"
     assert caught.value.hint == "leave tensor_parallel.vocab_parallel_lm_head out"
 
 
@@ -206,12 +207,14 @@ def test_a_model_is_cut_once_and_by_the_plan_of_all() -> None:
             found.append(str(caught.value))
         mine = copy.deepcopy(model)
         parallelize_module(mine, communicator, plans[0])
-        with pytest.raises(ShardingError, match="has been cut already"):
+        with pytest.raises(ShardingError) as caught:
             parallelize_module(mine, communicator, plans[0])
+        assert caught.value.value == "LlamaForCausalLM"
         other = copy.deepcopy(model)
         differing = make_plan(model, 2, gather_logits=communicator.rank == 0)
-        with pytest.raises(ShardingError, match="plans that differ"):
+        with pytest.raises(ShardingError) as caught:
             parallelize_module(other, communicator, differing)
+        assert len(caught.value.value) == 2
         return found
 
     for found in run_threads(2, refusals):

@@ -112,42 +112,44 @@ def test_a_gathered_layer_beside_one_with_split_inputs_is_cut_in_order() -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "value"),
     [
-        (lambda model: None, "nothing of Block can be cut"),
-        (lambda model: setattr(model, "_tp_plan", {"broad": "by_magic"}), "wants broad cut as 'by_magic'"),
-        (
-            lambda model: setattr(model, "_tp_plan", {"norm": "colwise"}),
-            "norm cannot be cut: a LayerNorm is not a plain",
-        ),
-        (lambda model: setattr(model, "_tp_plan", {"small": "colwise"}), "small cannot be cut: 4 tensor ranks"),
+        (lambda model: None, "Block"),
+        (lambda model: setattr(model, "_tp_plan", {"broad": "by_magic"}), "by_magic"),
+        (lambda model: setattr(model, "_tp_plan", {"norm": "colwise"}), "norm"),
+        (lambda model: setattr(model, "_tp_plan", {"small": "colwise"}), "small"),
         (lambda model: setattr(model, "_tp_plan", {"broad": "packed_colwise"}), None),
-        (lambda model: setattr(model, "_tp_plan", {"odd": "packed_colwise"}), "odd cannot be cut: 13 features"),
+        (lambda model: setattr(model, "_tp_plan", {"odd": "packed_colwise"}), "odd"),
     ],
 )
-def test_a_model_that_cannot_be_cut_says_which_module_and_why(change, message) -> None:
+def test_a_model_that_cannot_be_cut_says_which_module_and_why(change, value: object) -> None:
     model = Block()
     model.norm, model.small, model.odd = nn.LayerNorm(8), nn.Linear(8, 3), nn.Linear(8, 13)
     change(model)
-    if message is None:
+    if value is None:
         assert make_plan(model, 4).modules[0].name == "broad"
         return
-    with pytest.raises(ShardingError, match=message) as caught:
+    with pytest.raises(ShardingError) as caught:
         make_plan(model, 4)
+    assert caught.value.value == value
     assert "tensor_parallel.partition_config" in caught.value.hint
 
 
 def test_patterns_that_match_nothing_and_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ShardingError, match="no layer of the model matches") as caught:
+    with pytest.raises(ShardingError) as caught:
         make_plan(Block(), 2, specs=[LayerRule((r"tree\.weight",))])
+    assert caught.value.value == ("tree\\.weight",)
     assert "'broad.weight'" in caught.value.hint
-    with pytest.raises(ShardingError, match=r"a weight of shape \(18, 8\)"):
+    with pytest.raises(ShardingError) as caught:
         make_plan(Block(), 2, specs=[LayerRule(("three",), "column", ((12, 3), -1), 0)])
+    assert caught.value.value == ((12, 3), -1)
 
 
 def test_more_ranks_than_heads_are_refused_by_the_name_of_the_module() -> None:
-    with pytest.raises(ShardingError, match=r"model.layers.0.self_attn has 6 heads, which 7 tensor ranks"):
+    with pytest.raises(ShardingError) as caught:
         plan_of("llama", 7)
+    assert caught.value.value == 6
+    assert "model.layers.0.self_attn" in str(caught.value)
 
 
 def test_latent_attention_is_cut_by_heads_and_shares_its_rotary_keys() -> None:

@@ -177,8 +177,9 @@ def test_texts_are_generated_alike() -> None:
     ],
 )
 def test_models_that_cannot_share_tokens_are_refused(kind: str, why: str) -> None:
-    with pytest.raises(ShardingError, match="sequence_sharded") as caught:
+    with pytest.raises(ShardingError) as caught:
         make_plan(transformer_model(kind), 2, share_tokens=True)
+    assert "sequence_sharded" in str(caught.value)
     assert caught.match(why)
 
 
@@ -186,19 +187,25 @@ def test_models_that_cannot_share_tokens_are_refused(kind: str, why: str) -> Non
     "changes", [{"tiled_compute": {"enabled": True}}, {"activation_checkpointing": {"partition_activations": True}}]
 )
 def test_keys_that_contradict_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel\.sequence_sharded"):
+    with pytest.raises(ConfigError) as caught:
         polyaccel.initialize(
             model=nn.Linear(2, 2),
             config=make_config(0, tensor_parallel={"autotp_size": 2, "sequence_sharded": True}, **changes),
         )
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("tensor_parallel.sequence_sharded", True)
+    ]
 
 
 def test_a_model_that_has_cut_itself_shares_no_tokens() -> None:
     config = make_config(0, tensor_parallel={"autotp_size": 2, "sequence_sharded": True})
 
     def body(mine: nn.Module, _: Communicator) -> bool:
-        with pytest.raises(ConfigError, match="a model that cuts itself"):
+        with pytest.raises(ConfigError) as caught:
             polyaccel.initialize(model=mine, config=config)
+        assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+            ("tensor_parallel.sequence_sharded", True)
+        ]
         return True
 
     assert on_ranks(transformer_model("llama"), 2, body) == [True, True]

@@ -51,8 +51,9 @@ def test_a_stage_in_the_middle_needs_no_data():
 
 def test_a_stage_without_data_that_needs_some_says_so():
     def run(engine):
-        with pytest.raises(PolyaccelError, match="no data"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.train_batch(None)
+        assert "training_data" in str(caught.value)
 
     on_stages(1, run)
 

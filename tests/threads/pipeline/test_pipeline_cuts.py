@@ -74,25 +74,26 @@ def translating() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "value"),
     [
-        (lambda: nn.Linear(2, 2), "Linear cannot be cut into stages: it has no list of blocks"),
-        (lambda: Gates(1), "Gates cannot be cut into stages: it has no list of blocks"),
-        (TwoStacks, "it has 2 lists of blocks, first of 2 Gate and second of 2 Gate, and does not define"),
-        (nameless, "Gates cannot be cut into stages without its inputs: it has no dummy_inputs"),
-        (backwards, "Gates cannot be cut into stages: it called gates.3 where gates.0 comes in order"),
-        (lambda: Skips(4), "a value of gates.0 reaches gates.2 by another way than through gates.1"),
-        (routed, "a value of model.layers.1 reaches what the model gives by another way than through model.layers.2"),
+        (lambda: nn.Linear(2, 2), "Linear"),
+        (lambda: Gates(1), "Gates"),
+        (TwoStacks, "TwoStacks"),
+        (nameless, "Gates"),
+        (backwards, "gates.3"),
+        (lambda: Skips(4), "gates.0"),
+        (routed, "model.layers.1"),
         (
             translating,
-            r"an encoder and a decoder \(encoder.block of 3 T5Block and decoder.block of 2 T5Block\)",
+            "T5ForConditionalGeneration",
         ),
     ],
 )
-def test_what_cannot_be_cut_is_named(make, said):
+def test_what_cannot_be_cut_is_named(make, value: object):
     def run(communicator: Any) -> bool:
-        with pytest.raises(PipelineError, match=said):
+        with pytest.raises(PipelineError) as caught:
             polyaccel.initialize(model=make(), config=CONFIG)
+        assert caught.value.value == value
         return True
 
     assert run_threads(2, run) == [True, True]
@@ -101,14 +102,19 @@ def test_what_cannot_be_cut_is_named(make, said):
 def test_a_cut_model_alone_is_not_run():
     def run(communicator: Any) -> bool:
         engine, *_ = polyaccel.initialize(model=deepcopy(gates()), config=CONFIG)
-        with pytest.raises(PolyaccelError, match=r"Gates\(\.\.\.\): this rank has stage \d of 2 alone\n  hint: c"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.module(torch.ones(2, 6))
-        with pytest.raises(PolyaccelError, match=r"gates\.\d is on stage \d, and this rank has stage \d"):
+        assert "Gates(...)" in str(caught.value)
+        with pytest.raises(PolyaccelError) as caught:
             engine.module.gates[0 if communicator.rank else 3](torch.ones(2, 6))
+        assert "engine.train_batch(data_iter)" in str(caught.value)
         engine.destroy()
         interval = {"stages": 2, "activation_checkpoint_interval": 1}
-        with pytest.raises(ConfigError, match=r"pipeline\.activation_checkpoint_interval = 1: a model that is"):
+        with pytest.raises(ConfigError) as caught:
             polyaccel.initialize(model=deepcopy(gates()), config={**CONFIG, "pipeline": interval})
+        assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+            ("pipeline.activation_checkpoint_interval", 1)
+        ]
         return True
 
     assert run_threads(2, run) == [True, True]
@@ -117,15 +123,18 @@ def test_a_cut_model_alone_is_not_run():
 def test_a_block_that_is_left_out_is_named():
     cut = StageModule(Drops(4), (0, 1), 1, "uniform")
     received = [torch.ones(2, 6), torch.arange(2), None]
-    with pytest.raises(PipelineError, match=r"Drops did not call gates\.3 on stage 1\n  hint: let the model call all"):
+    with pytest.raises(PipelineError) as caught:
         cut.run(lambda: cut.model(torch.ones(2, 6)), 1, received)
+    assert caught.value.value == 3
+    assert all(part in str(caught.value) for part in ("gates.3", "stage 1"))
 
 
 def test_a_block_that_gives_something_else_than_before_is_named():
     cut = StageModule(deepcopy(gates()), (0, 1), 0, "uniform")
     cut.model.gates[1].forward = lambda *_: (torch.ones(2, 6), None)
-    with pytest.raises(PipelineError, match=r"gates\.1 gave .*, None\) and not what it gave when the model was"):
+    with pytest.raises(PipelineError) as caught:
         cut.run(lambda: cut.model(torch.ones(2, 6)), 0, [])
+    assert caught.value.value == "gates.1"
 
 
 def test_a_stage_may_have_several_chunks():

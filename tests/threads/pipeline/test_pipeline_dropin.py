@@ -121,10 +121,12 @@ def test_a_topology_names_ranks_by_their_places():
 
 def test_places_that_do_not_exist_are_refused():
     topology = ProcessTopology(["a", "b"], [2, 2])
-    with pytest.raises(ShardingError, match="outside mesh axis 'a' of 2"):
+    with pytest.raises(ShardingError) as caught:
         topology.get_rank(a=2, b=0)
-    with pytest.raises(ShardingError, match="does not name every mesh axis once"):
+    assert caught.value.value == {"a": 2, "b": 0}
+    with pytest.raises(ShardingError) as caught:
         topology.get_rank(a=1)
+    assert caught.value.value == {"a": 1}
 
 
 def on_stages(run, stages, ranks=None, layers=plain_layers, **changes):

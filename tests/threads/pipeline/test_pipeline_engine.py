@@ -47,14 +47,15 @@ def test_stages_know_their_place_and_data_may_be_set():
 
 def test_a_stage_alone_is_not_run():
     def run(engine, communicator):
-        with pytest.raises(
-            PolyaccelError, match=r"engine\(\.\.\.\): this rank has stage \d of 2 alone\n  hint: call eng"
-        ):
+        with pytest.raises(PolyaccelError) as caught:
             engine(torch.ones(1, 6))
-        with pytest.raises(PolyaccelError, match=r"engine\.backward\(\.\.\.\): this rank has stage"):
+        assert "engine(...)" in str(caught.value)
+        with pytest.raises(PolyaccelError) as caught:
             engine.backward(torch.ones((), requires_grad=True))
-        with pytest.raises(PolyaccelError, match="a micro-batch of a pipeline is a Tensor"):
+        assert "engine.backward(...)" in str(caught.value)
+        with pytest.raises(PolyaccelError) as caught:
             engine.train_batch(iter([torch.ones(1)] * 4))
+        assert caught.value.value == "Tensor"
         return True
 
     assert on_stages(2, run) == [True, True]
@@ -138,8 +139,9 @@ def test_a_sequential_is_cut_as_the_config_says():
     def run(communicator):
         model = nn.Sequential(*plain_layers())
         groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
-        with pytest.raises(PolyaccelError, match="SGD has parameters of all 2 stages"):
+        with pytest.raises(PolyaccelError) as caught:
             polyaccel.initialize(model=model, config=config, optimizer=torch.optim.SGD(groups, lr=0.1))
+        assert "SGD" in str(caught.value)
         model.loss_fn = nn.functional.mse_loss
         engine, *_ = polyaccel.initialize(model=model, config=config)
         assert engine.train_batch(batches(0, 0)) > 0
@@ -153,30 +155,36 @@ def test_a_sequential_is_cut_as_the_config_says():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "key"),
     [
-        ({"tensor_parallel": {"autotp_size": 2, "sequence_sharded": True}}, "sequence_sharded = True: does not exist"),
-        ({"mesh": {"pipe": 3}}, "pipeline.stages = 2: contradicts mesh.pipe = 3"),
-        ({"pipeline": {"stages": 3}}, r"pipeline.stages = 3: makes pipeline.stages = 3, no divisor of 4 ranks"),
+        ({"tensor_parallel": {"autotp_size": 2, "sequence_sharded": True}}, "tensor_parallel.sequence_sharded"),
+        ({"mesh": {"pipe": 3}}, "pipeline.stages"),
+        ({"pipeline": {"stages": 3}}, "pipeline.stages"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_config_that_cannot_be_is_refused(changes, key: str):
+    with pytest.raises(ConfigError) as caught:
         load_resolved(pipeline_config(1, **{"pipeline": {"stages": 2}, **changes}), world_size=4)
+    assert caught.value.problems[0].key == key
 
 
 def test_models_that_cannot_be_dealt_are_refused():
     config = pipeline_config(1, pipeline={"stages": 2})
 
     def run(communicator):
-        with pytest.raises(PipelineError, match="Linear cannot be cut into stages: it has no list of blocks"):
+        with pytest.raises(PipelineError) as caught:
             polyaccel.initialize(model=nn.Linear(2, 2), config=config)
-        with pytest.raises(PolyaccelError, match="the PipelineModule has 1 stages, and the config 2"):
+        assert caught.value.value == "Linear"
+        with pytest.raises(PolyaccelError) as caught:
             polyaccel.initialize(model=PipelineModule([nn.Linear(2, 2)]), config=config)
-        with pytest.raises(PipelineError, match="3 stages for 2 ranks"):
+        assert caught.value.value == 1
+        assert "PipelineModule" in str(caught.value)
+        with pytest.raises(PipelineError) as caught:
             PipelineModule([nn.Linear(2, 2)] * 3, 3)
-        with pytest.raises(PipelineError, match="1 layers for 2 parts"):
+        assert caught.value.value == 3
+        with pytest.raises(PipelineError) as caught:
             PipelineModule([nn.Linear(2, 2)], 2)
+        assert caught.value.value == 1
         return True
 
     assert run_threads(2, run) == [True, True]
@@ -194,8 +202,9 @@ def test_a_topology_says_the_stage():
         return PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], topology=Topology()).stage
 
     assert run_threads(2, run) == [1, 0]
-    with pytest.raises(PipelineError, match="before ranks are connected"):
+    with pytest.raises(PipelineError) as caught:
         PipelineModule([nn.Linear(2, 2)] * 2, 2)
+    assert "polyaccel.init_distributed()" in str(caught.value)
 
 
 def test_layers_are_seeded_by_their_place():
@@ -214,8 +223,10 @@ def test_tied_specs_of_one_stage_are_one_module():
     specs = [TiedLayerSpec("a", nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2), TiedLayerSpec("a", nn.Linear, 2, 2)]
     model = PipelineModule(specs)
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    with pytest.raises(PipelineError, match="LayerSpec of 3"):
+    with pytest.raises(PipelineError) as caught:
         LayerSpec(3)
+    assert caught.value.value == 3
+    assert "LayerSpec" in str(caught.value)
 
 
 def test_a_batch_is_evaluated_as_one_asks():
@@ -228,8 +239,10 @@ def test_a_batch_is_evaluated_as_one_asks():
         both, outputs = engine.eval_batch(iter(source), return_logits=True)
         alone = engine.eval_batch(iter(source), compute_loss=False, reduce_output=None)
         average = engine.eval_batch(iter(source), compute_loss=False)
-        with pytest.raises(PolyaccelError, match="reduce_output 'sum'"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.eval_batch(iter(source), reduce_output="sum")
+        assert caught.value.value == "sum"
+        assert "reduce_output" in str(caught.value)
         assert mean == both == torch.stack(each).mean()
         assert (outputs is None) == (alone is None) == (average is None) == (not engine.is_last_stage())
         if outputs is None:
@@ -251,8 +264,9 @@ def test_outputs_that_have_no_mean_are_said():
         lengths = [2, 3, 2, 3]
         source = [(torch.ones(length, 6), torch.ones(length, 5)) for length in lengths]
         assert engine.eval_batch(iter(source)) > 0
-        with pytest.raises(PolyaccelError, match="the outputs of micro-batches have other shapes"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.eval_batch(iter(source), compute_loss=False)
+        assert "reduce_output=None" in str(caught.value)
         return True
 
     assert on_stages(1, run) == [True]
@@ -271,12 +285,10 @@ def test_layers_that_do_not_fit_are_named_with_their_stages():
     def run(engine, communicator):
         engine.train_batch(batches(0, 0))
 
-    with pytest.raises(
-        PipelineError,
-        match=r"layer 2 \(Linear\) of stage 1 fails on what layer 1 \(gelu\) of stage 0 gives it, float32 of 4 x 4: "
-        r"RuntimeError: mat1 and mat2 shapes cannot be multiplied",
-    ):
+    with pytest.raises(PipelineError) as caught:
         on_stages(2, run, model=model)
+    assert caught.value.value == 2
+    assert all(part in str(caught.value) for part in ("float32", "RuntimeError", "mat1", "mat2"))
 
 
 def test_a_sequential_is_cut_into_chunks_as_the_config_says():
@@ -288,10 +300,12 @@ def test_a_sequential_is_cut_into_chunks_as_the_config_says():
         engine, *_ = polyaccel.initialize(model=model, config=config)
         loss = float(engine.train_batch(batches(0, 0)))
         names = [name for name, _ in engine.module.named_parameters()]
-        with pytest.raises(PipelineError, match=r"stage \d has the chunks \[\d, \d, \d\] .*, and none between"):
+        with pytest.raises(PipelineError) as caught:
             engine.module(torch.ones(1, 6))
-        with pytest.raises(PipelineError, match=r"stage \d has the chunks \[\d, \d, \d\] of the model, not 6"):
+        assert caught.value.value in ([0, 2, 4], [1, 3, 5])
+        with pytest.raises(PipelineError) as caught:
             engine.module.chunk(6)
+        assert caught.value.value == 6
         engine.destroy()
         return loss, names
 
@@ -303,5 +317,7 @@ def test_a_sequential_is_cut_into_chunks_as_the_config_says():
 
 @pytest.mark.parametrize("schedule", ["inference", "2f2b", "table.txt"])
 def test_a_schedule_that_does_not_train_is_refused(schedule):
-    with pytest.raises(ConfigError, match=r"pipeline.schedule.*should be one of gpipe, 1f1b, interleaved, zb-h1, zb-v"):
+    with pytest.raises(ConfigError) as caught:
         polyaccel.config.load_config(pipeline_config(1, schedule))
+    assert [problem.key for problem in caught.value.problems] == ["pipeline.schedule"]
+    assert all(part in str(caught.value) for part in ("1f1b", "zb-h1"))

@@ -79,10 +79,13 @@ def test_tied_layers_functions_and_modules_are_tried_too():
 
 def test_what_cannot_be_measured_is_said_on_every_rank():
     layers = [LayerSpec(Costly, 1.0), LayerSpec(nn.Linear, 5, 5)]
-    with pytest.raises(PipelineError, match=r"the trial of layer 1 \(Linear\) fails: RuntimeError: mat1 and mat2"):
+    with pytest.raises(PipelineError) as caught:
         parts_of(layers)
-    with pytest.raises(PipelineError, match="partition_method 'measured' needs a trial step"):
+    assert all(part in str(caught.value) for part in ("RuntimeError", "mat1", "mat2", "layer 1"))
+    with pytest.raises(PipelineError) as caught:
         parts_of(layers, trial_inputs=None)
+    assert caught.value.value == "profiled"
+    assert all(part in str(caught.value) for part in ("partition_method", "'measured'"))
     assert len(PipelineModule(layers, partition_method="profiled").parts) == 1  # nothing to deal
 
 
@@ -157,7 +160,11 @@ def test_blocks_of_a_model_are_dealt_by_what_they_cost(costs, parts):
 
 
 def test_a_model_says_what_it_is_tried_with():
-    with pytest.raises(PipelineError, match="needs a trial step of Blocks, and it has no trial_inputs"):
+    with pytest.raises(PipelineError) as caught:
         cut_by_time(0.0, (1.0, 1.0), 0.0, inputs=None)
-    with pytest.raises(PipelineError, match="trial step of Blocks fails on rank 0: RuntimeError: The size"):
+    assert caught.value.value == "profiled"
+    assert "trial_inputs" in str(caught.value)
+    with pytest.raises(PipelineError) as caught:
         cut_by_time(0.0, (1.0, 1.0), 0.0, inputs=torch.ones(2, 5))
+    assert caught.value.value == 0
+    assert all(part in str(caught.value) for part in ("RuntimeError", "rank 0"))

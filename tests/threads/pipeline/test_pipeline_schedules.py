@@ -90,11 +90,14 @@ def test_a_table_of_a_file_is_run(tmp_path: Path):
 def test_a_model_that_was_cut_otherwise_is_refused(tmp_path: Path):
     path = tmp_path / "own.csv"
     path.write_text(write_table(make_table("1f1b", 2, 8)))
-    for schedule, said in (
-        ("zb-v", r"the chunks of zb-v are on the stages \[0, 1, 1, 0\], those of the PipelineModule on \[0, 1\]"),
-        (str(path), r"own.csv is a table of 8 micro-batches, and a step has 4"),
+    for schedule, named in (
+        ("zb-v", ("zb-v", "[0, 1, 1, 0]", "[0, 1]")),
+        (str(path), ("own.csv", "8 micro-batches", "4")),
     ):
-        with pytest.raises(PipelineError, match=said):
+        with pytest.raises(PipelineError) as caught:
             trained(2, 1, config_of(1, schedule), model=deep_model, make=numbered_words)
-    with pytest.raises(PipelineError, match=r"own.csv is a table of 2 stages, and there are 3"):
+        assert all(part in str(caught.value) for part in named)
+    with pytest.raises(PipelineError) as caught:
         trained(3, 1, config_of(1), model=partial(deep_model, schedule=str(path)), make=numbered_words)
+    assert caught.value.value == 2
+    assert "own.csv" in str(caught.value)

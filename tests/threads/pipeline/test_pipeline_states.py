@@ -97,8 +97,10 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_stage(tmp_path):
         layers = [*plain_layers(), nn.Linear(5, 5)]
         model = polyaccel.torch.pipeline.PipelineModule(layers, 2, loss_fn=nn.functional.mse_loss)
         engine, *_ = polyaccel.initialize(model=model, config=pipeline_config(1))
-        with pytest.raises(polyaccel.errors.CheckpointError, match=r"not saved: \['7\.bias', '7\.weight'\]"):
+        with pytest.raises(polyaccel.errors.CheckpointError) as caught:
             engine.load_checkpoint(str(tmp_path))
+        assert caught.value.value == (1,)
+        assert all(part in str(caught.value) for part in ("'7.bias'", "'7.weight'"))
         engine.destroy()
         return True
 
@@ -112,10 +114,12 @@ def test_the_weights_of_all_stages_are_one_file_and_one_state_dict(tmp_path):
         engine.load_module_state_dict(changed)
         assert engine.save_16bit_model(str(tmp_path), "whole.safetensors")
         found = {name: value.clone() for name, value in engine.module_state_dict().items()}
-        with pytest.raises(RuntimeError, match="Unexpected key"):
+        with pytest.raises(RuntimeError) as caught:
             engine.load_module_state_dict({**changed, "9.weight": torch.ones(1)})
-        with pytest.raises(RuntimeError, match="Missing key"):
+        assert "9.weight" in str(caught.value)
+        with pytest.raises(RuntimeError) as caught:
             engine.load_module_state_dict({name: value for name, value in changed.items() if name != "0.bias"})
+        assert "0.bias" in str(caught.value)
         engine.destroy()
         return found
 

@@ -120,10 +120,12 @@ def test_a_stage_may_begin_with_a_layer_that_changes_its_input(schedule, stages,
 def test_a_change_that_autograd_refuses_is_refused_between_chunks_too():
     """Tanh needs its output in backward, which the next chunk, on the same stage, writes over."""
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), ChangesInPlace(lambda x: x.mul_(2)), nn.Linear(WIDTH, WIDTH)]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError) as caught:
         plain_losses(layers)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    assert "inplace" in str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
         pipeline_losses(layers, 2, "zb-v")
+    assert "inplace" in str(caught.value)
 
 
 class Opaque:

@@ -162,23 +162,31 @@ def test_distributed_attention_serves_any_order_of_dims(scatter, gather, heads):
 def test_what_does_not_fit_is_refused():
     def run(communicator):
         q, shares = torch.zeros(1, 2, 3, 4), TokenShares.contiguous(6, 2)
-        with pytest.raises(ShardingError, match="3 queries and 3 keys of 7 tokens"):
+        with pytest.raises(ShardingError) as caught:
             ring_attention(q, q, q, communicator, rule=AttentionRule(), marks=DocumentMask(7), shares=shares)
+        assert caught.value.value == (3, 3)
         balanced = TokenShares.balanced(6, 2)
-        with pytest.raises(ShardingError, match="tokens in order"):
+        with pytest.raises(ShardingError) as caught:
             ulysses_attention(q, q, q, communicator, rule=AttentionRule(), marks=DocumentMask(6), shares=balanced)
-        with pytest.raises(ShardingError, match="2 query heads cannot share 3 key heads"):
+        assert "TokenShares.contiguous" in str(caught.value)
+        with pytest.raises(ShardingError) as caught:
             DistributedAttention(textbook, communicator, 1, 2)(q, torch.zeros(1, 3, 3, 4), torch.zeros(1, 3, 3, 4))
-        with pytest.raises(ShardingError, match="and 4 tokens by its shares"):
+        assert caught.value.value == (2, 3)
+        with pytest.raises(ShardingError) as caught:
             DistributedAttention(textbook, communicator, 1, 2)(q, q, q, lengths=[4, 4])
+        assert caught.value.value == (4, 4)
 
     run_threads(2, run)
-    with pytest.raises(ShardingError, match="not two of the dims"):
+    with pytest.raises(ShardingError) as caught:
         DistributedAttention(textbook, None, 2, 2)
-    with pytest.raises(ShardingError, match="window"):
+    assert caught.value.value == (2, 2)
+    with pytest.raises(ShardingError) as caught:
         AttentionRule(causal=False, window=3)
+    assert caught.value.value == 3
     three, two = torch.zeros(3, 2, 4, 4), DocumentMask(4, torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
-    with pytest.raises(ShardingError, match="marks of 2 rows for a batch of 3"):
+    with pytest.raises(ShardingError) as caught:
         local_attention(three, three, three, rule=AttentionRule(), marks=two)
-    with pytest.raises(ShardingError, match="cumulated"):
+    assert caught.value.value == 2
+    with pytest.raises(ShardingError) as caught:
         DocumentMask.of_boundaries([0, 3, 3])
+    assert caught.value.value == [0, 3, 3]

@@ -200,8 +200,9 @@ def test_dropout_of_attention_is_left_to_the_model_or_refused():
     def ring(communicator):
         own = copy.deepcopy(model)
         apply_context_parallel(own, communicator, RING)
-        with pytest.raises(PolyaccelError, match=r"a dropout of 0.5\n.*ulysses"):
+        with pytest.raises(PolyaccelError) as caught:
             own(**batch)
+        assert "0.5" in str(caught.value.value)
 
     run_threads(2, ring)
 
@@ -213,21 +214,28 @@ def test_what_cannot_be_cut_is_named():
     mamba = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
 
     def run(communicator):
-        for model, reason in ((t5, "an encoder and a decoder"), (mamba, "no position_ids")):
-            with pytest.raises(PolyaccelError, match=reason):
+        for model in (t5, mamba):
+            with pytest.raises(PolyaccelError) as caught:
                 apply_context_parallel(model, communicator, RING)
-        with pytest.raises(PolyaccelError, match="no model of transformers is in it"):
+            assert caught.value.value == type(model).__name__
+        with pytest.raises(PolyaccelError) as caught:
             apply_context_parallel(torch.nn.Linear(2, 2), communicator, RING)
+        assert caught.value.value == "Linear"
         model = tiny("llama").train()
         apply_context_parallel(model, communicator, RING)
-        with pytest.raises(PolyaccelError, match="cut over ranks already"):
+        with pytest.raises(PolyaccelError) as caught:
             apply_context_parallel(model, communicator, RING)
+        assert "remove()" in caught.value.hint
         ids = torch.ones(1, 8, dtype=torch.int64)
-        with pytest.raises(PolyaccelError, match=r"attention_mask: \(1, 1, 8, 8\)"):
+        with pytest.raises(PolyaccelError) as caught:
             model(ids, attention_mask=torch.ones(1, 1, 8, 8))
-        with pytest.raises(PolyaccelError, match=r"labels: shape \(1,\)"):
+        assert caught.value.value == (1, 1, 8, 8)
+        assert "attention_mask" in str(caught.value)
+        with pytest.raises(PolyaccelError) as caught:
             model(ids, labels=torch.ones(1, dtype=torch.int64))
-        with pytest.raises(PolyaccelError, match="colours: a tensor of shape"):
+        assert caught.value.value == (1,)
+        with pytest.raises(PolyaccelError) as caught:
             model(ids, colours=torch.ones(1, 8))
+        assert caught.value.value == "colours"
 
     run_threads(2, run)

@@ -308,8 +308,9 @@ def test_an_exception_in_backward_can_be_started_over():
         loss = token_loss(engine, 0, 0, rank)
         with pytest.raises(KeyError):
             engine.backward(loss)
-        with pytest.raises(PolyaccelError, match="a backward pass failed"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.step()
+        assert "engine.zero_grad()" in str(caught.value)
         engine.zero_grad()
         engine.communicator.barrier()
         Failing.fails = False
@@ -338,8 +339,9 @@ def test_a_gather_that_fails_in_backward_is_told_and_nothing_hides_it():
         engine.communicator.all_gather = fail
         loss = token_loss(engine, 1, 0, communicator.rank)
         fails_at = len(gathers) + 2
-        with pytest.raises(CommError, match="the line is cut"):
+        with pytest.raises(CommError) as caught:
             engine.backward(loss)
+        assert caught.value.message == "the line is cut"
         engine.communicator.all_gather = all_gather
         engine.zero_grad()
         train(engine, [1], communicator.rank)
@@ -482,8 +484,9 @@ def test_old_graphs_are_refused_after_an_update():
         engine = engine_of(model)
         stale = token_loss(engine, 0, 0, communicator.rank)
         train(engine, [1], communicator.rank)
-        with pytest.raises(ShardingError, match="was updated since its forward pass"):
+        with pytest.raises(ShardingError) as caught:
             engine.backward(stale)
+        assert "engine.step()" in str(caught.value)
 
     on_threads(2, work, gpt)
 
@@ -493,8 +496,10 @@ def test_reading_on_one_rank_alone_is_an_error_and_no_hang():
         engine = engine_of(model)
         train(engine, [0], communicator.rank)
         if communicator.rank == 1:
-            with pytest.raises(ShardingError, match=r"item needs the values of parameter 'scale'.*\n.*GatheredParam"):
+            with pytest.raises(ShardingError) as caught:
                 model.scale.item()
+            assert caught.value.value == "scale"
+            assert "GatheredParam" in str(caught.value)
         assert "sharded" in repr(model.blocks[0].wide.weight)
         assert "(25, 8)" in repr(model.blocks[0].wide.weight)
         assert sum(parameter.numel() for parameter in model.parameters()) == sum(p.numel() for p in plain.parameters())
@@ -548,8 +553,9 @@ def test_whatever_does_not_ask_for_values_is_answered_as_for_a_whole_parameter()
         for name in methods:
             assert getattr(parameter, name)() == getattr(plain, name)(), name
         assert parameter.is_same_size(plain)
-        with pytest.raises(ShardingError, match=r"^data needs the values of parameter 'blocks.0.wide.weight'"):
+        with pytest.raises(ShardingError) as caught:
             _ = parameter.data
+        assert caught.value.value == "blocks.0.wide.weight"
         assert engine.zero.params.gathering.peak_numel == 0
 
     on_threads(2, work, gpt)
@@ -559,8 +565,9 @@ def test_a_parameter_whose_engine_is_gone_says_so():
     def work(communicator):
         scale = engine_of(gpt()).module.scale
         gc.collect()
-        with pytest.raises(ShardingError, match="its engine is gone"):
+        with pytest.raises(ShardingError) as caught:
             scale.item()
+        assert caught.value.value == "scale"
 
     run_threads(1, work)
 

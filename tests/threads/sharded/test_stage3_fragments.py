@@ -108,8 +108,9 @@ def test_masters_and_moments_are_those_of_a_plain_optimizer(stage, precision):
         assert torch.allclose(moments[0], 0.1 * gradient, rtol=1e-5)
         assert torch.allclose(moments[1], 0.001 * gradient**2, rtol=1e-5)
         assert moments[0].shape == model.wide.weight.shape
-        with pytest.raises(ShardingError, match="no optimizer state 'momentum'"):
+        with pytest.raises(ShardingError) as caught:
             utils.safe_get_full_optimizer_state(model.wide.weight, "momentum")
+        assert caught.value.value == "momentum"
 
     on_threads(WORLD, work, parity_model)
 
@@ -177,14 +178,19 @@ def test_what_is_set_is_seen_at_once_by_those_who_look(stage):
 def test_mistakes_are_named(stage):
     def work(communicator, model):
         engine = engine_of(model, stage)
-        with pytest.raises(ShardingError, match=r"\(2, 2\) cannot be that of parameter 'wide.weight' of \(33, 6\)"):
+        with pytest.raises(ShardingError) as caught:
             utils.safe_set_full_fp32_param(model.wide.weight, torch.zeros(2, 2))
-        with pytest.raises(ShardingError, match="1 elements cannot be this rank's"):
+        assert caught.value.value == (2, 2)
+        assert "'wide.weight'" in str(caught.value)
+        with pytest.raises(ShardingError) as caught:
             utils.safe_set_local_optimizer_state(model.wide.weight, torch.zeros(1), "exp_avg")
-        with pytest.raises(PolyaccelError, match=r"'wide\.weight' has no gradient now"):
+        assert caught.value.value == 1
+        with pytest.raises(PolyaccelError) as caught:
             utils.safe_set_full_grad(model.wide.weight, torch.zeros(33, 6))
-        with pytest.raises(ShardingError, match="belongs to no engine"):
+        assert "'wide.weight'" in str(caught.value)
+        with pytest.raises(ShardingError) as caught:
             utils.safe_set_full_fp32_param(nn.Parameter(torch.zeros(2)), torch.zeros(2))
+        assert caught.value.value == (2,)
         assert utils.safe_get_full_grad(nn.Parameter(torch.zeros(2))) is None
         engine.destroy()
         assert utils.safe_get_full_fp32_param(model.wide.weight) is None

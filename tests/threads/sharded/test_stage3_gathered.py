@@ -45,8 +45,9 @@ def test_parameters_are_whole_inside_and_hidden_outside(stage):
         assert all(torch.equal(inside[name], wanted[name]) for name in wanted)
         assert engine.zero.params.gathering.live_numel == 0
         if stage == 3:
-            with pytest.raises(ShardingError, match=r"'position\.weight', which is sharded"):
+            with pytest.raises(ShardingError) as caught:
                 model.position.weight.sum()
+            assert caught.value.value == "position.weight"
 
     on_threads(2, work, gpt)
 
@@ -117,15 +118,19 @@ def test_a_change_without_a_modifier_is_an_error_on_every_rank(stage):
     def work(communicator, model):
         engine = engine_of(model, stage)
         before = whole(engine)
-        with pytest.raises(ShardingError, match=r"'embed\.weight' was changed on rank 1 .*without a modifier rank"):
+        with pytest.raises(ShardingError) as caught:
             change(model, only_if=communicator.rank == 1)
+        assert caught.value.value == ["embed.weight"]
+        assert "rank 1" in str(caught.value)
         if stage == 3:  # nothing was lost, nothing spoilt stays about
             after = whole(engine)
             assert all(torch.equal(after[name], before[name]) for name in before)
             train_step(engine, 0, communicator.rank)
         else:
-            with pytest.raises(ShardingError, match=r"'embed\.weight' was changed by hand \(on ranks \[1\]\)"):
+            with pytest.raises(ShardingError) as caught:
                 train_step(engine, 0, communicator.rank)
+            assert caught.value.value == "embed.weight"
+            assert "ranks [1]" in str(caught.value)
 
     on_threads(2, work, gpt)
 
@@ -134,10 +139,11 @@ def test_a_change_of_a_neighbour_is_an_error_too():
     def work(communicator, model):
         engine_of(model, 3, zero={"reduce_bucket_size": 10**9})
         with (
-            pytest.raises(ShardingError, match=r"'blocks\.0\.wide\.bias' was changed .*not among the given"),
+            pytest.raises(ShardingError) as caught,
             zero.GatheredParameters([model.blocks[0].norm.weight], modifier_rank=0),
         ):
             nn.init.ones_(model.blocks[0].wide.bias)
+        assert caught.value.value == ["blocks.0.wide.bias"]
 
     on_threads(2, work, gpt)
 
@@ -150,8 +156,9 @@ def test_sanity_checks_see_changes_that_version_counters_do_not(checks):
             model.shift.view(-1).data.add_(1.0)
 
     if checks:
-        with pytest.raises(ShardingError, match="'shift' was changed"):
+        with pytest.raises(ShardingError) as caught:
             on_threads(2, work, gpt)
+        assert caught.value.value == ["shift"]
     else:
         on_threads(2, work, gpt)
 
@@ -185,8 +192,10 @@ def test_strangers_are_left_alone_and_disabled_does_nothing():
         assert stranger.tolist() == [1.0, 1.0]
         with zero.GatheredParameters(model.parameters(), enabled=False), pytest.raises(ShardingError):
             model.scale.item()
-        with pytest.raises(ShardingError, match="modifier_rank 2 is none of the 2 ranks"):
+        with pytest.raises(ShardingError) as caught:
             zero.GatheredParameters(model.scale, modifier_rank=2).__enter__()
+        assert caught.value.value == 2
+        assert all(part in str(caught.value) for part in ("modifier_rank", "rank 2"))
 
     on_threads(2, work, gpt)
 
@@ -215,8 +224,9 @@ def test_an_update_inside_is_an_error_that_changes_nothing():
         engine.backward(token_loss(engine, 0, 0, communicator.rank))
         with zero.GatheredParameters(model.scale):
             before = model.scale.item()
-            with pytest.raises(ShardingError, match="gathered and in use"):
+            with pytest.raises(ShardingError) as caught:
                 engine.step()
+            assert caught.value.value == [30]
             assert model.scale.item() == before
         engine.step()
         assert engine.global_steps == 1
@@ -231,8 +241,9 @@ def test_a_change_between_forward_and_backward_is_noticed():
         loss = token_loss(engine, 0, 0, communicator.rank)
         with zero.GatheredParameters(model.scale, modifier_rank=0):
             model.scale.data.fill_(1.0)
-        with pytest.raises(ShardingError, match="was updated since its forward"):
+        with pytest.raises(ShardingError) as caught:
             engine.backward(loss)
+        assert "engine.step()" in str(caught.value)
 
     on_threads(2, work, gpt)
 
@@ -249,8 +260,9 @@ def test_a_parameter_changed_in_forward_is_an_error_at_the_update():
     def work(communicator, model):
         engine = engine_of(model, 3)
         engine.backward(token_loss(engine, 0, 0, communicator.rank))
-        with pytest.raises(ShardingError, match=r"'embed\.weight' was changed while it was gathered"):
+        with pytest.raises(ShardingError) as caught:
             engine.step()
+        assert caught.value.value == ["embed.weight"]
 
     on_threads(2, work, seeded(Renormed))
 
@@ -303,5 +315,6 @@ def test_ranks_that_generate_apart_without_unwrapping_are_told_where_they_part()
         for step in range(2):
             train_step(engine, step, communicator.rank)
 
-    with pytest.raises(CommError, match="the ranks run different passes"):
+    with pytest.raises(CommError) as caught:
         on_threads(2, work, gpt)
+    assert caught.value.value == [-1, -3]

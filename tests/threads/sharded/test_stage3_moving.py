@@ -69,7 +69,6 @@ def test_what_is_away_is_told_and_never_read(stage):
         engine = engine_of(model, stage)
         train(engine, range(1), communicator.rank)
         engine.offload_states()
-        told = r"offloaded\n  hint: call engine.reload_states"
         for use in (
             lambda: token_loss(engine, 0, 0, 0),
             lambda: token_loss(model, 0, 0, 0),
@@ -83,8 +82,9 @@ def test_what_is_away_is_told_and_never_read(stage):
             zero.GatheredParameters(model.scale).__enter__,
             engine.offload_states,
         ):
-            with pytest.raises(ShardingError, match=told):
+            with pytest.raises(ShardingError) as caught:
                 use()
+            assert "engine.reload_states" in caught.value.hint
         engine.reload_states()
         train(engine, range(1), communicator.rank)
         engine.offload_states()
@@ -124,10 +124,12 @@ def test_accumulated_gradients_come_back():
 def test_unknown_kinds_and_places_are_refused():
     def work(communicator, model):
         engine = engine_of(model, 3)
-        with pytest.raises(PolyaccelError, match=r"'weights'(.|\n)*use optim_states, hp_params"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.offload_states(["weights"])
-        with pytest.raises(PolyaccelError, match="cannot be offloaded to 'nvme'"):
+        assert all(part in str(caught.value) for part in ("'weights'", "optim_states", "hp_params"))
+        with pytest.raises(PolyaccelError) as caught:
             engine.offload_states(device="nvme")
+        assert caught.value.value == "nvme"
         train(engine, range(1), communicator.rank)
 
     on_threads(1, work, gpt)

@@ -126,14 +126,18 @@ def test_load_state_dict_of_the_module_itself_works_at_stage_3():
         model.blocks[0].load_state_dict(part)
         assert_equal(model.blocks[0].state_dict(), part)
         before = engine.module_state_dict()
-        with pytest.raises(RuntimeError, match="Unexpected key"):
+        with pytest.raises(RuntimeError) as caught:
             engine.load_module_state_dict({**wanted, "stranger": torch.zeros(1)})
-        with pytest.raises(RuntimeError, match="size mismatch"):
+        assert "stranger" in str(caught.value)
+        with pytest.raises(RuntimeError) as caught:
             engine.load_module_state_dict({**wanted, "shift": torch.zeros(3)})
+        assert all(part in str(caught.value) for part in ("shift", "(3,)", "(8,)"))
         assert_equal(engine.module_state_dict(), before)
         engine.load_module_state_dict({"shift": wanted["shift"]}, strict=False)
-        with pytest.raises(ShardingError, match="assign=True"):
+        with pytest.raises(ShardingError) as caught:
             model.load_state_dict(wanted, assign=True)
+        assert caught.value.value == "scale"
+        assert "assign=True" in str(caught.value)
 
     on_threads(2, work, gpt)
 
@@ -148,8 +152,9 @@ def test_a_state_dict_that_one_rank_refuses_changes_nothing_on_any(stage):
         if communicator.rank == 1:
             refused["shift"] = torch.zeros(3)
             refused["another"] = refused.pop(next(iter(refused)))
-        with pytest.raises(RuntimeError, match=r"rank 1: Missing .*; Unexpected .*: another; size mismatch for shift"):
+        with pytest.raises(RuntimeError) as caught:
             engine.load_module_state_dict(refused)
+        assert "rank 1" in str(caught.value)
         assert_equal(engine.module_state_dict(), before)
         engine.load_module_state_dict(wanted)
         assert_equal(engine.module_state_dict(), wanted)
@@ -183,8 +188,9 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
 
     def work(communicator, model):
         engine = engine_of(model, 3)
-        with pytest.raises(CheckpointError, match=r"cannot be written to .*taken"):
+        with pytest.raises(CheckpointError) as caught:
             engine.save_16bit_model(tmp_path / "taken")
+        assert caught.value.value == str(tmp_path / "taken/pytorch_model.bin")
         train(engine, range(1), communicator.rank)
 
     on_threads(2, work, gpt)
@@ -227,8 +233,9 @@ def test_copies_and_pickles_of_sharded_parameters_say_what_to_do():
     def work(communicator, model):
         engine = engine_of(model, 3)
         for copy_it in (copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
-            with pytest.raises(ShardingError, match=r"GatheredParameters"):
+            with pytest.raises(ShardingError) as caught:
                 copy_it(model)
+            assert "GatheredParameters" in str(caught.value)
         with zero.GatheredParameters(model.parameters()):
             twin = copy.deepcopy(model)
         tokens = batch(0, 0, 0)[0][None]

@@ -79,8 +79,9 @@ def test_without_targets_the_sum_is_zero_and_without_gradients_none_is_kept():
     assert not weight.grad.any()
     with torch.no_grad():
         assert tiled_cross_entropy(hidden, weight, some_targets(5)).grad_fn is None
-    with pytest.raises(PolyaccelError, match="do not fit"):
+    with pytest.raises(PolyaccelError) as caught:
         tiled_cross_entropy(hidden, weight, some_targets(4))
+    assert caught.value.value == ((5, 12), (37, 12), (4,))
 
 
 def test_no_logits_are_there_for_more_tokens_than_a_tile_has():
@@ -178,5 +179,6 @@ def test_a_sum_over_tiles_has_its_gradients_before_the_backward_pass():
 
 
 def test_what_has_no_number_for_each_token_is_refused():
-    with pytest.raises(PolyaccelError, match="with tokens of shape"):
+    with pytest.raises(PolyaccelError) as caught:
         tiled_map(lambda x, other: x, leaf(2, 9, FEATURES), torch.ones(2, 8), tile_tokens=3)
+    assert caught.value.value == (2, 8)

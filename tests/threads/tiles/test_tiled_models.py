@@ -170,8 +170,10 @@ def test_whoever_asks_for_logits_is_named():
     model = tiny("llama", dtype=torch.float32).train()
     TiledModel(model, TileSettings(loss_tokens=5))
     model.lm_head.register_forward_hook(lambda module, args, out: out.argmax(-1) if isinstance(out, Tensor) else None)
-    with pytest.raises(PolyaccelError, match=r"tiled_compute.loss: .* before the loss \(argmax\)"):
+    with pytest.raises(PolyaccelError) as caught:
         model(**batch_of(0))
+    assert caught.value.value == "argmax"
+    assert "tiled_compute.loss" in str(caught.value)
 
 
 def test_feed_forward_layers_are_found_by_structure():
@@ -189,7 +191,8 @@ def test_a_model_without_what_is_to_be_tiled_is_refused_by_the_key(tiled, key):
     config = {**make_config(0), "tiled_compute": {"enabled": True, **tiled}}
 
     def run(communicator):
-        with pytest.raises(ConfigError, match=key):
+        with pytest.raises(ConfigError) as caught:
             polyaccel.initialize(model=tiny("bert", dtype=torch.float32), config=config)
+        assert key in str(caught.value)
 
     run_threads(1, run)

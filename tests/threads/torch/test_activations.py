@@ -200,8 +200,9 @@ def test_a_region_that_raises_leaves_no_hooks(device_apart):
         raise RuntimeError("broken")
 
     weight = torch.randn(6, requires_grad=True)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(RuntimeError) as caught:
         checkpointing.checkpoint(fail, weight * 2)
+    assert str(caught.value) == "broken"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert len(device_apart) == 1
 

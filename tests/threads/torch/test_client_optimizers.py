@@ -6,7 +6,7 @@ import pytest
 import torch
 from pairwise import combinations
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     grouped,
@@ -17,15 +17,14 @@ from parity_models import (
     snapshot,
     train_plainly,
 )
+from stage_cases import stages
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import polyaccel
 from polyaccel.errors import CheckpointError, ConfigError, ShardingError
 
 STEPS = 3
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 TORCH = torch.optim
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def client_config(stage, **changes):
@@ -146,8 +145,9 @@ def test_an_optimizer_of_whole_parameters_works_where_they_are_whole(world):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_optimizer_of_whole_parameters_is_refused_where_they_are_cut(stage):
-    with pytest.raises(ShardingError, match="Adafactor may not update elements independently") as caught:
+    with pytest.raises(ShardingError) as caught:
         on_threads(1, train, parity_model, client_config(stage), adafactor)
+    assert caught.value.value == "Adafactor"
     assert '"stage": 0' in caught.value.hint
     assert '"zero_allow_untested_optimizer": true' in caught.value.hint
 
@@ -197,8 +197,9 @@ def test_a_state_that_a_checkpoint_has_no_place_for_is_refused_by_name(tmp_path)
         engine, *_ = polyaccel.initialize(model=model, optimizer=optimizer, config=config)
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
         engine.step()
-        with pytest.raises(CheckpointError, match="keeps a state 'norms' of parameter '") as caught:
+        with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(str(tmp_path))
+        assert caught.value.value == "norms"
         engine.destroy()
         return caught.value.hint
 
@@ -210,8 +211,9 @@ def test_a_subclass_of_a_known_optimizer_is_unknown():
     class Tampered(TORCH.AdamW):
         pass
 
-    with pytest.raises(ShardingError, match="Tampered is not known"):
+    with pytest.raises(ShardingError) as caught:
         on_threads(1, train, parity_model, client_config(2), lambda groups: Tampered(groups))
+    assert caught.value.value == "Tampered"
 
 
 @stages
@@ -298,15 +300,16 @@ def test_a_schedule_of_ours_moves_a_client_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "optimizer", "message"),
+    ("scheduler", "optimizer", "key"),
     [
-        ({"type": "HeatUpLR"}, True, "scheduler.type = 'HeatUpLR': no schedule has this name"),
-        ({"type": "StepLR", "params": {"step": 3}}, True, "StepLR refuses them: .*'step'"),
-        ({"type": "WarmupLR"}, False, "there is no optimizer to schedule"),
+        ({"type": "HeatUpLR"}, True, "scheduler.type"),
+        ({"type": "StepLR", "params": {"step": 3}}, True, "scheduler.params"),
+        ({"type": "WarmupLR"}, False, "scheduler.type"),
     ],
     ids=["unknown", "misspelt", "no optimizer"],
 )
-def test_a_schedule_that_cannot_be_built(scheduler, optimizer, message):
+def test_a_schedule_that_cannot_be_built(scheduler, optimizer, key: str):
     config = make_config(0, scheduler=scheduler) if optimizer else client_config(0, scheduler=scheduler)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         on_threads(1, lambda communicator, model: polyaccel.initialize(model=model, config=config), parity_model)
+    assert caught.value.problems[0].key == key

@@ -124,8 +124,9 @@ def test_a_model_on_the_meta_device_trains_from_the_values_of_reset_parameters(s
 
 def test_initialize_inside_the_context_is_refused():
     def start(communicator: Communicator, model: nn.Module) -> None:
-        with zero.Init(), pytest.raises(PolyaccelError, match=r"inside zero.Init(.|\n)*after the block"):
+        with zero.Init(), pytest.raises(PolyaccelError) as caught:
             polyaccel.initialize(model=model, config=make_config(3))
+        assert "zero.Init" in str(caught.value)
 
     on_threads(1, start, lambda: nn.Linear(4, 4))
 
@@ -152,8 +153,10 @@ def test_module_apply_sees_whole_parameters_before_initialize_and_never_empty_on
         engine.module.apply(seen.append)
         assert len(seen) == 4
         assert engine.zero.params.gathering.peak_numel == gathered
-        with pytest.raises(ShardingError, match="GatheredParameters"):
+        with pytest.raises(ShardingError) as caught:
             engine.module.apply(lambda part: part.weight.data.zero_() if isinstance(part, nn.Linear) else None)
+        assert caught.value.value == "0.weight"
+        assert "GatheredParameters" in str(caught.value)
         with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             assert all(bool((layer.weight == 0.5).all()) for layer in (model[0], model[2]))
             engine.module.apply(lambda part: part.weight.data.fill_(0.25) if isinstance(part, nn.Linear) else None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_close,
     batch,
     drawn_from,
+    engine_for,
     make_config,
     on_threads,
     parity_loss,
@@ -16,14 +17,11 @@ from parity_models import (
     snapshot,
     train_plainly,
 )
+from stage_cases import both_backwards, stages
 from torch import nn
 
 import polyaccel
 from polyaccel.errors import ConfigError, InvariantError, PolyaccelError, ShardingError
-
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
-both_backwards = pytest.mark.parametrize("own_backward", [True, False], ids=["engine.backward", "loss.backward"])
 
 
 class Explosion(Exception):
@@ -68,11 +66,6 @@ def inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def engine_for(module, config, **arguments):
-    engine, *_ = polyaccel.initialize(model=module, config=config, **arguments)
-    return engine
-
-
 @pytest.fixture
 def armed(monkeypatch):
     monkeypatch.setattr(Explosive, "armed", frozenset({"every rank", "rank 1"}))
@@ -87,8 +80,9 @@ def test_a_backward_that_fails_on_one_rank_raises_there_and_ends_the_others(arme
         engine.backward(loss) if own_backward else loss.backward()
         engine.step()
 
-    with pytest.raises(Explosion, match="rank 1") as caught:
+    with pytest.raises(Explosion) as caught:
         on_threads(3, explode, model, make_config(stage, zero=SMALL))
+    assert "rank 1" in str(caught.value)
     assert caught.value.rank == 1
 
 
@@ -136,8 +130,9 @@ def test_incomplete_gradients_are_not_used(armed, stage, own_backward, then):
         if then != "step":
             loss = engine(inputs(1, communicator.rank))
             engine.backward(loss) if then == "engine.backward" else loss.backward()
-        with pytest.raises(PolyaccelError, match=r"a backward pass failed\n  hint: call engine.zero_grad\(\)"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.step()
+        assert "engine.zero_grad()" in str(caught.value)
         assert engine.global_steps == 0
 
     on_threads(2, explode, model, make_config(stage, zero=SMALL))
@@ -150,7 +145,7 @@ def test_a_forward_that_fails_on_one_rank_ends_the_others():
         engine.backward(engine(values if communicator.rank else values[:, :4]))
         engine.step()
 
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+    with pytest.raises(RuntimeError) as caught:
         on_threads(2, explode, model)
     assert caught.value.rank == 0
 
@@ -168,8 +163,9 @@ def test_unfreezing_what_is_in_no_group_is_an_error_at_the_step():
         engine.backward(parity_loss(engine, 0, 0, 0))
         engine.step()
 
-    with pytest.raises(ShardingError, match="'frozen' was frozen when it was laid out"):
+    with pytest.raises(ShardingError) as caught:
         on_threads(1, unfreeze, parity_model)
+    assert caught.value.value == "frozen"
 
 
 class Adapted(nn.Module):
@@ -190,8 +186,10 @@ def test_what_is_added_to_an_engines_module_is_an_error_at_the_step_and_trained_
         engine = engine_for(module, make_config(stage, zero=SMALL))
         module.wide = Adapted(module.wide)
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
-        with pytest.raises(ShardingError, match=r"'wide.extra' has a gradient, but .*\n.*hint: .*engine.destroy\(\)"):
+        with pytest.raises(ShardingError) as caught:
             engine.step()
+        assert caught.value.value == "wide.extra"
+        assert "engine.destroy()" in str(caught.value)
         engine.destroy()
         engine = engine_for(module, make_config(stage, zero=SMALL))
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
@@ -221,8 +219,9 @@ def test_a_step_inside_no_sync_is_an_error():
         with engine.no_sync():
             engine.step()
 
-    with pytest.raises(PolyaccelError, match=r"step was called inside no_sync\n  hint: leave the no_sync block"):
+    with pytest.raises(PolyaccelError) as caught:
         alone(step, make_config(2))
+    assert "no_sync" in str(caught.value)
 
 
 def test_nested_no_sync_is_an_error():
@@ -230,14 +229,16 @@ def test_nested_no_sync_is_an_error():
         with engine.no_sync(), engine.no_sync():
             pass
 
-    with pytest.raises(InvariantError, match="nested"):
+    with pytest.raises(InvariantError) as caught:
         alone(nest, make_config(2))
+    assert "no_sync" in str(caught.value)
 
 
-@pytest.mark.parametrize(("loss", "named"), [(torch.ones(2, 3), r"\(2, 3\)"), (1.5, "float")], ids=["matrix", "float"])
+@pytest.mark.parametrize(("loss", "named"), [(torch.ones(2, 3), "(2, 3)"), (1.5, "float")], ids=["matrix", "float"])
 def test_a_loss_that_is_no_scalar_is_an_error(loss, named):
-    with pytest.raises(PolyaccelError, match=f"needs a scalar loss, not {named}"):
+    with pytest.raises(PolyaccelError) as caught:
         alone(lambda engine: engine.backward(loss), make_config(0))
+    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize("call", ["backward", "step"])
@@ -249,13 +250,15 @@ def test_an_engine_without_an_optimizer_says_so(call):
         loss = engine(*batch(0, 0, 0))
         engine.backward(loss) if call == "backward" else engine.step()
 
-    with pytest.raises(PolyaccelError, match='no optimizer\n  hint: pass one to initialize, or add "optimizer"'):
+    with pytest.raises(PolyaccelError) as caught:
         alone(use, config)
+    assert '"optimizer"' in str(caught.value)
 
 
 def test_train_batch_without_data_is_an_error():
-    with pytest.raises(PolyaccelError, match="pass data_iter, or training_data"):
+    with pytest.raises(PolyaccelError) as caught:
         alone(lambda engine: engine.train_batch(), make_config(0))
+    assert all(part in str(caught.value) for part in ("data_iter", "training_data"))
 
 
 def test_a_module_without_a_loss_is_an_error_of_train_batch():
@@ -266,56 +269,62 @@ def test_a_module_without_a_loss_is_an_error_of_train_batch():
         def forward(self, input):  # noqa: A002 - the name that Linear gives it
             return {"logits": super().forward(input)}
 
-    with pytest.raises(PolyaccelError, match="returned a dict without a loss"):
+    with pytest.raises(PolyaccelError) as caught:
         on_threads(1, train, lambda: Silent(2, 1))
+    assert caught.value.value == "dict"
 
 
 STRANGER = nn.Parameter(torch.ones(3, 2))
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("groups", "value"),
     [
-        (lambda module: [*module.parameters(), STRANGER], r"group 0 has a parameter of shape \(3, 2\)"),
+        (lambda module: [*module.parameters(), STRANGER], (3, 2)),
         (
             lambda module: [{"params": [module.scale]}, {"params": [module.scale]}],
-            "'scale' is in optimizer groups 0 and",
+            "scale",
         ),
     ],
     ids=["stranger", "twice"],
 )
-def test_parameters_that_cannot_be_grouped(groups, message):
-    with pytest.raises(ShardingError, match=message):
+def test_parameters_that_cannot_be_grouped(groups, value: object):
+    with pytest.raises(ShardingError) as caught:
         on_threads(
             1,
             lambda communicator, module: engine_for(module, make_config(1), model_parameters=groups(module)),
             parity_model,
         )
+    assert caught.value.value == value
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ({}, "no config was given"),
-        ({"config": {}, "config_params": {}}, "several configs were given"),
+        ({}, "args.deepspeed_config"),
+        ({"config": {}, "config_params": {}}, "'config, config_params'"),
     ],
     ids=["none", "two"],
 )
-def test_exactly_one_config(arguments, message):
-    with pytest.raises(ConfigError, match=message):
+def test_exactly_one_config(arguments, named: str):
+    with pytest.raises(ConfigError) as caught:
         on_threads(1, lambda communicator, module: polyaccel.initialize(model=module, **arguments), parity_model)
+    assert named in str(caught.value)
+    assert [problem.key for problem in caught.value.problems] == ["config"]
 
 
 def test_initialize_without_a_model():
-    with pytest.raises(PolyaccelError, match="without a model"):
+    with pytest.raises(PolyaccelError) as caught:
         polyaccel.initialize(config=make_config(0))
+    assert "torch.nn.Module" in str(caught.value)
 
 
 def test_a_group_that_comes_too_late_is_refused():
     def work(communicator, model):
         engine, *_ = polyaccel.initialize(model=model, config=make_config(1))
-        with pytest.raises(ShardingError, match="which would not train it"):
+        with pytest.raises(ShardingError) as caught:
             engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        assert "polyaccel.initialize" in str(caught.value)
         assert len(engine.optimizer.param_groups) == 1
 
     on_threads(1, work, parity_model)

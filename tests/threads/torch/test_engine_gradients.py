@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -24,6 +24,7 @@ from parity_models import (
     train_on_threads,
     train_plainly,
 )
+from stage_cases import both_backwards, stages
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,10 +32,6 @@ import polyaccel
 from polyaccel.errors import ShardingError
 
 STEPS = 3
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
-both_backwards = pytest.mark.parametrize("own_backward", [True, False], ids=["engine.backward", "loss.backward"])
 
 
 class Branches(nn.Module):
@@ -285,8 +282,9 @@ def test_backward_through_a_graph_from_before_the_step_is_an_error(stage):
         old = parity_loss(engine, 0, 0, communicator.rank)
         engine.backward(parity_loss(engine, 1, 0, communicator.rank))
         engine.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(RuntimeError) as caught:
             engine.backward(old)
+        assert "inplace" in str(caught.value)
         engine.zero_grad()
         engine.backward(parity_loss(engine, 2, 0, communicator.rank))  # and the engine goes on
         engine.step()
@@ -299,6 +297,7 @@ def test_a_sparse_gradient_is_an_error_that_names_the_parameter():
         engine, *_ = polyaccel.initialize(model=model, config=make_config(2))
         engine.backward(engine(torch.tensor([1, 2])).square().mean())
 
-    with pytest.raises(ShardingError, match="gradient of 'weight' is sparse") as caught:
+    with pytest.raises(ShardingError) as caught:
         on_threads(1, sparse, lambda: nn.Embedding(9, 3, sparse=True))
+    assert caught.value.value == "weight"
     assert "sparse=False" in caught.value.hint

@@ -10,10 +10,8 @@ import pickle
 
 import pytest
 import torch
-from parity_models import assert_bitwise, drawn_from, make_config, on_threads, snapshot
+from parity_models import assert_bitwise, drawn_from, engine_for, make_config, on_threads, snapshot
 from torch import nn
-
-import polyaccel
 
 STEPS = 4
 stages = pytest.mark.parametrize("stage", [1, 2])
@@ -48,11 +46,6 @@ def values(step: int, rank: int) -> torch.Tensor:
 
 def config_for(stage, deferred):
     return make_config(stage, zero={"reduce_bucket_size": 16, "overlap_param_gather": deferred})
-
-
-def engine_for(model, config):
-    engine, *_ = polyaccel.initialize(model=model, config=config)
-    return engine
 
 
 @stages

@@ -42,19 +42,22 @@ def test_states_that_cannot_be_read_stop_the_training_until_a_checkpoint_is_load
         engine.save_checkpoint(str(tmp_path / "saved"))
         with monkeypatch.context() as patch:
             patch.setattr(StateFile, "start_reading", start_elsewhere)
-            with pytest.raises(OffloadError, match=r"bucket2.exp_avg could not be read.*it ends after"):
+            with pytest.raises(OffloadError) as caught:
                 train(engine, range(7, 8))
+            assert str(caught.value.value).endswith("bucket2.exp_avg")
         engine.zero_grad()
         for use in (
             lambda: train(engine, range(2, 3)),
             lambda: engine.save_checkpoint(str(tmp_path / "broken")),
             lambda: engine.save_16bit_model(str(tmp_path)),
         ):
-            with pytest.raises(PolyaccelError, match=REFUSAL):
+            with pytest.raises(PolyaccelError) as caught:
                 use()
+            assert caught.value.value == 2
         engine.load_checkpoint(str(tmp_path / "saved"), load_optimizer_states=False)
-        with pytest.raises(PolyaccelError, match=REFUSAL):  # its optimizer states are of two steps still
+        with pytest.raises(PolyaccelError) as caught:  # its optimizer states are of two steps still
             train(engine, range(2, 3))
+        assert caught.value.value == 2
         engine.load_checkpoint(str(tmp_path / "saved"))
         train(engine, range(2, 4))
         engine.destroy()

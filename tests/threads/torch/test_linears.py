@@ -290,8 +290,9 @@ def test_wrong_shapes_are_refused_in_torchs_words(calls):
     def check() -> None:
         model = nn.Linear(4, 4)
         with engine_around(model) as engine:
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            with pytest.raises(RuntimeError) as caught:
                 engine(torch.randn(3, 5))
+            assert "3x5 and 4x4" in str(caught.value)
             assert engine(torch.randn(0, 4)).shape == (0, 4)
 
     alone(check)

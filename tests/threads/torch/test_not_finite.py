@@ -44,9 +44,10 @@ def test_bf16_that_skips_every_step_is_an_error_that_names_the_parameter(stage, 
         step(engine, communicator, 0)  # which is not skipped, and the count begins anew
         for number in range(MOST_SKIPS):
             step(engine, communicator, number, math.nan)
-        told = r"18 steps in a row had gradients that are not finite, the first in parameter '\w+\.\w+'"
-        with pytest.raises(LossScaleError, match=told):
+        with pytest.raises(LossScaleError) as caught:
             step(engine, communicator, 0, math.nan)
+        assert caught.value.value in dict(model.named_parameters())
+        assert "18 steps" in str(caught.value)
         return engine.skipped_steps
 
     assert on_threads(2, train, parity_model) == [2 * MOST_SKIPS] * 2

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from parity_models import (
-    SMALL_BUCKET,
+    SMALL,
     assert_bitwise,
     assert_close,
     batch,
@@ -22,6 +22,7 @@ from parity_models import (
     train_on_threads,
     train_plainly,
 )
+from stage_cases import stages
 from torch import nn
 
 import polyaccel
@@ -29,9 +30,7 @@ from polyaccel.errors import LossScaleError, PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.engine.autocast import ForwardAutocast
 
-SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STEPS = 3
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def fp16(**settings):
@@ -174,10 +173,9 @@ def test_the_error_at_the_minimum_scale_names_the_parameter(stage):
             engine.step()
             assert engine.get_loss_scale() == expected
         engine.backward(engine(values))
-        with pytest.raises(
-            LossScaleError, match=r"loss scale 2 is at its minimum, the first in parameter 'middle\."
-        ) as e:
+        with pytest.raises(LossScaleError) as e:
             engine.step()
+        assert e.value.value == "middle.bias"
         assert "bf16" in e.value.hint
         return True
 
@@ -245,15 +243,18 @@ def test_a_loss_scaled_by_hand_equals_the_engine_s(stage, accumulation):
 def test_backward_on_an_unscaled_fp16_loss_is_an_error():
     def unscaled(communicator, module):
         engine = engine_for(module, make_config(2, **fp16(loss_scale=64.0)))
-        with pytest.raises(PolyaccelError, match=r"not scaled.*\n  hint: call engine.backward\(loss\)"):
+        with pytest.raises(PolyaccelError) as caught:
             parity_loss(engine, 0, 0, 0).backward()
+        assert caught.value.value == 1
+        assert "engine.backward(loss)" in str(caught.value)
         engine.zero_grad()
         engine.backward(parity_loss(engine, 0, 0, 0))
         engine.step()
         engine.scale(parity_loss(engine, 0, 0, 0)).backward()
         engine.step()
-        with pytest.raises(PolyaccelError, match="not scaled"):  # one scaled loss does not vouch for the next
+        with pytest.raises(PolyaccelError) as caught:  # one scaled loss does not vouch for the next
             parity_loss(engine, 0, 0, 0).backward()
+        assert caught.value.value == 1
 
     on_threads(1, unscaled, parity_model)
 

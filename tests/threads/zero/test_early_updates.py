@@ -204,8 +204,10 @@ def test_half_an_update_is_neither_trained_on_nor_saved(tmp_path, stage, tier):
             lambda: list(step.local_shards()),
         ]
         for use in uses:
-            with pytest.raises(PolyaccelError, match=rf"{last} of \d+ buckets(.|\n)*hint: load the last checkpoint"):
+            with pytest.raises(PolyaccelError) as caught:
                 use()
+            assert caught.value.value == 3
+            assert str(last) in str(caught.value)
         assert set(step.steps.values()) == {1}
         lost.clear()
         step.mark_consistent()  # as loading does
@@ -230,8 +232,9 @@ def test_a_failure_before_the_first_update_loses_gradients_and_nothing_else(stag
         if fails:
             with pytest.raises(Lost):
                 step.update([GROUP])
-            with pytest.raises(PolyaccelError, match=r"gradients are incomplete(.|\n)*hint: call engine.zero_grad"):
+            with pytest.raises(PolyaccelError) as caught:
                 step.update([GROUP])
+            assert "engine.zero_grad" in str(caught.value)
             for fqn, value in initial().items():
                 np.testing.assert_array_equal(params[fqn], value)
             assert set(step.steps.values()) == {0}

@@ -222,19 +222,21 @@ def test_ranks_at_different_ends_are_told():
         else:
             rank.uses.sync(SyncPoint.EVALUATION, learn=False)
 
-    wanted = r"ranks \[0, 2\] have come to the end of an evaluation; ranks \[1\] have come to the end of a forward pass"
-    with pytest.raises(CommError, match=wanted):
+    with pytest.raises(CommError) as caught:
         on_ranks(3, work)
+    assert all(part in str(caught.value) for part in ("ranks [0, 2]", "ranks [1]"))
 
 
 def test_mistakes_are_told():
     def work(rank: Rank) -> None:
         rank.uses.begin(2, learn=False)
-        with pytest.raises(ShardingError, match=r"buckets \[2\] are gathered and in use"):
+        with pytest.raises(ShardingError) as caught:
             rank.uses.require_idle()
+        assert caught.value.value == [2]
         rank.uses.end(2, learn=False)
-        with pytest.raises(InvariantError, match="the use of bucket 2 ended more often than it began"):
+        with pytest.raises(InvariantError) as caught:
             rank.uses.end(2, learn=False)
+        assert caught.value.value == 2
 
     on_ranks(2, work)
 

@@ -233,8 +233,9 @@ def test_a_failed_pass_must_be_discarded():
         step.begin_backward(reduce=True)
         step.add_gradient("w2", NUMPY.wrap(np.ones(41, dtype=np.float32)))
         step.abort_backward()
-        with pytest.raises(PolyaccelError, match="gradients are incomplete"):
+        with pytest.raises(PolyaccelError) as caught:
             step.update([GROUP])
+        assert "engine.zero_grad()" in str(caught.value)
         step.discard_gradients()
         accumulate(step, ones(1.0))
         assert step.update([GROUP]).applied
@@ -246,5 +247,6 @@ def test_a_layout_for_other_ranks_is_refused():
     communicator = LocalWorld(1, NUMPY).communicators[0]
     layout = plan_layout([], mesh=Mesh.flat(2), max_bucket_numel=1)
     parts = StepResources(NUMPY, Communicators.plain(communicator), Tiers.around(DeviceTier()))
-    with pytest.raises(InvariantError, match="layout for 2 ranks, communicator of 1"):
+    with pytest.raises(InvariantError) as caught:
         ZeroEngine(plan_step(layout, ZeroPolicy.of_stage(0), StepPolicy()), parts, Views(communicator), None, [])
+    assert caught.value.value == 2

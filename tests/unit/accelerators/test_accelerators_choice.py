@@ -69,8 +69,10 @@ def test_of_two_equally_good_devices_somebody_must_choose(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["CUDA", "Cudda"])
 def test_a_name_in_other_letters_has_the_hint_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", name)
-    with pytest.raises(PluginNotFound, match=r"did you mean 'cuda'\?"):
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator()
+    assert caught.value.value == name
+    assert "'cuda'" in str(caught.value)
 
 
 @pytest.mark.parametrize("variable", detect.VARIABLES)
@@ -86,8 +88,10 @@ def test_two_variables_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYACCEL_ACCELERATOR", "cpu")
     assert isinstance(choose_accelerator(), CpuAccelerator)
     monkeypatch.setenv("POLYACCEL_ACCELERATOR", "cuda")
-    with pytest.raises(PluginConflict, match="POLYACCEL_ACCELERATOR=cuda and DS_ACCELERATOR=cpu"):
+    with pytest.raises(PluginConflict) as caught:
         choose_accelerator()
+    assert caught.value.value == {"POLYACCEL_ACCELERATOR": "cuda", "DS_ACCELERATOR": "cpu"}
+    assert all(part in str(caught.value) for part in ("POLYACCEL_ACCELERATOR=cuda", "DS_ACCELERATOR=cpu"))
 
 
 def test_an_unknown_name_lists_what_is_installed_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +106,10 @@ def test_an_unknown_name_lists_what_is_installed_and_why_not(monkeypatch: pytest
 
 
 def test_an_absent_device_is_refused_with_its_reason() -> None:
-    with pytest.raises(PluginNotFound, match="cannot be used: no GPU in this test; installed:"):
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator("cuda")
+    assert caught.value.value == "cuda"
+    assert "GPU" in str(caught.value)
 
 
 def test_a_broken_device_does_not_hinder_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,16 +118,20 @@ def test_a_broken_device_does_not_hinder_the_others(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(MpsAccelerator, "probe", classmethod(fail))
     assert isinstance(choose_accelerator(), CpuAccelerator)
-    with pytest.raises(PluginNotFound, match="driver fell over"):
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator("cudda")
-    with pytest.raises(PluginContractError, match="failed while it was probed: OSError"):
+    assert caught.value.value == "cudda"
+    with pytest.raises(PluginContractError) as caught:
         choose_accelerator("mps")
+    assert caught.value.value == "polyaccel.accelerators.mps:MpsAccelerator"
+    assert "OSError" in str(caught.value)
 
 
 def test_no_usable_accelerator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuAccelerator, "probe", classmethod(lambda cls: Probe(False, "melted")))
-    with pytest.raises(PluginNotFound, match="no accelerator can be used here"):
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator()
+    assert "x86_64" in str(caught.value)
 
 
 def test_a_constructor_that_fails_is_the_plugins_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +139,18 @@ def test_a_constructor_that_fails_is_the_plugins_fault(monkeypatch: pytest.Monke
         raise OSError("no memory")
 
     monkeypatch.setattr(CpuAccelerator, "__init__", fail)
-    with pytest.raises(PluginContractError, match="failed while it was constructed"):
+    with pytest.raises(PluginContractError) as caught:
         choose_accelerator("cpu")
+    assert caught.value.value == "polyaccel.accelerators.cpu:CpuAccelerator"
 
 
 def test_what_is_set_is_what_is_got() -> None:
     mine = CpuAccelerator("numpy")
     set_accelerator(mine)
     assert get_accelerator() is mine
-    with pytest.raises(PluginContractError, match="is not an accelerator"):
+    with pytest.raises(PluginContractError) as caught:
         set_accelerator("cpu")  # type: ignore[arg-type]
+    assert caught.value.value == "cpu"
 
 
 def test_choosing_loads_neither_torch_nor_jax() -> None:

@@ -50,8 +50,9 @@ def test_memory_defaults_to_torch_where_it_is_installed(monkeypatch: pytest.Monk
 
 
 def test_an_unknown_memory_is_refused() -> None:
-    with pytest.raises(PluginContractError, match="'cupy' is unknown"):
+    with pytest.raises(PluginContractError) as caught:
         CpuAccelerator("cupy")  # type: ignore[arg-type]
+    assert caught.value.value == "cupy"
 
 
 def test_numpy_memory_never_loads_torch() -> None:
@@ -86,10 +87,13 @@ def test_a_restored_generator_draws_the_same_numbers(memory: str, draw: object) 
 
 
 def test_the_state_of_another_memory_is_refused() -> None:
-    with pytest.raises(ShardingError, match="numpy memory"):
-        CpuAccelerator("numpy").set_rng_state(CpuAccelerator("torch").rng_state())
-    with pytest.raises(ShardingError, match="torch memory"):
-        CpuAccelerator("torch").set_rng_state(CpuAccelerator("numpy").rng_state())
+    of_torch, of_numpy = CpuAccelerator("torch").rng_state(), CpuAccelerator("numpy").rng_state()
+    with pytest.raises(ShardingError) as caught:
+        CpuAccelerator("numpy").set_rng_state(of_torch)
+    assert caught.value.value == len(of_torch)
+    with pytest.raises(ShardingError) as caught:
+        CpuAccelerator("torch").set_rng_state(of_numpy)
+    assert caught.value.value == len(of_numpy)
 
 
 def test_the_peak_of_memory_outlives_what_made_it_and_can_be_reset() -> None:
@@ -116,5 +120,7 @@ def test_the_names_that_deepspeed_users_call_answer() -> None:
 
 
 def test_events_of_different_devices_are_not_compared() -> None:
-    with pytest.raises(PluginContractError, match="cannot be compared"):
-        NullEvent().elapsed_ms(object())  # type: ignore[arg-type]
+    stranger = object()
+    with pytest.raises(PluginContractError) as caught:
+        NullEvent().elapsed_ms(stranger)  # type: ignore[arg-type]
+    assert caught.value.value is stranger

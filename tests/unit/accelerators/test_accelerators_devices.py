@@ -206,8 +206,10 @@ def test_streams_events_and_memory_of_every_device(
     stats = accelerator.memory_stats()
     assert stats.total_nbytes >= stats.free_nbytes >= 0
     assert stats.peak_nbytes >= stats.allocated_nbytes > 0
-    with pytest.raises(PluginContractError, match="another device"):
-        accelerator.new_stream().wait(object())  # type: ignore[arg-type]
+    stranger = object()
+    with pytest.raises(PluginContractError) as caught:
+        accelerator.new_stream().wait(stranger)  # type: ignore[arg-type]
+    assert caught.value.value is stranger
 
 
 @pytest.mark.usefixtures("stand_in_module")
@@ -215,8 +217,10 @@ def test_devices_are_set_by_index_and_ones_that_are_not_there_refused() -> None:
     cuda = CudaAccelerator()
     cuda.set_device(1)
     assert cuda.current_device() == DeviceId("cuda", 1)
-    with pytest.raises(ShardingError, match="cuda:2 does not exist, this process sees 2"):
+    with pytest.raises(ShardingError) as caught:
         cuda.set_device(2)
+    assert caught.value.value == 2
+    assert "cuda:2" in str(caught.value)
     mps = MpsAccelerator()
     mps.set_device(3)
     assert (mps.current_device(), mps.device_count()) == (DeviceId("mps", 0), 1)
@@ -337,5 +341,6 @@ def test_the_build_of_the_installed_torch_is_read_from_its_version_file(
 
 
 def test_an_array_whose_memory_torch_cannot_see_is_refused() -> None:
-    with pytest.raises(PluginContractError, match=r"torch cannot see the memory of a builtins\.list"):
+    with pytest.raises(PluginContractError) as caught:
         CpuAccelerator().import_array([1.0])
+    assert caught.value.value == "builtins.list"

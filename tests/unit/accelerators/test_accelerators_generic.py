@@ -101,23 +101,27 @@ def test_the_hosts_generator_is_saved_where_the_device_has_none(bare: BareAccele
     first = torch.rand(4)
     bare.set_rng_state(state)
     assert torch.equal(torch.rand(4), first)
-    with pytest.raises(ShardingError, match="no random state of bare"):
+    with pytest.raises(ShardingError) as caught:
         bare.set_rng_state(b"")
+    assert caught.value.value == 0
 
 
 def test_a_type_without_a_device_is_refused_when_chosen() -> None:
     assert device_plugin("bogus") is None
     assert device_plugin("meta") is None
-    with pytest.raises(PluginNotFound, match=r"torch 2\.\d+.* sees no mtia device"):
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator("mtia")
-    with pytest.raises(PluginNotFound, match="has to be known to torch"):
+    assert caught.value.value == "mtia"
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator("bogus")
+    assert caught.value.value == "bogus"
 
 
 def test_choose_without_torch_is_refused_as_any_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyaccel.accelerators.detect.find_spec", lambda name: None)
-    with pytest.raises(PluginNotFound, match="no accelerator is called 'mtia'"):
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator("mtia")
+    assert caught.value.value == "mtia"
 
 
 BACKEND = """

@@ -103,18 +103,22 @@ def test_a_kernel_gives_up_the_arrays_that_it_replaces() -> None:
 
 def test_what_it_cannot_do_is_refused() -> None:
     accelerator = make()
-    with pytest.raises(PluginContractError, match="quantize"):
+    with pytest.raises(PluginContractError) as caught:
         accelerator.kernels()[QUANTIZE]
-    with pytest.raises(PluginContractError, match=r"not a numpy\.ndarray"):
+    assert caught.value.value == "quantize"
+    with pytest.raises(PluginContractError) as caught:
         accelerator.import_array(np.zeros(3))
+    assert caught.value.value == "numpy.ndarray"
     imported = accelerator.import_array(jax.numpy.arange(6.0).reshape(2, 3))
     np.testing.assert_array_equal(imported.raw, np.arange(6.0))
 
 
 def test_names_that_jax_does_not_know() -> None:
     assert device_plugin("bogus") is None
-    with pytest.raises(PluginNotFound, match="one of JAX's is named as its platform"):
+    with pytest.raises(PluginNotFound) as caught:
         choose_accelerator("bogus")
+    assert caught.value.value == "bogus"
+    assert "JAX" in str(caught.value)
 
 
 PLUGIN = """

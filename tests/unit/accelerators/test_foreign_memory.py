@@ -28,14 +28,17 @@ class OfWithoutWrap(MemoryContract):
 
 def test_a_device_of_torch_has_buffers_over_tensors() -> None:
     require_torch_memory(CpuAccelerator("torch"))
-    with pytest.raises(PluginContractError, match=r"`raw` of its buffers is a numpy\.ndarray") as raised:
+    with pytest.raises(PluginContractError) as raised:
         require_torch_memory(CpuAccelerator("numpy"))
+    assert raised.value.value == "ndarray"
+    assert all(part in str(raised.value) for part in ("`raw`", "numpy.ndarray"))
     assert "`torch_device_type = None`" in raised.value.hint
 
 
 def test_a_device_of_torch_that_wraps_nothing_fails_its_check_and_says_what_is_missing() -> None:
-    with pytest.raises(PluginContractError, match=r"cannot wrap a torch\.Tensor") as raised:
+    with pytest.raises(PluginContractError) as raised:
         OfWithoutWrap().test_arrays_are_wrapped_or_refused()
+    assert raised.value.value == "torch.Tensor"
     assert "give it a `wrap`" in raised.value.hint
 
 

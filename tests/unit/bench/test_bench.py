@@ -157,8 +157,9 @@ def test_what_is_not_installed_is_said_and_left_out(monkeypatch: pytest.MonkeyPa
     sitting = read_arguments(args, console)
     assert sitting == Sitting((Case("tiny", 1, "fp32"), Case("tiny", 4, "fp32")), ("ddp",), 1, 2, 3)
     args.impl = ("ds1",)
-    with pytest.raises(SystemExit, match="nothing to measure"):
+    with pytest.raises(SystemExit) as caught:
         read_arguments(args, console)
+    assert "--impl" in str(caught.value)
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue() == 2 * "ds1 skipped: deepspeed is not installed\n"
 
@@ -173,7 +174,7 @@ def test_lists_of_names_and_numbers() -> None:
     assert listed(one_of(VARIANTS))("pa2, ddp,pa2") == ("pa2", "ddp")
     assert listed(positive)("4,1") == (4, 1)
     for kind, text in ((one_of(VARIANTS), "pa9"), (positive, "0"), (positive, "-1"), (positive, "")):
-        with pytest.raises(argparse.ArgumentTypeError, match="is"):
+        with pytest.raises(argparse.ArgumentTypeError):
             listed(kind)(text)
 
 

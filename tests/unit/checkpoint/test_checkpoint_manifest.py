@@ -64,24 +64,28 @@ def test_pieces_pass_exactly_when_each_element_is_in_one(runs: list[tuple[int, i
     if covered == list(range(10)) and all(length for _, length in runs):
         tensor.check_tiling()
     else:
-        with pytest.raises(CheckpointError, match=r"'layer\.weight' \(exp_avg\)"):
+        with pytest.raises(CheckpointError) as caught:
             tensor.check_tiling()
+        assert caught.value.value == ("layer.weight", "exp_avg")
+        assert "(exp_avg)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "message"),
+    ("tensor", "named"),
     [
-        (entry((0, 8), (12, 8)), r"misses elements \[8, 12\) of 'layer\.weight' \(exp_avg\)"),
-        (entry((0, 12), (8, 12)), r"holds elements \[8, 12\) twice of 'layer\.weight'"),
-        (entry((0, 8)), r"misses elements \[8, 20\)"),
-        (entry(), r"misses elements \[0, 20\)"),
-        (entry((0, 24)), r"holds elements \[20, 24\), which its shape \(4, 5\) has not"),
-        (entry((0, 1), shape=(0, 3)), r"holds elements \[0, 1\)"),
+        (entry((0, 8), (12, 8)), "(exp_avg)"),
+        (entry((0, 12), (8, 12)), "'layer.weight'"),
+        (entry((0, 8)), "'layer.weight'"),
+        (entry(), "'layer.weight'"),
+        (entry((0, 24)), "'layer.weight'"),
+        (entry((0, 1), shape=(0, 3)), "'layer.weight'"),
     ],
 )
-def test_a_gap_or_an_overlap_is_named(tensor: TensorEntry, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+def test_a_gap_or_an_overlap_is_named(tensor: TensorEntry, named: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 1, FILES, (tensor,), {}, ((),)).check()
+    assert named in str(caught.value)
+    assert caught.value.value == ("layer.weight", "exp_avg")
 
 
 def test_empty_and_scalar_tensors_are_tiled() -> None:
@@ -91,71 +95,81 @@ def test_empty_and_scalar_tensors_are_tiled() -> None:
 
 def test_a_piece_outside_its_file_is_refused() -> None:
     piece = Piece(0, 20, "rank00001.safetensors", 960, 0)
-    with pytest.raises(CheckpointError, match=r"bytes \[960, 1040\) of rank00001\.safetensors, .*'layer\.weight'"):
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 1, FILES, (replace(entry(), pieces=(piece,)),), {}, ((),)).check()
-    with pytest.raises(CheckpointError, match=r"of rank00007\.safetensors, which should hold 'rng' of rank 0"):
+    assert caught.value.value == "rank00001.safetensors"
+    assert "'layer.weight'" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 1, FILES, (), {}, ((BlobEntry("rng", "rank00007.safetensors", 0, 1, 0),),)).check()
+    assert caught.value.value == "rank00007.safetensors"
+    assert all(part in str(caught.value) for part in ("'rng'", "rank 0"))
 
 
 def test_a_tensor_listed_twice_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="lists a tensor twice"):
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 1, FILES, (entry((0, 20)), entry((0, 20))), {}, ((),)).check()
+    assert caught.value.value == "t"
 
 
 def test_bytes_that_two_should_hold_are_refused() -> None:
     other = replace(entry((0, 20)), fqn="layer.bias")
-    with pytest.raises(
-        CheckpointError, match=r"bytes \[0, 80\) of .* both 'layer\.bias' \(exp_avg\) and 'layer\.weight'"
-    ):
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 1, FILES, (entry((0, 20)), other), {}, ((),)).check()
+    assert caught.value.value == "rank00000.safetensors"
+    assert all(part in str(caught.value) for part in ("'layer.bias'", "(exp_avg)", "'layer.weight'"))
     repeated = (Piece(0, 10, "rank00000.safetensors", 0, 0), Piece(10, 10, "rank00000.safetensors", 0, 0))
-    with pytest.raises(CheckpointError, match=r"bytes \[0, 40\) of rank00000\.safetensors should hold both"):
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 1, FILES, (replace(entry(), pieces=repeated),), {}, ((),)).check()
+    assert caught.value.value == "rank00000.safetensors"
 
 
 def test_kinds_of_other_shapes_and_other_numbers_of_ranks_are_refused() -> None:
     other = replace(entry(shape=(0, 3)), kind="param")
-    with pytest.raises(
-        CheckpointError, match=r"has 'layer\.weight' \(param\) in the shape \(0, 3\), and its exp_avg in"
-    ):
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 1, FILES, (entry((0, 20)), other), {}, ((),)).check()
-    with pytest.raises(CheckpointError, match="has states of 1 ranks, saved by 2"):
+    assert caught.value.value == "layer.weight"
+    assert "exp_avg" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
         Manifest("t", 2, FILES, (), {}, ((),)).check()
+    assert caught.value.value == "t"
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("path", "value", "named"),
     [
-        (("tensors", 0, "pieces", 0, 2), 7, r"tensors\.0\.pieces\.0\.2: Input should be a valid string"),
-        (("tensors", 0, "pieces", 0, 2), "../x", r"tensors\.0\.pieces\.0\.2: String should match"),
-        (("tensors", 0, "pieces", 0), [0, 20], r"tensors\.0\.pieces\.0\.2: Field required"),
-        (("tensors", 0, "pieces", 0, 0), True, r"tensors\.0\.pieces\.0\.0: Input should be a valid integer"),
-        (("tensors", 0, "pieces", 0, 3), -1, r"tensors\.0\.pieces\.0\.3: Input should be greater"),
-        (("tensors", 0, "shape"), "45", r"tensors\.0\.shape: Input should be a valid tuple"),
-        (("tensors", 0, "dtype"), "float31", r"tensors\.0\.dtype: Input should be 'float64'"),
-        (("tensors", 0, "kind"), None, r"tensors\.0\.kind: Input should be a valid string"),
-        (("files",), [], r"files: Input should be a valid dictionary"),
-        (("world_size",), "1", r"world_size: Input should be a valid integer"),
-        (("blobs", 0), {"rng": 5}, r"blobs\.0\.rng: Input should be a valid tuple"),
-        (("scalars",), {"$tuple": 5}, r"holds a value marked '\$tuple'"),
-        (("scalars",), {"$int": "z"}, r"holds a value marked '\$int' that cannot be understood"),
-        (("scalars",), {"$tuple": []}, r"its scalars are a tuple"),
+        (("tensors", 0, "pieces", 0, 2), 7, "tensors.0.pieces.0.2"),
+        (("tensors", 0, "pieces", 0, 2), "../x", "tensors.0.pieces.0.2"),
+        (("tensors", 0, "pieces", 0), [0, 20], "tensors.0.pieces.0.2"),
+        (("tensors", 0, "pieces", 0, 0), True, "tensors.0.pieces.0.0"),
+        (("tensors", 0, "pieces", 0, 3), -1, "tensors.0.pieces.0.3"),
+        (("tensors", 0, "shape"), "45", "tensors.0.shape"),
+        (("tensors", 0, "dtype"), "float31", "tensors.0.dtype"),
+        (("tensors", 0, "kind"), None, "tensors.0.kind"),
+        (("files",), [], "the manifest"),
+        (("world_size",), "1", "world_size"),
+        (("blobs", 0), {"rng": 5}, "blobs.0.rng"),
+        (("scalars",), {"$tuple": 5}, "'$tuple'"),
+        (("scalars",), {"$int": "z"}, "'$int'"),
+        (("scalars",), {"$tuple": []}, "the manifest"),
     ],
 )
-def test_a_forged_value_is_refused_by_its_place(path: tuple[Any, ...], value: Any, message: str) -> None:
+def test_a_forged_value_is_refused_by_its_place(path: tuple[Any, ...], value: Any, named: str) -> None:
     tree = json.loads(Manifest("t", 1, FILES, (entry((0, 20)),), {}, ((),)).to_json())
     del tree["digest"]
     place = tree
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as caught:
         Manifest.from_json(with_digest(tree))
+    assert named in str(caught.value)
 
 
 def test_ranks_that_disagree_about_a_tensor_are_named() -> None:
-    with pytest.raises(CheckpointError, match=r"is float32\[4, 5\] on rank 0 but float32\[5, 4\] on rank 2"):
+    with pytest.raises(CheckpointError) as caught:
         build_tensors([(0, entry((0, 10))), (2, entry((10, 10), shape=(5, 4)))])
+    assert caught.value.value == "layer.weight"
+    assert all(part in str(caught.value) for part in ("float32", "rank 0", "rank 2"))
 
 
 def test_a_newer_minor_is_read_and_another_major_is_not() -> None:
@@ -165,16 +179,20 @@ def test_a_newer_minor_is_read_and_another_major_is_not() -> None:
     assert Manifest.from_json(newer).tensors == (entry((0, 20)),)
     older = json.dumps({**tree, "format": [1, 0]}).encode()
     assert Manifest.from_json(older).tensors == (entry((0, 20)),)
-    with pytest.raises(CheckpointError, match="its digest is another"):
+    with pytest.raises(CheckpointError) as caught:
         Manifest.from_json(json.dumps(tree).encode())
-    with pytest.raises(CheckpointError, match=r"has format \[3, 0\], this version of polyaccel reads 1\.x and 2\.x"):
+    assert caught.value.value == "the manifest"
+    with pytest.raises(CheckpointError) as caught:
         Manifest.from_json(json.dumps({**tree, "format": [3, 0]}).encode())
+    assert caught.value.value == [3, 0]
+    assert all(part in str(caught.value) for part in ("1.x", "2.x"))
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"format":[1,0]}', b"\xff\xff"])
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="cannot be understood"):
+    with pytest.raises(CheckpointError) as caught:
         Manifest.from_json(data)
+    assert caught.value.value == "the manifest"
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7))
@@ -182,14 +200,16 @@ def test_a_marker_with_any_flipped_bit_is_refused(position: int, bit: int) -> No
     data = bytearray(Commit("step1", "save-0001", 1234, 5678, 1e9).to_bytes())
     assert Commit.from_bytes(bytes(data), "x") == Commit("step1", "save-0001", 1234, 5678, 1e9)
     data[position % len(data)] ^= 1 << bit
-    with pytest.raises(CheckpointError, match=r"step1/commit\.json is damaged"):
+    with pytest.raises(CheckpointError) as caught:
         Commit.from_bytes(bytes(data), "step1/commit.json")
+    assert caught.value.value == "step1/commit.json"
 
 
 @pytest.mark.parametrize("tag", ["", "latest", ".hidden", "..", "a/b", "a\\b", "a\nb", " a", "C:", 7, None])
 def test_an_impossible_tag_is_refused(tag: object) -> None:
-    with pytest.raises(CheckpointError, match="cannot be a checkpoint's tag"):
+    with pytest.raises(CheckpointError) as caught:
         check_tag(tag)
+    assert caught.value.value == tag
 
 
 @pytest.mark.parametrize("tag", ["global_step10", "épreuve 3", "a.b-c", "2026-11-20"])

@@ -91,8 +91,9 @@ def test_a_full_or_broken_disk_is_explained_and_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, fails, broken)
-        with pytest.raises(CheckpointError, match=r"cannot write .*a/file") as caught:
+        with pytest.raises(CheckpointError) as caught:
             storage.write("a/file", [b"new"])
+        assert caught.value.value == "a/file"
     assert ("is full" in caught.value.hint) == (code != errno.EIO)
     assert contents(storage, "a/file") == b"old"
     assert os.listdir(Path(storage.location, "a")) == ["file"]
@@ -102,8 +103,10 @@ def test_too_little_space_is_said_before_writing(storage: FileStorage, monkeypat
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=999))
     storage.check_space(999)
-    with pytest.raises(CheckpointError, match=r"needs 1,000 bytes, but .*there has 999 left"):
+    with pytest.raises(CheckpointError) as caught:
         storage.check_space(1000)
+    assert caught.value.value == 1000
+    assert all(part in str(caught.value) for part in ("1,000", "999"))
 
 
 def test_many_ranks_may_make_the_same_folders_at_once(storage: FileStorage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,23 +148,29 @@ def test_a_reader_may_remove_a_file_as_soon_as_it_appears(
 
 def test_a_short_file_is_named(storage: FileStorage) -> None:
     storage.write("file", [b"12345"])
-    with pytest.raises(CheckpointError, match=r"there/file ends at byte 5, 2 bytes too early"):
+    with pytest.raises(CheckpointError) as caught:
         storage.read("file", 3, 4)
+    assert caught.value.value == "file"
+    assert "there/file" in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["../secret", "a/../../secret", "/etc/passwd"])
 def test_a_path_that_leads_out_is_refused(storage: FileStorage, path: str) -> None:
-    with pytest.raises(CheckpointError, match="leads out of"):
+    with pytest.raises(CheckpointError) as caught:
         storage.read(path, 0, 1)
+    assert caught.value.value == path
 
 
 def test_the_operating_systems_errors_name_the_file(storage: FileStorage) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot read .*there/none: No such file") as caught:
+    with pytest.raises(CheckpointError) as caught:
         storage.read("none", 0, 1)
+    assert caught.value.value == "none"
+    assert "there/none" in str(caught.value)
     assert isinstance(caught.value, OSError)
     storage.write("file", [b""])
-    with pytest.raises(CheckpointError, match=r"cannot write .*file/below: "):
+    with pytest.raises(CheckpointError) as caught:
         storage.write("file/below", [b""])
+    assert caught.value.value == "file/below"
 
 
 @pytest.mark.parametrize("kind", [FileStorage, NodeLocalStorage])

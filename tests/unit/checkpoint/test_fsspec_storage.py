@@ -103,15 +103,19 @@ def test_an_engine_saves_through_it_by_name(place: str) -> None:
 
 @pytest.mark.parametrize("location", ["/tmp/runs", "s3:/bucket/runs", "file:///tmp/runs", "sftp://host/runs"])
 def test_a_place_whose_files_do_not_appear_whole_is_refused(location: str) -> None:
-    with pytest.raises(CheckpointError, match="it takes URLs of s3://") as caught:
+    with pytest.raises(CheckpointError) as caught:
         FsspecStorage(location).write("latest", [b"x"])
+    assert caught.value.value == location
+    assert all(part in str(caught.value) for part in ("URLs", "s3://"))
     assert "'s3://bucket/runs'" in caught.value.hint
 
 
 def test_a_folder_is_not_made_of_a_url(tmp_path: Path) -> None:
     """A run whose checkpoints went to the local disk of a host that is gone has none."""
-    with pytest.raises(CheckpointError, match=r"'s3://bucket/runs' is a URL") as caught:
+    with pytest.raises(CheckpointError) as caught:
         FileStorage("s3://bucket/runs")
+    assert caught.value.value == "s3://bucket/runs"
+    assert "URL" in str(caught.value)
     assert '"checkpoint": {"storage": "fsspec"}' in caught.value.hint
     FileStorage(tmp_path / "a:" / "b").write("latest", [b"x"])
 
@@ -126,8 +130,10 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     assert (probe.usable, "pip install 'polyaccel[fsspec]'" in probe.reason) == (False, True)
     for name in ("fsspec.core", "s3fs"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(CheckpointError, match=r"cannot open s3://bucket/runs") as caught:
+    with pytest.raises(CheckpointError) as caught:
         FsspecStorage("s3://bucket/runs").names()
+    assert caught.value.value == ""
+    assert "s3://bucket/runs" in str(caught.value)
     assert caught.value.hint == "pip install 'polyaccel[fsspec]'"
 
 
@@ -181,9 +187,11 @@ def test_an_upload_that_fails_is_explained_and_its_parts_are_taken_back(
     monkeypatch.setattr(FsspecStorage, "_open", lambda self, path: (store, f"bucket/runs/{path}"))
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(CheckpointError, match=r"cannot write s3://bucket/runs/t/file: the network is gone") as caught,
+        pytest.raises(CheckpointError) as caught,
     ):
         FsspecStorage("s3://bucket/runs").write("t/file", [bytes(1 << 20)] * 9)
+    assert caught.value.value == "t/file"
+    assert "s3://bucket/runs/t/file" in str(caught.value)
     assert "can be reached" in caught.value.hint
     assert store.file.closed
     assert "they take room until they are a day old" in caplog.text

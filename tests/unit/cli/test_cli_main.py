@@ -100,8 +100,9 @@ def test_a_bug_keeps_its_traceback(verb: SimpleNamespace) -> None:
         raise KeyError("ours")
 
     verb.func = bug
-    with pytest.raises(KeyError, match="ours"):
+    with pytest.raises(KeyError) as caught:
         main(["fake"])
+    assert caught.value.args == ("ours",)
 
 
 def test_ctrl_c_is_code_130(verb: SimpleNamespace) -> None:

@@ -102,7 +102,7 @@ def test_auto_is_one_rank_a_device_or_a_node_of_the_cpu(
         (["--nproc", "0", "train.py"], "'0' is neither a number of ranks from 1 to 4096 nor auto"),
         (["--nproc", "9" * 20, "train.py"], "neither a number of ranks from 1 to 4096 nor auto"),
         (["--nproc", "two", "train.py"], "'two' is neither"),
-        (["--master-port", "65536", "train.py"], "'65536' is neither a port"),
+        (["--master-port", "65536", "train.py"], "'65536' is not a port"),
         (["--grace-period", "-1", "train.py"], "is not a number of seconds"),
         (["--stop-timeout", "inf", "train.py"], "'inf' is not a number of seconds"),
         (["--npr", "2", "train.py"], "--npr"),

@@ -86,19 +86,20 @@ def test_how_to_reach_ranks_on_other_hosts_is_said(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("words", "is_installed", "said"),
+    ("words", "is_installed", "named"),
     [
-        (["--debugpy", "train.py"], False, "needs the package debugpy"),
-        (["--no-python", "--debugpy", "true"], True, "is for programs of Python"),
-        (["--wait", "train.py"], True, "--wait is for a debugger"),
+        (["--debugpy", "train.py"], False, "--debugpy"),
+        (["--no-python", "--debugpy", "true"], True, "--no-python"),
+        (["--wait", "train.py"], True, "--wait"),
     ],
 )
 def test_a_debugger_that_cannot_be_had_is_one_sentence_and_a_cure(
-    words: list[str], is_installed: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    words: list[str], is_installed: bool, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "_has_module", lambda name: is_installed)
-    with pytest.raises(LaunchError, match=said) as caught:
+    with pytest.raises(LaunchError) as caught:
         job_of(_args(*words), {}, lambda: 1)
+    assert named in str(caught.value)
     assert caught.value.hint
 
 
@@ -113,8 +114,9 @@ def test_the_launchers_process_id_is_kept_in_a_file_that_goes(
         assert str(file) in capsys.readouterr().err
     assert not file.exists()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(LaunchError, match="cannot be written"), pid_file(".polyaccel"):
+    with pytest.raises(LaunchError) as caught, pid_file(".polyaccel"):
         pass
+    assert caught.value.value == str(tmp_path / "absent" / f"{os.getpid()}.polyaccel")
 
 
 SECTION = {"elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2, 3]}}
@@ -133,8 +135,9 @@ def test_the_numbers_of_ranks_come_from_the_config(words: list[str], tmp_path: P
     sizes = elastic_sizes(_args(*words))
     assert sizes == (1, 2, 3, 4, 6)
     check_size(4, sizes)
-    with pytest.raises(LaunchError, match="5 ranks cannot train") as caught:
+    with pytest.raises(LaunchError) as caught:
         check_size(5, sizes)
+    assert caught.value.value == 5
     assert caught.value.hint == "start one of 1, 2, 3, 4, 6"
 
 
@@ -143,13 +146,15 @@ def test_without_a_section_any_number_of_ranks_will_do(tmp_path: Path) -> None:
     assert elastic_sizes(_args("train.py", "--deepspeed_config", "ds.json")) is None
     assert elastic_sizes(_args("train.py", "--deepspeed_config")) is None
     check_size(5, None)
-    with pytest.raises(ConfigError, match="is off"):
+    with pytest.raises(ConfigError) as caught:
         elastic_sizes(_args("--elastic-config", "ds.json", "train.py"))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("elasticity.enabled", False)]
 
 
 def test_a_config_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"absent\.json"):
+    with pytest.raises(ConfigError) as caught:
         elastic_sizes(SimpleNamespace(elastic_config=Path("absent.json"), arguments=[]))  # type: ignore[arg-type]
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("config", "absent.json")]
 
 
 def test_an_option_of_the_tuner_behind_the_config_is_refused_with_the_order(capsys: pytest.CaptureFixture[str]) -> None:

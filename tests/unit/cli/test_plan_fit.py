@@ -10,10 +10,10 @@ import pytest
 import transformers
 
 from polyaccel.cli.main import main
-from polyaccel.cli.plan import fit
 from polyaccel.comm.benchmark.table import SpeedRow, speed_table
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.job.trial_env import TrialModel
+from polyaccel.planner.autotune import fit
 from polyaccel.planner.autotune.candidates import Candidate
 from polyaccel.planner.autotune.hardware_probe import USUAL
 from polyaccel.planner.autotune.records import TrialLog, TrialRecord

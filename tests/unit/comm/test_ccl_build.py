@@ -87,8 +87,10 @@ def test_the_probe_says_what_is_missing(nothing: Path, compiler: Path) -> None:
     probe = CclBackend.probe()
     assert not probe.usable
     assert probe.reason == "csrc/ccl is not compiled for oneCCL 2021.15.7: run `polyaccel build ccl`"
-    with pytest.raises(CommError, match="run `polyaccel build ccl`"):
+    with pytest.raises(CommError) as caught:
         CclBackend().connect(Rendezvous(0, 1, 0, 1, None, None, "test"), CpuAccelerator(), timeout_s=1)
+    assert caught.value.value == "ccl"
+    assert "`polyaccel build ccl`" in str(caught.value)
     built = ccl_build.build()
     probe = CclBackend.probe()
     assert probe.usable
@@ -121,8 +123,9 @@ def test_what_was_compiled_for_another_oneccl_is_not_taken(nothing: Path, compil
     mine = ccl_build.OneCcl(nothing / "environment", "2021.15.7")
     assert ccl_build.compiled(mine) == built
     for other in (("environment", "2022.1.0"), ("elsewhere", "2021.15.7")):
-        with pytest.raises(CommError, match=f"csrc/ccl is not compiled for oneCCL {other[1]}\n  hint: run"):
+        with pytest.raises(CommError) as caught:
             ccl_build.compiled(ccl_build.OneCcl(nothing / other[0], other[1]))
+        assert all(part in str(caught.value) for part in ("csrc/ccl", "oneCCL", str(other[1])))
     installed = install_library(nothing, "2021.15.7")
     assert ccl_build.compiled(mine) == built, "the user's own build goes first"
     built.unlink()
@@ -160,18 +163,22 @@ def test_the_command_names_the_pip_package(nothing: Path, capsys: pytest.Capture
 def test_a_missing_compiler_is_named(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(nothing / "environment")
     monkeypatch.setenv("PATH", str(nothing / "nowhere"))
-    with pytest.raises(CommError, match=r"there is no c\+\+, g\+\+ or clang\+\+\n  hint: install one"):
+    with pytest.raises(CommError) as caught:
         ccl_build.build()
+    assert "CXX" in caught.value.hint
     monkeypatch.setenv("CXX", "/nonexistent/c++ -march=native")
-    with pytest.raises(CommError, match=r"CXX=/nonexistent/c\+\+ -march=native is not there"):
+    with pytest.raises(CommError) as caught:
         ccl_build.build()
+    assert caught.value.value == "/nonexistent/c++ -march=native"
+    assert "CXX=/nonexistent/c" in str(caught.value)
 
 
 def test_the_compilers_words_are_shown(nothing: Path, compiler: Path) -> None:
     install(nothing / "environment")
     compiler.write_text("#!/bin/sh\necho 'ccl.cpp: no such template' >&2\nexit 3\n")
-    with pytest.raises(CommError, match=r"exit code 3\):\nccl.cpp: no such template\n  hint: "):
+    with pytest.raises(CommError) as caught:
         ccl_build.build()
+    assert "ccl.cpp" in str(caught.value)
     assert not CclBackend.probe().usable
 
 
@@ -186,30 +193,33 @@ class Library:
 
 
 @pytest.mark.parametrize(
-    ("library", "message"),
+    ("library", "value"),
     [
         # Of an older polyaccel, which lacks functions too: the version is looked at before them.
-        (Library(abi=1, lacks="pa_ccl_guard_exit"), r"is of another polyaccel \(1, not 2\)"),
-        (Library(abi=99), r"is of another polyaccel \(99, not 2\)"),
-        (Library(lacks="pa_ccl_leave"), "cannot be loaded: .*pa_ccl_leave"),
-        (Library(built="2022.1.0"), r"was compiled for oneCCL 2022.1.0, but 2021.15.7 was loaded"),
+        (Library(abi=1, lacks="pa_ccl_guard_exit"), 1),
+        (Library(abi=99), 99),
+        (Library(lacks="pa_ccl_leave"), "lib.so"),
+        (Library(built="2022.1.0"), "2021.15.7"),
     ],
     ids=["older", "newer", "incomplete", "of another oneCCL"],
 )
 def test_a_library_that_does_not_fit_is_refused(
-    library: Library, message: str, monkeypatch: pytest.MonkeyPatch
+    library: Library, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
-    with pytest.raises(CommError, match=message) as caught:
+    with pytest.raises(CommError) as caught:
         ccl_library.load(Path("lib.so"))
+    assert caught.value.value == value
     assert caught.value.hint == "run `polyaccel build ccl` again"
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_text("not a library")
-    with pytest.raises(CommError, match=r"broken.so cannot be loaded: .*\n  hint: run `polyaccel build ccl` again"):
+    with pytest.raises(CommError) as caught:
         ccl_library.load(broken)
+    assert caught.value.value == str(broken)
+    assert "`polyaccel build ccl`" in str(caught.value)
 
 
 def test_python_declares_what_the_header_does() -> None:

@@ -49,8 +49,9 @@ def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_is_no_dump_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank-0.json"
     path.write_text(text)
-    with pytest.raises(CommError, match=r"rank-0\.json is not a dump"):
+    with pytest.raises(CommError) as caught:
         read_dump(path)
+    assert caught.value.value == str(path)
 
 
 def test_numbers_far_apart_are_compared_without_counting() -> None:

@@ -78,8 +78,10 @@ def test_another_number_of_ranks_has_the_same_bus_bandwidth() -> None:
     assert made.seconds("all_reduce", 1 << 20, 8) == pytest.approx(1e-3 * (2 * 7 / 8) / (2 * 3 / 4))
     assert made.seconds("broadcast", 1 << 20, 8) == pytest.approx(1e-3)
     assert made.seconds("all_reduce", 1 << 20, 4) == 1e-3
-    with pytest.raises(CommError, match=r"has all_reduce, broadcast, not all_gather"):
+    with pytest.raises(CommError) as caught:
         made.seconds("all_gather", 1)
+    assert caught.value.value == "all_gather"
+    assert "all_reduce" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +102,16 @@ def test_another_number_of_ranks_has_the_same_bus_bandwidth() -> None:
 )
 def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "speeds.json").write_text(text)
-    with pytest.raises(CommError, match=r"speeds\.json is not a table of speeds") as caught:
+    with pytest.raises(CommError) as caught:
         CollectiveTimings.read(tmp_path / "speeds.json")
+    assert caught.value.value == str(tmp_path / "speeds.json")
     assert "polyaccel comm bench --json FILE" in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CommError, match=r"absent\.json cannot be read"):
+    with pytest.raises(CommError) as caught:
         CollectiveTimings.read(tmp_path / "absent.json")
+    assert caught.value.value == str(tmp_path / "absent.json")
 
 
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 26), st.integers(2, 16))
@@ -120,5 +124,6 @@ def test_sizes_grow_by_the_factor_up_to_the_largest(smallest: int, more: int, fa
 
 def test_an_operation_that_is_none_is_named() -> None:
     assert list(all_cases(["broadcast"], [1, 2])) == [("broadcast", 1), ("broadcast", 2)]
-    with pytest.raises(CommError, match="no operation 'alltoall' is measured"):
+    with pytest.raises(CommError) as caught:
         list(all_cases(["alltoall"], [1]))
+    assert caught.value.value == "alltoall"

@@ -78,24 +78,29 @@ def test_who_does_not_come_is_named_by_everybody(
     assert is_there.wait(30)
     clock.now_s = 1.0
     for one in found:
-        with pytest.raises(CommTimeout, match=r"ranks \[1, 3\] did not come to .* within 0.5 s") as caught:
+        with pytest.raises(CommTimeout) as caught:
             one.result()
+        assert all(part in str(caught.value) for part in ("0.5", "ranks [1, 3]"))
         assert caught.value.missing_ranks == (1, 3)
 
 
 def test_rank_0_that_does_not_come_is_named(place: str) -> None:
-    with pytest.raises(CommTimeout, match=r"ranks \[0\] did not come") as caught:
+    with pytest.raises(CommTimeout) as caught:
         all_gather_on_host(place, 1, 2, "note", Deadline(0.05))
+    assert "ranks [0]" in str(caught.value)
     assert caught.value.missing_ranks == (0,)
 
 
 def test_two_jobs_at_one_place_are_told(threads: ThreadPoolExecutor, place: str) -> None:
     first = enter(threads, place, 0, 3)
     one = enter(threads, place, 1, 3)
-    with pytest.raises(CommError, match="rank 1 is one of 2 ranks, and rank 0 one of 3"):
+    with pytest.raises(CommError) as caught:
         all_gather_on_host(place, 1, 2, "stray", Deadline(30.0))
-    with pytest.raises(CommError, match=r"another job of yours|cannot be reached"):
+    assert caught.value.value == place
+    assert all(part in str(caught.value) for part in ("rank 1", "rank 0"))
+    with pytest.raises(CommError) as caught:
         all_gather_on_host(place, 0, 3, "stray", Deadline(30.0))
+    assert caught.value.value == place
     again = enter(threads, place, 1, 3)  # this or the first rank 1 is one too many, and learns it while they still meet
     wait([one, again], return_when=FIRST_COMPLETED)
     last = enter(threads, place, 2, 3)
@@ -111,8 +116,12 @@ def test_processes_of_another_user_are_neither_heard_nor_told(
 ) -> None:
     monkeypatch.setattr(unix_rendezvous, "_user_of", lambda peer: os.geteuid() + 1)
     listening = enter(threads, place, 0, 2, limit_s=0.5)
-    with pytest.raises(CommError, match=rf"a process of user {os.geteuid() + 1} waits at"):
+    with pytest.raises(CommError) as caught:
         all_gather_on_host(place, 1, 2, "note", Deadline(30.0))
+    assert caught.value.value == 1
+    assert str(os.geteuid() + 1) in str(caught.value)
     clock.now_s = 1.0
-    with pytest.raises(CommTimeout, match=r"ranks \[1\] did not come"):
+    with pytest.raises(CommTimeout) as caught:
         listening.result()
+    assert caught.value.value == (1,)
+    assert "ranks [1]" in str(caught.value)

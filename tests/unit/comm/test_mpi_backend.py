@@ -21,8 +21,10 @@ def test_without_mpi4py_the_probe_says_so_and_connecting_is_an_error(monkeypatch
     monkeypatch.setattr(mpi, "find_spec", lambda name: None)
     assert MpiBackend.probe().reason == "mpi4py is not installed"
     assert not MpiBackend.probe().usable
-    with pytest.raises(CommError, match=r"cannot join 2 ranks \(this test\): mpi4py is not installed") as caught:
+    with pytest.raises(CommError) as caught:
         MpiBackend().connect(PAIR, CpuAccelerator(), timeout_s=1.0)
+    assert caught.value.value == "mpi"
+    assert "mpi4py" in str(caught.value)
     assert "pip install 'polyaccel[mpi]'" in caught.value.hint
 
 
@@ -31,8 +33,9 @@ def test_ranks_that_no_mpirun_started_are_refused_before_mpi_is(monkeypatch: pyt
     monkeypatch.setattr(mpi, "may_start", lambda environ: False)
     monkeypatch.setattr(mpi, "look", lambda request: Detection(False, "nothing is set"))
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    with pytest.raises(CommError, match="no launcher of MPI started this process: nothing is set") as caught:
+    with pytest.raises(CommError) as caught:
         MpiBackend().connect(PAIR, CpuAccelerator(), timeout_s=1.0)
+    assert caught.value.value == "mpi"
     assert "mpirun" in caught.value.hint
     assert "mpi4py.MPI" not in sys.modules
 

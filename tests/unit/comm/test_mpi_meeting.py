@@ -123,10 +123,11 @@ def test_ranks_that_are_not_heard_of_are_named(rank: int, missing: tuple[int, ..
 def test_what_rank_0_cannot_decide_is_the_same_error_everywhere(play: Any) -> None:
     elsewhere = Note("here", ("10.0.0.1",), "elsewhere", None)
     world = play(World(0, 2, {1: elsewhere}))
-    problem = "MASTER_ADDR=elsewhere is set on rank 1, but rank 0 has 127.0.0.1"
-    with pytest.raises(CommError, match=problem):
+    with pytest.raises(CommError) as caught:
         discover(environ=launched(0, 2))
-    assert world.sent[1].problem == problem
+    assert str(caught.value).startswith(world.sent[1].problem)
+    assert "MASTER_ADDR=elsewhere" in world.sent[1].problem
     play(World(1, 2, {0: world.sent[1]}))
-    with pytest.raises(CommError, match=problem):
+    with pytest.raises(CommError) as caught:
         discover(environ=launched(1, 2) | {"MASTER_ADDR": "elsewhere"})
+    assert str(caught.value).startswith(world.sent[1].problem)

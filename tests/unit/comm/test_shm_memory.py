@@ -154,17 +154,21 @@ def test_shm_is_chosen_on_one_host_and_gloo_where_it_cannot_be(monkeypatch, capl
     assert [record.getMessage() for record in caplog.records] == [
         "ranks talk by gloo, several times slower than by shared memory: csrc/ was not compiled"
     ]
-    with pytest.raises(CommError, match="'shm' cannot be used: csrc/ was not compiled"):
+    with pytest.raises(CommError) as caught:
         ShmBackend().connect(meeting(2, 2), cpu, timeout_s=1.0)
+    assert caught.value.value == "shm"
+    assert "csrc/" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("rendezvous", "reason"),
-    [(meeting(4, 2), "2 of 4 ranks are on this host"), (meeting(257, 257), "257 ranks are more than 256")],
+    ("rendezvous", "named"),
+    [(meeting(4, 2), "shm"), (meeting(257, 257), "257")],
 )
-def test_what_shm_cannot_join_is_said_before_anybody_is_waited_for(rendezvous: Rendezvous, reason: str) -> None:
-    with pytest.raises(CommError, match=reason):
+def test_what_shm_cannot_join_is_said_before_anybody_is_waited_for(rendezvous: Rendezvous, named: str) -> None:
+    with pytest.raises(CommError) as caught:
         ShmBackend().connect(rendezvous, CpuAccelerator("torch"), timeout_s=1.0)
+    assert named in str(caught.value)
+    assert caught.value.value == "shm"
 
 
 @pytest.mark.parametrize("memory", ["torch", "numpy"])
@@ -195,5 +199,7 @@ def test_ranks_that_turn_out_to_be_apart_talk_by_gloo_unless_shm_was_asked_for(m
 
 def test_ranks_on_two_hosts_are_told_apart() -> None:
     here = Member(1, 2, 3, "token", "host a")
-    with pytest.raises(HostsDifferError, match=r"ranks \[1\] are not on the host"):
+    with pytest.raises(HostsDifferError) as caught:
         _check_one_host({0: here, 1: replace(here, host="host b"), 2: here})
+    assert caught.value.value == (1,)
+    assert "ranks [1]" in str(caught.value)

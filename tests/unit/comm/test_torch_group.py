@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -72,8 +73,10 @@ def meet(rank: int, port: int, deadline: Deadline, **changes: Any) -> None:
 
 def test_what_heeds_no_limit_is_left_behind() -> None:
     never = Event()
-    with pytest.raises(CommTimeout, match=r"timed out after 0\.01 s waiting for Godot"):
+    with pytest.raises(CommTimeout) as caught:
         Deadline(0.01).run("Godot", never.wait)
+    assert caught.value.value == "Godot"
+    assert "0.01" in str(caught.value)
     never.set()
     with pytest.raises(ZeroDivisionError):
         patient().run("a result", lambda: 1 // 0)
@@ -95,8 +98,9 @@ def test_a_store_that_says_nothing_is_given_up_at_the_limit(mute_server: int, ur
 
 
 def test_a_store_that_is_not_there_is_given_up_at_the_limit() -> None:
-    with pytest.raises(CommTimeout, match=r"rank 1 could not reach the other 1 ranks at tcp://127\.0\.0\.1:"):
+    with pytest.raises(CommTimeout) as caught:
         meet(1, free_port(), Deadline(SHORT_S))
+    assert all(part in str(caught.value) for part in ("tcp://127.0.0.1", "rank 1"))
 
 
 def test_ranks_that_do_not_come_are_named_and_so_are_those_that_did() -> None:
@@ -110,9 +114,10 @@ def test_ranks_that_do_not_come_are_named_and_so_are_those_that_did() -> None:
 def test_a_port_that_is_taken_is_said() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(CommError, match=r"rank 0 could not reach .*Address already in use"),
+        pytest.raises(CommError) as caught,
     ):
         meet(0, other.getsockname()[1], patient())
+    assert "rank 0" in str(caught.value)
 
 
 def test_the_store_is_reached_on_the_loopback_only() -> None:
@@ -150,8 +155,9 @@ def test_a_store_that_ends_is_an_error_of_ours() -> None:
         def check(self, keys: list[str]) -> bool:
             raise DistNetworkError("Connection reset by peer")
 
-    with pytest.raises(CommError, match=r"the store of rank 0 does not answer \(shm/0\)") as caught:
+    with pytest.raises(CommError) as caught:
         torch_group._exchange(Gone(fails=DistNetworkError("Broken pipe")), "shm/0", 1, 2, "note", patient())
+    assert all(part in str(caught.value) for part in ("(shm/0)", "rank 0"))
     assert not isinstance(caught.value, CommTimeout)
 
 
@@ -162,8 +168,10 @@ def test_notes_have_the_seal_of_the_job_where_there_is_a_secret(monkeypatch: pyt
     store = DictStore({"polyaccel/t/0": good})
     assert torch_group._exchange(store, "t", 1, 2, "one", patient()) == ["zero", "one"]
     for strange in (b"zero", good[:-1] + b"x", sign(secret.encode(), "polyaccel/t/1", b"zero")):
-        with pytest.raises(CommError, match=r"the notes of ranks \[0\] do not have the seal of this job"):
+        with pytest.raises(CommError) as caught:
             torch_group._exchange(DictStore({"polyaccel/t/0": strange}), "t", 1, 2, "one", patient())
+        assert caught.value.value == (0,)
+        assert "ranks [0]" in str(caught.value)
 
 
 def test_a_stores_file_is_its_users_own(tmp_path: Path) -> None:
@@ -171,11 +179,14 @@ def test_a_stores_file_is_its_users_own(tmp_path: Path) -> None:
     torch_group._own_file(str(mine))
     assert stat.S_IMODE(mine.stat().st_mode) == 0o600
     (tmp_path / "link").symlink_to(mine)
-    with pytest.raises(OSError, match="link"):
+    with pytest.raises(OSError) as caught:
         torch_group._own_file(str(tmp_path / "link"))
+    assert caught.value.errno == errno.ELOOP
     mine.chmod(0o666)
-    with pytest.raises(CommError, match="with mode 666"):
+    with pytest.raises(CommError) as caught:
         torch_group._own_file(str(mine))
+    assert caught.value.value == str(mine)
+    assert "666" in str(caught.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of others")
@@ -183,14 +194,17 @@ def test_a_stores_file_of_another_user_is_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.touch(0o600)
     os.chown(theirs, 12345, 12345)
-    with pytest.raises(CommError, match="belongs to user 12345"):
+    with pytest.raises(CommError) as caught:
         torch_group._own_file(str(theirs))
+    assert caught.value.value == str(theirs)
+    assert "user 12345" in str(caught.value)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1e308, float("nan"), float("inf")])
 def test_a_limit_that_no_clock_counts_is_refused(timeout: float) -> None:
-    with pytest.raises(CommError, match="a timeout of"):
+    with pytest.raises(CommError) as caught:
         init_distributed(timeout=timeout)
+    assert caught.value.value is timeout
 
 
 def _parts_of(store: Any, world_size: int) -> list[Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from polyaccel.config import Config, load_config, load_resolved
 from polyaccel.errors import ConfigError
@@ -48,40 +49,47 @@ def test_a_config_is_its_own_source() -> None:
 @pytest.mark.parametrize("source", ["missing.json", "missing", "dir/missing.json", "", "AAAA"])
 def test_a_missing_file_is_named(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config(source)
     assert caught.value.problems[0].value in (source, str(Path(source)))
 
 
 @pytest.mark.parametrize("source", [3, None, ["a"], 1.5])
 def test_other_sources_are_refused(source: Any) -> None:
-    with pytest.raises(ConfigError, match="should be a path, a dict or base64"):
+    with pytest.raises(ConfigError) as caught:
         load_config(source)
+    assert [problem.key for problem in caught.value.problems] == ["config"]
+    assert "base64" in str(caught.value)
 
 
 def test_a_file_that_holds_no_object_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text("[1, 2]")
-    with pytest.raises(ConfigError, match="should be an object") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config(path)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("config", [1, 2])]
     assert caught.value.source == str(path)
 
 
 def test_errors_use_the_name_the_caller_gives() -> None:
-    with pytest.raises(ConfigError, match=r"^--deepspeed_config: 1 problem"):
+    with pytest.raises(ConfigError) as caught:
         load_config({"nope": 1}, source_name="--deepspeed_config")
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("nope", 1)]
+    assert "--deepspeed_config" in str(caught.value)
 
 
 def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 4, "fp16": {"enabled": true, "enabled": false}}')
-    with pytest.raises(ConfigError, match=r"fp16\.enabled = False: is written twice"):
+    with pytest.raises(ConfigError) as caught:
         load_config(path)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("fp16.enabled", False)]
 
 
 def test_a_key_that_is_no_string_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"fp16 = 3: has a key that is not a string"):
+    with pytest.raises(ConfigError) as caught:
         load_config({"train_batch_size": 1, "fp16": {3: 4}})
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("fp16", 3)]
 
 
 def test_the_callers_dict_is_never_changed() -> None:
@@ -144,16 +152,21 @@ def test_a_deprecated_key_is_mapped_with_a_warning(
 
 
 def test_a_deprecated_key_is_checked_like_the_one_that_it_is_read_as() -> None:
-    with pytest.raises(ConfigError, match=r"offload_param\.device = 'cpu': is for sharded parameters; at stage 2"):
+    with pytest.raises(ConfigError) as caught:
         load_config({"zero_optimization": {"stage": 2, "cpu_offload_param": True}})
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("zero_optimization.offload_param.device", "cpu")
+    ]
+    assert "stage 2" in str(caught.value)
 
 
 def test_a_config_refuses_to_change() -> None:
     config = load_config({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1}}})
     assert config.optimizer is not None
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValidationError):
         config.zero_optimization.stage = 1  # type: ignore[misc]
-    with pytest.raises(TypeError, match="frozen"):
+    with pytest.raises(TypeError):
         config.optimizer.params["lr"] = 2
-    with pytest.raises(TypeError, match="frozen"):
+    with pytest.raises(TypeError):
         config.optimizer.params.update(lr=2)
+    assert config.optimizer.params == {"lr": 1}

@@ -252,14 +252,16 @@ def test_a_refused_batch_size_is_not_reported_again_as_missing() -> None:
 
 
 def test_loading_alone_reports_what_needs_no_world_size() -> None:
-    with pytest.raises(ConfigError, match=r"zero_optimization\.stage = 7"):
+    with pytest.raises(ConfigError) as caught:
         load_config({"zero_optimization": {"stage": 7}})
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("zero_optimization.stage", 7)]
 
 
 def test_a_config_made_by_hand_is_checked_too() -> None:
     config = Config(train_batch_size=4, gradient_allreduce_op="sum", prescale_gradients=True)
-    with pytest.raises(ConfigError, match="divides nothing"):
+    with pytest.raises(ConfigError) as caught:
         resolve_config(config, world_size=2)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("gradient_allreduce_op", "sum")]
 
 
 def test_a_hint_is_checked_like_a_written_value() -> None:
@@ -300,18 +302,19 @@ CYCLE["fp16"] = CYCLE
 
 
 @pytest.mark.parametrize(
-    ("tree", "told"),
+    ("tree", "key"),
     [
-        (DEEP, "is nested deeper than 64 levels"),
-        (CYCLE, "is nested deeper than 64 levels, or contains itself"),
-        ({"train_batch_size": 10**40}, "train_batch_size = 1000.*less than or equal to 9223372036854775807"),
-        ({"train_batch_size": 10**9999}, "train_batch_size = <int: Exceeds the limit .*less than or equal"),
-        ({"fp16": {"initial_scale_power": 1000}}, "initial_scale_power = 1000: .*less than or equal to 127"),
-        ({"comm": {"timeout_s": 1e308}}, r"timeout_s = 1e\+308: .*less than or equal"),
-        ({"comm": {"dump_dir": "a\0b"}}, r"comm.dump_dir = 'a\\x00b': contains a null character"),
+        (DEEP, "zero_optimization.zero_optimization.zero_optimization.zero_o..."),
+        (CYCLE, "fp16.fp16.fp16.fp16.fp16.fp16.fp16.fp16.fp16.fp16.fp16.fp16...."),
+        ({"train_batch_size": 10**40}, "train_batch_size"),
+        ({"train_batch_size": 10**9999}, "train_batch_size"),
+        ({"fp16": {"initial_scale_power": 1000}}, "fp16.initial_scale_power"),
+        ({"comm": {"timeout_s": 1e308}}, "comm.timeout_s"),
+        ({"comm": {"dump_dir": "a\0b"}}, "comm.dump_dir"),
     ],
     ids=["deep", "cycle", "large", "thousands of digits", "scale", "timeout", "null"],
 )
-def test_extremes_are_refused_by_name(tree: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_extremes_are_refused_by_name(tree: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         load_config({**OK, **tree})
+    assert caught.value.problems[0].key == key

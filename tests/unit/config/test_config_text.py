@@ -68,8 +68,9 @@ def test_a_text_is_json_or_a_config_error_and_nothing_else(text: str) -> None:
     try:
         expected = json.loads(strip_comments(text))
     except json.JSONDecodeError:
-        with pytest.raises(ConfigError, match="is not JSON"):
+        with pytest.raises(ConfigError) as caught:
             parse_json(text, source="test")
+        assert "JSON" in str(caught.value)
     else:
         assert parse_json(text, source="test")[0] == expected
 
@@ -86,8 +87,9 @@ def test_a_text_is_json_or_a_config_error_and_nothing_else(text: str) -> None:
     ],
 )
 def test_a_syntax_error_names_line_and_column(text: str, place: str) -> None:
-    with pytest.raises(ConfigError, match="is not JSON") as caught:
+    with pytest.raises(ConfigError) as caught:
         parse_json(text, source="ds.json")
+    assert "JSON" in str(caught.value)
     assert caught.value.problems[0].key == place
     assert caught.value.source == "ds.json"
 

@@ -67,24 +67,26 @@ def test_blocks_are_disjoint_when_they_share_no_element(data: st.DataObject, sha
 
 
 @pytest.mark.parametrize(
-    ("runs", "message"),
+    ("runs", "value"),
     [
-        ((((0, 4),),), "runs along 1 dimensions is not a part of a tensor of 2"),
-        ((((0, 5),), ((0, 3),)), r"of dimension 0 share an index or lie outside of its 4"),
-        ((((0, 4),), ((0, 2), (1, 1))), r"of dimension 1 share an index"),
-        ((((0, 4),), ((1, -1),)), r"of dimension 1 share an index"),
+        ((((0, 4),),), (((0, 4),),)),
+        ((((0, 5),), ((0, 3),)), ((0, 5),)),
+        ((((0, 4),), ((0, 2), (1, 1))), ((0, 2), (1, 1))),
+        ((((0, 4),), ((1, -1),)), ((1, -1),)),
     ],
 )
 def test_runs_that_are_no_part_of_the_tensor_are_refused(
-    runs: tuple[tuple[tuple[int, int], ...], ...], message: str
+    runs: tuple[tuple[tuple[int, int], ...], ...], value: object
 ) -> None:
-    with pytest.raises(ShardingError, match=message):
+    with pytest.raises(ShardingError) as caught:
         Block((4, 3), runs)
+    assert caught.value.value == value
 
 
 def test_a_parameter_knows_the_tensor_that_it_is_a_block_of() -> None:
     fused = Block.whole((12, 4)).cut(0, (0, 2), (6, 1), (9, 1))
     assert ParamSpec("qkv", (4, 4), DType.FLOAT32, block=fused).global_shape == (12, 4)
     assert ParamSpec("qkv", (4, 4), DType.FLOAT32).global_shape == (4, 4)
-    with pytest.raises(ShardingError, match=r"'qkv' has the shape \(6, 4\), its block \(4, 4\)"):
+    with pytest.raises(ShardingError) as caught:
         ParamSpec("qkv", (6, 4), DType.FLOAT32, block=fused)
+    assert caught.value.value == "qkv"

@@ -33,25 +33,34 @@ def test_scalars_and_empty_tensors_are_flat_buffers() -> None:
 
 
 def test_what_is_not_contiguous_is_refused_with_the_cure() -> None:
-    with pytest.raises(ShardingError, match=r"pass tensor\.contiguous\(\)"):
+    with pytest.raises(ShardingError) as caught:
         TORCH.wrap(torch.zeros(3, 4).T)
-    with pytest.raises(ShardingError, match="not contiguous and writable"):
+    assert caught.value.value == (1, 4)
+    assert "tensor.contiguous()" in str(caught.value)
+    with pytest.raises(ShardingError) as caught:
         NUMPY.wrap(np.zeros((3, 4)).T)
+    assert caught.value.value == (8, 32)
     frozen = np.zeros(3)
     frozen.flags.writeable = False
-    with pytest.raises(ShardingError, match="not contiguous and writable"):
+    with pytest.raises(ShardingError) as caught:
         NUMPY.wrap(frozen)
-    with pytest.raises(ShardingError, match="flat and contiguous"):
-        TorchBuffer(torch.zeros(2, 2))
-    with pytest.raises(ShardingError, match="flat and contiguous"):
+    assert caught.value.value == (8,)
+    square = torch.zeros(2, 2)
+    with pytest.raises(ShardingError) as caught:
+        TorchBuffer(square)
+    assert caught.value.value is square
+    with pytest.raises(ShardingError) as caught:
         NumpyBuffer(np.zeros(8)[::2])
+    assert caught.value.value == (4,)
 
 
 def test_each_memory_knows_its_own_arrays_only() -> None:
-    with pytest.raises(PluginContractError, match=r"numpy\.ndarray"):
+    with pytest.raises(PluginContractError) as caught:
         TORCH.wrap(np.zeros(3))
-    with pytest.raises(PluginContractError, match=r"torch\.Tensor"):
+    assert caught.value.value == "numpy.ndarray"
+    with pytest.raises(PluginContractError) as caught:
         NUMPY.wrap(torch.zeros(3))
+    assert caught.value.value == "torch.Tensor"
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BFLOAT16])
@@ -74,8 +83,10 @@ def test_numpy_reads_bfloat16_of_torch_exactly() -> None:
 
 def test_bfloat16_in_numpy_is_refused_with_the_cure_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)  # as if it were not installed
-    with pytest.raises(ShardingError, match="install ml_dtypes"):
+    with pytest.raises(ShardingError) as caught:
         NUMPY.allocate(4, DType.BFLOAT16)
+    assert caught.value.value == "bfloat16"
+    assert "ml_dtypes" in str(caught.value)
 
 
 def test_types_map_both_ways_and_unknown_ones_are_refused() -> None:
@@ -83,8 +94,9 @@ def test_types_map_both_ways_and_unknown_ones_are_refused() -> None:
         assert dtype_of(torch_dtype(dtype)) is dtype
         if dtype is not DType.BFLOAT16:
             assert DType.parse(numpy_dtype(dtype).name) is dtype
-    with pytest.raises(ShardingError, match="complex64"):
+    with pytest.raises(ShardingError) as caught:
         TORCH.wrap(torch.zeros(2, dtype=torch.complex64))
+    assert "complex64" in str(caught.value)
 
 
 @pytest.mark.parametrize("accelerator", [TORCH, NUMPY], ids=["torch", "numpy"])

@@ -32,7 +32,7 @@ def test_arguments_stand_in_deepspeeds_order() -> None:
 def test_each_argument_is_explained() -> None:
     text = inspect.getdoc(polyaccel.initialize)
     assert text is not None
-    assert [name for name in inspect.signature(polyaccel.initialize).parameters if f"- `{name}`: " not in text] == []
+    assert [name for name in inspect.signature(polyaccel.initialize).parameters if f"\n    {name}: " not in text] == []
 
 
 def test_help_needs_no_framework() -> None:
@@ -49,26 +49,33 @@ print(sorted({"torch", "jax"} & set(sys.modules)))
 
 
 def test_arguments_of_the_other_framework_are_refused() -> None:
-    with pytest.raises(PolyaccelError, match="initialize was given lr_scheduler, which JAX has no use for"):
+    with pytest.raises(PolyaccelError) as caught:
         polyaccel.initialize(model=print, params={}, lr_scheduler=1, config={})
-    with pytest.raises(PolyaccelError, match="initialize was given seed, stacked, which a torch module has no use for"):
+    assert all(part in str(caught.value) for part in ("lr_scheduler", "JAX"))
+    with pytest.raises(PolyaccelError) as caught:
         polyaccel.initialize(model=print, seed=1, stacked=["layers"], config={})
+    assert all(part in str(caught.value) for part in ("seed", "stacked"))
 
 
 def test_a_model_in_the_place_of_args_is_noticed() -> None:
-    with pytest.raises(PolyaccelError, match=r"without a model\n  hint: pass it as model=; the first argument is args"):
+    with pytest.raises(PolyaccelError) as caught:
         polyaccel.initialize(print, config={})
+    assert "model=" in caught.value.hint
 
 
 def test_a_function_without_params_is_no_torch_module() -> None:
-    with pytest.raises(PolyaccelError, match=r"got \w+\n.*params= too where the model is a function of JAX"):
+    with pytest.raises(PolyaccelError) as caught:
         polyaccel.initialize(model=lambda batch: batch, config={})
+    assert caught.value.value == "function"
+    assert "JAX" in str(caught.value)
 
 
 def test_the_config_may_stand_in_any_one_place() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="several configs were given"):
+    with pytest.raises(ConfigError) as caught:
         polyaccel.initialize(model=model, config={}, config_params={})
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("config", "config, config_params")]
     for given in ({"config_params": {"x": 1}}, {"args": SimpleNamespace(deepspeed_config={"x": 1})}):
-        with pytest.raises(ConfigError, match="x"):
+        with pytest.raises(ConfigError) as caught:
             polyaccel.initialize(model=model, **given)
+        assert [(problem.key, problem.value) for problem in caught.value.problems] == [("x", 1)]

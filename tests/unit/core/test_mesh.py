@@ -48,33 +48,41 @@ def test_plain_data_parallelism_is_one_axis() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 6])
 def test_a_rank_outside_is_refused(rank: int) -> None:
-    with pytest.raises(ShardingError, match=f"rank {rank} is outside a mesh of 6"):
+    with pytest.raises(ShardingError) as caught:
         Mesh.flat(6).coordinates(rank)
+    assert caught.value.value == rank
 
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_coordinates_outside_are_refused(index: int) -> None:
-    with pytest.raises(ShardingError, match="outside mesh axis 'data' of 3"):
+    with pytest.raises(ShardingError) as caught:
         Mesh.flat(3).rank_at({"data": index})
+    assert "'data'" in str(caught.value)
 
 
 @pytest.mark.parametrize("coordinates", [{}, {"data": 0, "tensor": 0}])
 def test_coordinates_name_every_axis_and_no_other(coordinates: dict[str, int]) -> None:
-    with pytest.raises(ShardingError, match=r"does not name every mesh axis once\n  hint: its axes are: data"):
+    with pytest.raises(ShardingError) as caught:
         Mesh.flat(3).rank_at(coordinates)
+    assert caught.value.value == coordinates
+    assert "data" in caught.value.hint
 
 
 def test_an_unknown_axis_is_refused_with_those_there_are() -> None:
     mesh = Mesh((MeshAxis("data", 2), MeshAxis("sequence", 3)))
-    with pytest.raises(ShardingError, match=r"no axis 'tensor'\n  hint: its axes are: data, sequence"):
+    with pytest.raises(ShardingError) as caught:
         mesh.axis_size("tensor")
+    assert caught.value.value == "tensor"
 
 
 def test_repeated_and_empty_axes_are_refused() -> None:
-    with pytest.raises(ShardingError, match="repeat a name"):
+    with pytest.raises(ShardingError) as caught:
         Mesh((MeshAxis("data", 2), MeshAxis("data", 3)))
-    with pytest.raises(ShardingError, match="'data' has size 0"):
+    assert caught.value.value == ["data", "data"]
+    with pytest.raises(ShardingError) as caught:
         Mesh.flat(0)
+    assert caught.value.value == 0
+    assert "'data'" in str(caught.value)
 
 
 def test_a_group_has_the_ranks_that_differ_along_its_axes_alone() -> None:

@@ -62,28 +62,30 @@ class Colour(IntEnum):
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "wrong"),
     [
-        (np.float64(1.0), r"client_state\.best\[1\] is a numpy\.float64"),
-        (np.zeros(3), r"client_state\.best\[1\] is a numpy\.ndarray"),
-        ({1, 2}, r"client_state\.best\[1\] is a builtins\.set"),
-        (Colour.RED, r"client_state\.best\[1\] is a .*Colour"),
-        (OrderedDict(a=1), r"client_state\.best\[1\] is a collections\.OrderedDict"),
-        ({"epochs": {3: 0.5}}, r"client_state\.best\[1\]\.epochs has the key 3 of type int"),
-        (lambda: None, r"client_state\.best\[1\] is a builtins\.function"),
+        (np.float64(1.0), "numpy.float64"),
+        (np.zeros(3), "numpy.ndarray"),
+        ({1, 2}, "builtins.set"),
+        (Colour.RED, "test_plain.Colour"),
+        (OrderedDict(a=1), "collections.OrderedDict"),
+        ({"epochs": {3: 0.5}}, 3),
+        (lambda: None, "builtins.function"),
     ],
 )
-def test_anything_else_is_refused_with_its_dotted_key(value: object, message: str) -> None:
-    with pytest.raises(SerializationError, match=message) as caught:
+def test_anything_else_is_refused_with_its_dotted_key(value: object, wrong: object) -> None:
+    with pytest.raises(SerializationError) as caught:
         tagged_json.to_bytes({"best": (0, value)}, "client_state")
+    assert caught.value.value == wrong
     assert caught.value.hint
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(SerializationError, match=f"deeper than {MAX_DEPTH} levels, or contains itself"):
+    with pytest.raises(SerializationError) as caught:
         tagged_json.to_bytes({"loop": endless}, "client_state")
+    assert str(MAX_DEPTH) in str(caught.value)
 
 
 def test_the_deepest_value_allowed_comes_back() -> None:
@@ -94,29 +96,30 @@ def test_the_deepest_value_allowed_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "wrong"),
     [
-        (b'{"a":{"$set":[1]}}', r"marked '\$set', which this version does not support"),
-        (b'{"$tuple":[1],"more":2}', r"marked '\$tuple', which this version does not support"),
-        (b'{"$tuple":{"a":1}}', r"marked '\$tuple' that cannot be understood: it holds a dict, not a list"),
-        (b'{"$float":"1e3"}', r"'1e3' is not one of nan, inf, -inf"),
-        (b'{"$float":NaN}', "nan is not one of"),
-        (b'{"$bytes":"A"}', r"marked '\$bytes' that cannot be understood"),
-        (b'{"$bytes":7}', r"marked '\$bytes' that cannot be understood"),
-        (b'{"$int":[]}', r"marked '\$int' that cannot be understood"),
-        (b'{"$dict":[["a",1,2]]}', "not pairs of a text and a value"),
-        (b'{"$dict":[[[],1]]}', "not pairs of a text and a value"),
-        (b"1e999", "a value inf where only finite numbers stand"),
-        (b"[" * 400 + b"]" * 400, f"deeper than {MAX_DEPTH} levels"),
-        (b"[" * 100_000, "that are not a plain value"),
-        (b"9" * 10_000, "that are not a plain value"),
-        (b"", "that are not a plain value"),
-        (b"\x80\x04K\x01.", "that are not a plain value"),
+        (b'{"a":{"$set":[1]}}', "$set"),
+        (b'{"$tuple":[1],"more":2}', "$tuple"),
+        (b'{"$tuple":{"a":1}}', "$tuple"),
+        (b'{"$float":"1e3"}', "$float"),
+        (b'{"$float":NaN}', "$float"),
+        (b'{"$bytes":"A"}', "$bytes"),
+        (b'{"$bytes":7}', "$bytes"),
+        (b'{"$int":[]}', "$int"),
+        (b'{"$dict":[["a",1,2]]}', "$dict"),
+        (b'{"$dict":[[[],1]]}', "$dict"),
+        (b"1e999", math.inf),
+        (b"[" * 400 + b"]" * 400, None),
+        (b"[" * 100_000, b"[" * 32),
+        (b"9" * 10_000, b"9" * 32),
+        (b"", b""),
+        (b"\x80\x04K\x01.", b"\x80\x04K\x01."),
     ],
 )
-def test_bytes_that_nobody_wrote_are_refused(data: bytes, message: str) -> None:
-    with pytest.raises(SerializationError, match=message):
+def test_bytes_that_nobody_wrote_are_refused(data: bytes, wrong: object) -> None:
+    with pytest.raises(SerializationError) as caught:
         tagged_json.from_bytes(data)
+    assert caught.value.value == wrong
 
 
 @given(
@@ -138,9 +141,10 @@ def test_any_bytes_give_a_plain_value_or_a_plain_error(data: bytes) -> None:
 
 
 def test_a_checkpoint_says_what_it_cannot_hold() -> None:
-    with pytest.raises(CheckpointError, match=r"a checkpoint cannot hold this: scalars\.seen is a builtins\.set"):
+    with pytest.raises(CheckpointError) as caught:
         encode_plain({"seen": {1}}, "scalars")
-    with pytest.raises(
-        CheckpointError, match=r"the manifest holds a value marked '\$set', which this version does not support"
-    ):
+    assert caught.value.value == "builtins.set"
+    assert "scalars.seen" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
         decode_plain({"a": {"$set": [1]}})
+    assert caught.value.value == "$set"

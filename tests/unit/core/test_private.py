@@ -25,23 +25,26 @@ def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
 def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="is a link: remove it"):
+    with pytest.raises(PermissionError) as caught:
         ensure_private_dir(tmp_path / "mine")
+    assert caught.value.filename == str(tmp_path / "mine")
 
 
 def test_a_folder_that_others_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o777)
-    with pytest.raises(PermissionError, match="has mode 777"):
+    with pytest.raises(PermissionError) as caught:
         ensure_private_dir(tmp_path / "mine")
+    assert "777" in str(caught.value)
 
 
 @only_root
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o700)
     os.chown(tmp_path / "mine", STRANGER, STRANGER)
-    with pytest.raises(PermissionError, match=f"belongs to user {STRANGER}"):
+    with pytest.raises(PermissionError) as caught:
         ensure_private_dir(tmp_path / "mine")
+    assert str(STRANGER) in str(caught.value)
 
 
 def test_a_file_takes_the_place_of_a_planted_link_and_leaves_its_target_alone(tmp_path: Path) -> None:

@@ -44,8 +44,9 @@ def test_a_type_is_found_by_its_short_name(name: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("name", ["float8", "FP32", "", "torch.float32"])
 def test_an_unknown_name_is_refused_with_those_known(name: str) -> None:
-    with pytest.raises(ShardingError, match=f"no element type is called '{name}'") as caught:
+    with pytest.raises(ShardingError) as caught:
         DType.parse(name)
+    assert str(name) in str(caught.value)
     assert caught.value.value == name
     assert "bfloat16" in caught.value.hint
     assert "bf16" in caught.value.hint

@@ -97,10 +97,14 @@ def test_variables_that_cannot_be_used_are_all_shown(environ: Mapping[str, str],
 
 
 def test_half_of_the_arguments_is_an_error() -> None:
-    with pytest.raises(CommError, match="rank=1, world_size=None"):
+    with pytest.raises(CommError) as caught:
         discover(rank=1, environ={})
-    with pytest.raises(CommError, match="RANK 2 is not in a world of 2"):
+    assert caught.value.value == (1, None)
+    assert all(part in str(caught.value) for part in ("rank=1", "world_size=None"))
+    with pytest.raises(CommError) as caught:
         discover(rank=2, world_size=2, environ={})
+    assert caught.value.value == (2, 2)
+    assert "RANK" in str(caught.value)
 
 
 def test_the_order_of_sources_is_stated() -> None:
@@ -216,5 +220,7 @@ def test_looking_around_shows_contradictions(left_over: Mapping[str, str]) -> No
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
 def test_a_port_where_nobody_can_meet_is_refused(port: str) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with pytest.raises(CommError, match=f"MASTER_PORT {port}"):
+    with pytest.raises(CommError) as caught:
         discover(environ=environ)
+    assert caught.value.value == int(port)
+    assert "MASTER_PORT" in str(caught.value)

@@ -73,8 +73,10 @@ def test_a_url_is_a_meeting_place() -> None:
 
 @pytest.mark.usefixtures("without_mpi4py")
 def test_a_rank_of_pmix_alone_must_ask_how_many_there_are() -> None:
-    with pytest.raises(CommError, match=r"PMIx started this process(?s:.*)mpi4py is not installed"):
+    with pytest.raises(CommError) as caught:
         discover(environ={"PMIX_RANK": "1", **MEETING})
+    assert caught.value.value == "PMIX_RANK=1"
+    assert all(part in str(caught.value) for part in ("PMIx", "mpi4py"))
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,12 @@ def test_mpi_is_not_asked_when_told_not_to(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mpi_meeting, "find_spec", lambda name: name)
     monkeypatch.setattr(mpi_meeting, "mpi_rendezvous", refuse)
     assert discover(environ=LAUNCHERS["PMI"] | MEETING, ask_mpi=False).rank == 3
-    with pytest.raises(CommError, match="auto_mpi_discovery=False"):
+    with pytest.raises(CommError) as caught:
         discover(environ=LAUNCHERS["PMI"], ask_mpi=False)
-    with pytest.raises(AssertionError, match="MPI was asked"):
+    assert caught.value.value == "auto_mpi_discovery=False"
+    with pytest.raises(AssertionError) as caught:
         discover(environ=LAUNCHERS["PMI"])
+    assert "MPI" in str(caught.value)
 
 
 def test_mpi_may_start_where_a_launcher_or_slurm_has_prepared_it() -> None:
@@ -193,16 +197,17 @@ def test_cloud_services_say_where_to_meet(environ: Mapping[str, str], source: st
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "named"),
     [
-        (AZURE, "AzureML does not set AZ_BATCH_MASTER_NODE, which names rank 0's host"),
-        (SAGEMAKER | {"SM_TRAINING_ENV": "{"}, "SageMaker does not set SM_TRAINING_ENV, which names rank 0's host"),
-        (SAGEMAKER | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but SageMaker sets 4"),
+        (AZURE, "AZ_BATCH_MASTER_NODE"),
+        (SAGEMAKER | {"SM_TRAINING_ENV": "{"}, "SM_TRAINING_ENV"),
+        (SAGEMAKER | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8"),
     ],
 )
-def test_cloud_services_that_do_not_say_it_are_errors(environ: Mapping[str, str], message: str) -> None:
-    with pytest.raises(CommError, match=message):
+def test_cloud_services_that_do_not_say_it_are_errors(environ: Mapping[str, str], named: str) -> None:
+    with pytest.raises(CommError) as caught:
         discover(environ=environ)
+    assert named in str(caught.value)
 
 
 def test_a_services_job_of_one_process_is_one() -> None:

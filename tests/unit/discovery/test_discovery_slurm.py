@@ -89,19 +89,20 @@ def test_an_mpirun_that_slurm_started_is_asked_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "value"),
     [
-        ({"SLURM_PROCID": "3"}, "SLURM_PROCID 3 is not in a world of 3"),
-        ({"SLURM_GTIDS": ""}, "Slurm does not set how many ranks there are, here and in all"),
-        ({"SLURM_NODEID": "1", "SLURM_PROCID": "0"}, r"task 0 runs on node 1 of n\[02-03\]"),
-        ({"SLURM_STEP_NODELIST": "n[02"}, r"'n\[02' is not a list of hosts"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but Slurm sets 3"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, but Slurm sets 0"),
+        ({"SLURM_PROCID": "3"}, (3, 3)),
+        ({"SLURM_GTIDS": ""}, "SLURM_PROCID=2, SLURM_NTASKS=3, SLURM_LOCALID=0, SLURM_GTIDS=, SLURM_STEP_ID=0"),
+        ({"SLURM_NODEID": "1", "SLURM_PROCID": "0"}, "1"),
+        ({"SLURM_STEP_NODELIST": "n[02"}, "n[02"),
+        ({"WORLD_SIZE": "4"}, ("4", 3)),
+        ({"LOCAL_RANK": "1"}, ("1", 0)),
     ],
 )
-def test_what_cannot_be_is_an_error(change: Mapping[str, str], message: str) -> None:
-    with pytest.raises(CommError, match=message):
+def test_what_cannot_be_is_an_error(change: Mapping[str, str], value: object) -> None:
+    with pytest.raises(CommError) as caught:
         discover(environ=TASKS[2] | change)
+    assert caught.value.value == value
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,9 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize("nodes", ["", "[", "a[", "a[]", "a[x-y]", ",a", "a b", "(null)[1"])
 def test_what_is_no_list_is_refused(nodes: str) -> None:
-    with pytest.raises(CommError, match="not a list of hosts"):
+    with pytest.raises(CommError) as caught:
         first_host(nodes)
+    assert caught.value.value == nodes
 
 
 NAMES = st.text("abcxyz-.", min_size=1, max_size=5)

@@ -12,6 +12,7 @@ from polyaccel.comm import host_address
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init import interfaces
 from polyaccel.comm.init.interfaces import InterfaceNote, name_interfaces, slips
+from polyaccel.job.host_topology import HostTopology
 from polyaccel.testkit.ranks.threads import run_threads
 
 
@@ -52,7 +53,7 @@ def test_rank_0_names_each_host_once(caplog: pytest.LogCaptureFixture, monkeypat
             def all_gather_object(self, value: object) -> list[Any]:
                 return communicator.all_gather_object(note)
 
-        name_interfaces(Noted())  # type: ignore[arg-type]
+        name_interfaces(Noted(), HostTopology(communicator.rank, ((0, 1), (2,)), ("", "")))  # type: ignore[arg-type]
 
     with caplog.at_level(logging.INFO, logger=interfaces.__name__):
         run_threads(3, body)

@@ -86,8 +86,9 @@ def test_stacks_have_the_weights_of_files_of_experts() -> None:
 
 def test_universal_checkpoints_have_no_place_for_experts(taken: Path, tmp_path: Path) -> None:
     reader = open_checkpoint(taken)
-    with pytest.raises(CheckpointError, match=r"mixtures\.\d\.\S+ has experts of DeepSpeed's MoE"):
+    with pytest.raises(CheckpointError) as caught:
         write(tmp_path, reader, tuple(chosen(reader, ["param"], None)), lambda nbytes: None)
+    assert all(part in str(caught.value) for part in ("DeepSpeed", "MoE"))
     assert not list(tmp_path.iterdir())
 
 
@@ -102,8 +103,10 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     stacks = {tensor.fqn: tensor.shape for tensor in read(tmp_path / "copy").tensors if ".experts." in tensor.fqn}
     assert stacks[STACK] == (4, 12, 16)
     (folder / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"there are experts \[0, 1, 3\]"):
+    with pytest.raises(CheckpointError) as caught:
         read(tmp_path / "copy")
+    assert caught.value.value == "mixtures.1.deepspeed_moe.experts.0_weight"
+    assert "[0, 1, 3]" in str(caught.value)
 
 
 def test_which_ranks_have_which_experts() -> None:
@@ -113,5 +116,6 @@ def test_which_ranks_have_which_experts() -> None:
     assert owners(shapes, states, 1, {}) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     data_first = {"use_data_before_expert_parallelism": True}
     assert owners(shapes, states, 1, data_first) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(CheckpointError, match="experts of 7 ranks are in 2 parts"):
+    with pytest.raises(CheckpointError) as caught:
         owners(shapes, states[:7], 1, {})
+    assert caught.value.value == 2

@@ -103,8 +103,10 @@ def test_what_deepspeed_could_not_count_is_refused(tmp_path: Path) -> None:
     reader = open_checkpoint(tmp_path / "ours")
     reader.scalars["param_steps"]["up.bias"] = 1
     tensors = chosen(reader, ["param"], None)
-    with pytest.raises(CheckpointError, match=r"\[1, 4\] updates.*: up\.bias have had 1") as caught:
+    with pytest.raises(CheckpointError) as caught:
         write(tmp_path / "other", reader, tensors, lambda nbytes: None)
+    assert caught.value.value == [1, 4]
+    assert "up.bias" in str(caught.value)
     assert caught.value.hint
     assert not (tmp_path / "other").exists()
 

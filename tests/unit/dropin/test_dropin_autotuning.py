@@ -10,8 +10,8 @@ import pytest
 from polyaccel_deepspeed.commands import launch
 from polyaccel_deepspeed.launcher import config_of, without_autotuning
 
-from polyaccel.cli import tune as verb
 from polyaccel.launch.base import Job, JobResult
+from polyaccel.planner.autotune import tuned_job
 from polyaccel.planner.autotune.candidates import Candidate
 from polyaccel.planner.autotune.records import TrialRecord
 from polyaccel.planner.autotune.results import BEST_FILE
@@ -52,7 +52,7 @@ def test_run_trains_with_the_best_config_and_tune_does_not(
         (tmp_path / BEST_FILE).write_text("{}")
         return TuneResult(best=record, records=(), foretold=(), limit_nbytes=None, why=""), tmp_path
 
-    monkeypatch.setattr(verb, "tune_job", tune_job)
+    monkeypatch.setattr(tuned_job, "tune_job", tune_job)
     monkeypatch.setattr(
         "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobResult(0)
     )

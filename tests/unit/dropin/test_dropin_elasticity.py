@@ -34,13 +34,16 @@ def test_version_1_counts_gpus() -> None:
     assert (batch, len(sizes), sizes[0], sizes[-1]) == (9792, 23, 32, 1224)
     assert _asked(64) == (9792, sizes, 17)
     assert _asked(micro=True)[2] == 17
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="128 GPUs do not divide the batch of 9792"):
+    with pytest.raises(ElasticityIncompatibleWorldSize) as caught:
         _asked(128)
+    assert caught.value.value == 128
+    assert all(part in str(caught.value) for part in ("GPUs", "9792"))
 
 
 def test_version_2_counts_hosts_and_takes_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ElasticityConfigError, match="needs the number of GPUs"):
+    with pytest.raises(ElasticityConfigError) as caught:
         _asked(version=0.2)
+    assert "GPUs" in str(caught.value)
     of_hosts = {"version": 0.2, "min_gpus": 4, "max_gpus": 512, "num_gpus_per_node": 8}
     of_models = {**of_hosts, "model_parallel_size": 4}
     batch, sizes = _asked(16, **of_hosts)
@@ -57,27 +60,33 @@ def test_version_2_counts_hosts_and_takes_any_number(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("config", "part"),
+    ("config", "named"),
     [
-        ({}, "has no section elasticity"),
-        ({"elasticity": {}}, "enabled is not true"),
-        ({"elasticity": {"enabled": True}}, "needs max_train_batch_size"),
-        ({"elasticity": {**SECTION, "micro_batch_sizes": [20000]}}, "has a micro-batch of 20000"),
-        ({"elasticity": {**SECTION, "version": 0.3}}, "should be 0.1 or 0.2"),
-        ({"elasticity": {**SECTION, "min_gpus": 1400}}, "leaves no number of ranks"),
-        ({"elasticity": {**SECTION, "version": 0.2, "num_gpus_per_node": 3, "model_parallel_size": 2}}, "not divide"),
+        ({}, '"elasticity"'),
+        ({"elasticity": {}}, "elasticity.enabled"),
+        ({"elasticity": {"enabled": True}}, "max_train_batch_size"),
+        ({"elasticity": {**SECTION, "micro_batch_sizes": [20000]}}, "20000"),
+        ({"elasticity": {**SECTION, "version": 0.3}}, "elasticity.version"),
+        ({"elasticity": {**SECTION, "min_gpus": 1400}}, "1400"),
+        (
+            {"elasticity": {**SECTION, "version": 0.2, "num_gpus_per_node": 3, "model_parallel_size": 2}},
+            "model_parallel_size",
+        ),
     ],
 )
-def test_a_section_that_cannot_be_used_is_an_error(config: dict[str, Any], part: str) -> None:
-    with pytest.raises(elasticity.elasticity.ElasticityError, match=part):
+def test_a_section_that_cannot_be_used_is_an_error(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(elasticity.elasticity.ElasticityConfigError) as caught:
         elasticity.compute_elastic_config(config, "0.19.6", 32)
+    assert named in str(caught.value)
 
 
 def test_a_scheduler_plans_with_the_section_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(elasticity.DEEPSPEED_ELASTICITY_CONFIG, json.dumps(SECTION))
     elasticity.ensure_immutable_elastic_config(SECTION)
-    with pytest.raises(ElasticityConfigError, match="the scheduler has planned with 10000"):
+    with pytest.raises(ElasticityConfigError) as caught:
         elasticity.ensure_immutable_elastic_config({**SECTION, "max_train_batch_size": 500})
+    assert caught.value.value == 500
+    assert "10000" in str(caught.value)
 
 
 def test_a_config_trains_with_its_batch() -> None:

@@ -42,8 +42,9 @@ def test_a_block_of_backwards_is_reduced_once(engine: Any) -> None:
 def test_batch_sizes_are_set_between_steps(engine: Any) -> None:
     engine.set_train_batch_size(12)
     assert engine.get_batch_info() == (12, 4, 3)
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match="should be a multiple of micro-batch size"):
+    with pytest.raises(deepspeed.DeepSpeedConfigError) as caught:
         engine.set_train_batch_size(13)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("train_batch_size", 13)]
     engine.set_train_micro_batch_size(2)
     assert engine.get_batch_info() == (6, 2, 3)
 

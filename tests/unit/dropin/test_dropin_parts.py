@@ -19,6 +19,7 @@ from polyaccel_deepspeed.engine.parameters import describe
 
 from polyaccel import PolyaccelError
 from polyaccel.config import load_resolved
+from polyaccel.errors import CommError
 from polyaccel.torch.api.optimizer import ZeroOptimizer
 
 
@@ -42,10 +43,12 @@ def test_an_optimizer_is_one_of_the_configs(make: Any) -> None:
     resolved = load_resolved({"train_batch_size": 1, "optimizer": optimizer.section()}, world_size=1)
     assert resolved.optimizer is not None
     assert resolved.optimizer.params["lr"] == 0.25
-    with pytest.raises(PolyaccelError, match=r"pass .* to deepspeed\.initialize"):
+    with pytest.raises(PolyaccelError) as caught:
         optimizer.step()
-    with pytest.raises(PolyaccelError, match="amsgrad is not available"):
+    assert "deepspeed.initialize" in str(caught.value)
+    with pytest.raises(PolyaccelError) as caught:
         make([torch.nn.Parameter(torch.zeros(2))], amsgrad=True)
+    assert caught.value.value == "amsgrad"
 
 
 def test_parameters_say_what_deepspeeds_say_and_still_pickle() -> None:
@@ -88,8 +91,9 @@ def test_what_is_copied_to_be_saved_stays_tied_and_leaves_the_rest_behind() -> N
 def test_there_is_nothing_to_build() -> None:
     builder = op_builder.CPUAdamBuilder()
     assert builder.is_compatible()
-    with pytest.raises(PolyaccelError, match="nothing to build or load for CPUAdam"):
+    with pytest.raises(PolyaccelError) as caught:
         builder.load()
+    assert caught.value.value == "CPUAdam"
     assert get_accelerator().get_op_builder("CPUAdamBuilder") is op_builder.CPUAdamBuilder
 
 
@@ -97,6 +101,7 @@ def test_there_is_nothing_to_build() -> None:
 def test_a_backend_of_gpus_is_refused_on_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(PolyaccelError, match="comm backend 'nccl' cannot be used: ") as caught:
+    with pytest.raises(CommError) as caught:
         init_distributed("nccl")
+    assert caught.value.value == "nccl"
     assert "dist_backend" in str(caught.value.hint)

@@ -23,15 +23,17 @@ def test_a_model_has_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Linear" in Path(file).read_text()
     flops, *_ = get_model_profile(model, (4, 100), print_profile=False, as_string=False, ignore_modules=[nn.Linear])
     assert flops == 176_000
-    with pytest.raises(PolyaccelError, match="mode 'backward'"):
+    with pytest.raises(PolyaccelError) as caught:
         get_model_profile(model, (4, 100), mode="backward")
+    assert caught.value.value == "backward"
 
 
 def test_a_script_looks_at_its_own_passes(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(8, 8)
     profiler = FlopsProfiler(model)
-    with pytest.raises(PolyaccelError, match="nothing was profiled"):
+    with pytest.raises(PolyaccelError) as caught:
         profiler.get_total_flops()
+    assert "start_profile" in str(caught.value)
     profiler.start_profile()
     model(torch.ones(2, 8))
     profiler.stop_profile()

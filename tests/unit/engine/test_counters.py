@@ -76,11 +76,16 @@ def test_sizes_can_change_between_steps() -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps = 0: expected at least 1\n.*train_batch_size"):
+    with pytest.raises(ConfigError) as caught:
         counters(accumulation=0, batch=-1)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("gradient_accumulation_steps", 0),
+        ("train_batch_size", -1),
+    ]
 
 
 @pytest.mark.parametrize("change", [{"global_steps": -1}, {"micro_steps": None}, {"gradient_accumulation_steps": 0}])
 def test_a_broken_state_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=next(iter(change))):
+    with pytest.raises(CheckpointError) as caught:
         counters().load_state_dict(counters().state_dict() | change)
+    assert next(iter(change)) in str(caught.value)

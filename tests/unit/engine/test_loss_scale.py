@@ -116,11 +116,13 @@ def test_the_minimum_names_the_parameter_and_the_cure() -> None:
     scaler = LossScaler.from_config(initial_scale_power=1, hysteresis=1)
     scaler.update(True, culprit="blocks.3.mlp.weight")
     assert scaler.loss_scale == 1.0
-    with pytest.raises(LossScaleError, match=r"loss scale 1 .*'blocks\.3\.mlp\.weight'\n.*bf16") as caught:
+    with pytest.raises(LossScaleError) as caught:
         scaler.update(True, culprit="blocks.3.mlp.weight")
+    assert "bf16" in str(caught.value)
     assert caught.value.value == "blocks.3.mlp.weight"
-    with pytest.raises(LossScaleError, match="an unknown parameter"):
+    with pytest.raises(LossScaleError) as caught:
         scaler.update(True)
+    assert "fp16.min_loss_scale" in str(caught.value)
 
 
 @pytest.mark.parametrize("scaler", [LossScaler(), LossScaler.from_config(loss_scale=128.0)], ids=["unit", "static"])
@@ -135,26 +137,28 @@ def test_a_static_scale_never_moves(scaler: LossScaler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
+    ("numbers", "key"),
     [
-        ({"loss_scale": -1.0}, r"fp16\.loss_scale = -1\.0"),
-        ({"loss_scale": float("inf")}, r"fp16\.loss_scale = inf"),
-        ({"loss_scale_window": 0}, r"fp16\.loss_scale_window = 0: expected at least 1"),
-        ({"hysteresis": 0}, r"fp16\.hysteresis = 0: expected at least 1"),
-        ({"min_loss_scale": 0.0}, r"fp16\.min_loss_scale = 0\.0"),
+        ({"loss_scale": -1.0}, "fp16.loss_scale"),
+        ({"loss_scale": float("inf")}, "fp16.loss_scale"),
+        ({"loss_scale_window": 0}, "fp16.loss_scale_window"),
+        ({"hysteresis": 0}, "fp16.hysteresis"),
+        ({"min_loss_scale": 0.0}, "fp16.min_loss_scale"),
         (
             {"min_loss_scale": 8.0, "initial_scale_power": 2},
-            r"fp16\.min_loss_scale = 8\.0: is above the initial scale 4",
+            "fp16.min_loss_scale",
         ),
-        ({"initial_scale_power": 5000}, r"fp16\.initial_scale_power = 5000"),
+        ({"initial_scale_power": 5000}, "fp16.initial_scale_power"),
     ],
 )
-def test_impossible_numbers_are_refused_under_their_key(numbers: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_impossible_numbers_are_refused_under_their_key(numbers: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         LossScaler.from_config(**numbers)
+    assert caught.value.problems[0].key == key
 
 
 @pytest.mark.parametrize("broken", [{}, {"loss_scale": 0.0, "good_steps": 0, "tolerance": 1}, {"cur_scale": 2.0}])
 def test_a_broken_state_is_refused(broken: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="no loss scale in the saved state"):
+    with pytest.raises(CheckpointError) as caught:
         LossScaler.from_config().load_state_dict(broken)
+    assert "LossScaler.state_dict()" in str(caught.value)

@@ -137,8 +137,12 @@ def test_one_cycle_cycles_the_momentum_that_a_group_has(caplog: pytest.LogCaptur
 def test_a_momentum_that_grows_to_one_is_refused() -> None:
     schedule = OneCycle(Groups(), 0.1, 0.2, cycle_first_step_size=1, decay_step_size=1, decay_mom_rate=0.1)
     schedule.step(2)
-    with pytest.raises(ConfigError, match=r"scheduler\.params\.decay_mom_rate = 0\.1: the momentum has grown to 1\.08"):
+    with pytest.raises(ConfigError) as caught:
         schedule.step(3)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("scheduler.params.decay_mom_rate", 0.1)
+    ]
+    assert "1.08" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -200,36 +204,46 @@ def test_a_schedule_constructed_in_the_middle_leaves_the_groups_until_its_next_s
 
 
 def test_a_state_that_is_none_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="no last_batch_iteration"):
+    with pytest.raises(CheckpointError) as caught:
         WarmupLR(Groups()).load_state_dict({"last_epoch": 3})
+    assert "last_batch_iteration" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "message"),
+    ("name", "params", "key"),
     [
-        ("warmuplr", {}, r"scheduler\.type = 'warmuplr'.*\n.*did you mean 'WarmupLR'"),
-        ("Exponential", {}, r"expected one of WarmupLR, "),
-        ("WarmupLR", {"warmup_steps": 3}, r"scheduler\.params\.warmup_steps = 3.*\n.*did you mean 'warmup_num_steps'"),
-        ("WarmupLR", {"gamma": 3}, r"WarmupLR takes warmup_min_lr, "),
-        ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps = None: WarmupDecayLR needs it"),
-        ("WarmupLR", {"warmup_type": "cubic"}, r"scheduler\.params\.warmup_type = 'cubic': expected 'log' or 'linear'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, r"scheduler\.params\.warmup_num_steps = 0: expected at least 1"),
-        ("WarmupLR", {"warmup_num_steps": 1e3}, r"warmup_num_steps = 1000\.0: expected a whole number\n.*write 1000"),
-        ("WarmupLR", {"warmup_num_steps": True}, r"warmup_num_steps = True: expected a whole number"),
-        ("WarmupLR", {"warmup_max_lr": "1e-3"}, r"warmup_max_lr = '1e-3': expected a number"),
-        ("WarmupLR", {"warmup_max_lr": float("nan")}, r"warmup_max_lr = nan: expected a finite number"),
-        ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, r"warmup_min_lr = .*2 numbers for 1 optimizer groups"),
-        ("WarmupLR", {"warmup_min_lr": [-0.1]}, r"warmup_min_lr\[0\] = -0\.1: expected a finite number of at least 0"),
-        ("WarmupLR", {"warmup_min_lr": 1.0, "warmup_max_lr": 0.1}, r"warmup_min_lr = .*more than warmup_max_lr"),
-        ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration = -2: expected at least -1"),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_max_mom": 1.0}, r"cycle_max_mom = 1\.0: .*less"),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": 1}, r"cycle_momentum = 1: .*true or"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, r"lr_range_test_step_size = 0: expected at least 1"),
+        ("warmuplr", {}, "scheduler.type"),
+        ("Exponential", {}, "scheduler.type"),
+        ("WarmupLR", {"warmup_steps": 3}, "scheduler.params.warmup_steps"),
+        ("WarmupLR", {"gamma": 3}, "scheduler.params.gamma"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "scheduler.params.warmup_type"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps"),
+        ("WarmupLR", {"warmup_num_steps": 1e3}, "scheduler.params.warmup_num_steps"),
+        ("WarmupLR", {"warmup_num_steps": True}, "scheduler.params.warmup_num_steps"),
+        ("WarmupLR", {"warmup_max_lr": "1e-3"}, "scheduler.params.warmup_max_lr"),
+        ("WarmupLR", {"warmup_max_lr": float("nan")}, "scheduler.params.warmup_max_lr"),
+        ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, "scheduler.params.warmup_min_lr"),
+        ("WarmupLR", {"warmup_min_lr": [-0.1]}, "scheduler.params.warmup_min_lr[0]"),
+        ("WarmupLR", {"warmup_min_lr": 1.0, "warmup_max_lr": 0.1}, "scheduler.params.warmup_min_lr"),
+        ("WarmupLR", {"last_batch_iteration": -2}, "scheduler.params.last_batch_iteration"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_max_mom": 1.0},
+            "scheduler.params.cycle_max_mom",
+        ),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": 1},
+            "scheduler.params.cycle_momentum",
+        ),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "scheduler.params.lr_range_test_step_size"),
     ],
 )
-def test_a_bad_parameter_is_refused_under_its_key(name: str, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_bad_parameter_is_refused_under_its_key(name: str, params: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         build_schedule(name, params, Groups())
+    assert caught.value.problems[0].key == key
 
 
 def test_all_bad_parameters_are_reported_at_once() -> None:

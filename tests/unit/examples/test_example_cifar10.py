@@ -47,26 +47,29 @@ def test_cifar10_is_read_as_its_authors_lay_it_out(cifar10: SimpleNamespace, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "value"),
     [
-        ("data_batch_2.bin", b"\0" * 3072, "3072 bytes.*3073-byte records"),
-        ("test_batch.bin", b"", "0 bytes"),
-        ("data_batch_1.bin", record(10, 0, 0, 0), "(?s)label 10.*CIFAR-10"),
+        ("data_batch_2.bin", b"\0" * 3072, 3072),
+        ("test_batch.bin", b"", 0),
+        ("data_batch_1.bin", record(10, 0, 0, 0), 10),
     ],
 )
 def test_files_in_another_layout_are_refused(
-    cifar10: SimpleNamespace, tmp_path: Path, name: str, content: bytes, told: str
+    cifar10: SimpleNamespace, tmp_path: Path, name: str, content: bytes, value: object
 ) -> None:
     write_cifar10(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(PolyaccelError, match=told) as caught:
+    with pytest.raises(PolyaccelError) as caught:
         cifar10.images.read_cifar10(tmp_path)
+    assert caught.value.value == value
     assert name in str(caught.value)
 
 
 def test_a_folder_without_the_files_is_refused(cifar10: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(PolyaccelError, match=r"no data_batch_\*\.bin and no test_batch\.bin"):
+    with pytest.raises(PolyaccelError) as caught:
         cifar10.images.read_cifar10(tmp_path)
+    assert caught.value.value == str(tmp_path)
+    assert all(part in str(caught.value) for part in ("data_batch_*.bin", "test_batch.bin"))
 
 
 def test_digits_need_no_file(cifar10: SimpleNamespace) -> None:

@@ -172,11 +172,13 @@ def test_many_processes_may_open_it_at_once(gpt: SimpleNamespace, library: Path,
 def test_a_damaged_cache_and_an_empty_library_are_errors(gpt: SimpleNamespace, library: Path, tmp_path: Path) -> None:
     corpus = gpt.corpus.open_corpus(library, tmp_path / "cache")
     os.truncate(corpus.training, 10)
-    with pytest.raises(PolyaccelError, match=r"(?s)not what was written.*remove"):
+    with pytest.raises(PolyaccelError) as caught:
         gpt.corpus.open_corpus(library, tmp_path / "cache")
+    assert caught.value.value == 2857
     (tmp_path / "empty").mkdir()
-    with pytest.raises(PolyaccelError, match="0 source files"):
+    with pytest.raises(PolyaccelError) as caught:
         gpt.corpus.open_corpus(tmp_path / "empty", tmp_path / "cache")
+    assert caught.value.value == str(tmp_path / "empty")
 
 
 def test_windows_cover_the_bytes_and_targets_are_the_next_ones(gpt: SimpleNamespace, tmp_path: Path) -> None:
@@ -226,8 +228,10 @@ def test_a_config_may_decide_the_precision_itself(
     settings = gpt.settings.Settings.begin(arguments(config=file))
     assert (settings.precision, settings.config) == (chosen, config)
     other = "fp32" if chosen == "bf16" else "bf16"
-    with pytest.raises(PolyaccelError, match=f"--precision {other}, but the config says {chosen}"):
+    with pytest.raises(PolyaccelError) as caught:
         gpt.settings.Settings.begin(arguments(config=file, precision=other))
+    assert caught.value.value == other
+    assert all(part in str(caught.value) for part in ("--precision", chosen))
 
 
 @pytest.mark.parametrize(
@@ -251,12 +255,15 @@ def test_a_resumed_run_keeps_its_settings(gpt: SimpleNamespace, tmp_path: Path) 
     assert resumed == settings
     resumed.check_same(arguments())
     resumed.check_same(arguments(size="tiny", steps=8, precision="auto"))
-    with pytest.raises(PolyaccelError, match=r"--steps 9 \(it has 8\)"):
+    with pytest.raises(PolyaccelError) as caught:
         resumed.check_same(arguments(steps=9))
+    assert caught.value.value == {"steps": 9}
+    assert "--steps" in str(caught.value)
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**settings.config, "train_batch_size": 2}))
-    with pytest.raises(PolyaccelError, match="--config"):
+    with pytest.raises(PolyaccelError) as caught:
         resumed.check_same(arguments(config=other))
+    assert "--config" in str(caught.value)
 
 
 # Run folders.
@@ -271,14 +278,17 @@ def test_a_new_run_gets_a_folder_of_its_own(gpt: SimpleNamespace, tmp_path: Path
         folder.settings.write_text("{}")
         names.append(folder.path.name)
     assert names == ["gpt", "gpt-2", "gpt-3"]
-    with pytest.raises(PolyaccelError, match=r"(?s)gpt-2 exists.*--resume"):
+    with pytest.raises(PolyaccelError) as caught:
         choose(tmp_path, "gpt-2", resume=False)
+    assert caught.value.value == "gpt-2"
+    assert "--resume" in str(caught.value)
 
 
 def test_resuming_takes_the_named_run_or_the_one_active_last(gpt: SimpleNamespace, tmp_path: Path) -> None:
     choose = gpt.run_dir.choose_folder
-    with pytest.raises(PolyaccelError, match="no run in"):
+    with pytest.raises(PolyaccelError) as caught:
         choose(tmp_path, None, resume=True)
+    assert "--resume" in str(caught.value)
     for age, name in enumerate(["late", "early"]):
         folder = gpt.run_dir.RunFolder(tmp_path / name)
         folder.path.mkdir()
@@ -288,8 +298,9 @@ def test_resuming_takes_the_named_run_or_the_one_active_last(gpt: SimpleNamespac
             os.utime(file, (1000 - age, 1000 - age))
     assert choose(tmp_path, None, resume=True).path.name == "late"
     assert choose(tmp_path, "early", resume=True).path.name == "early"
-    with pytest.raises(PolyaccelError, match=r"no run .*never"):
+    with pytest.raises(PolyaccelError) as caught:
         choose(tmp_path, "never", resume=True)
+    assert caught.value.value == "never"
 
 
 # Progress and report.

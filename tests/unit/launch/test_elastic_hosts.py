@@ -74,28 +74,32 @@ def test_only_a_secret_that_all_hosts_are_told_is_one() -> None:
 
 
 def test_fewer_hosts_at_most_than_at_least_are_refused() -> None:
-    with pytest.raises(LaunchError, match="at least 3 hosts, and at most 2"):
+    with pytest.raises(LaunchError) as caught:
         elastic_job(JOB, parsed("--min-elastic-nodes", "3", "--max-elastic-nodes", "2"), None, {})
+    assert caught.value.value == (3, 2)
 
 
 @pytest.mark.parametrize("options", [["--elastic-training"], ["--max-elastic-nodes", "2"]])
 def test_other_launchers_have_no_use_for_the_options(options: list[str]) -> None:
-    with pytest.raises(LaunchError, match=f"{options[0]} is not for the launcher 'ssh'"):
+    with pytest.raises(LaunchError) as caught:
         refuse_elastic(parsed(*options), "ssh")
+    assert caught.value.value == "ssh"
+    assert str(options[0]) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
-        ({"hosts": {"a": (0,), "b": (0,)}}, "starts the ranks of this host"),
-        ({"hosts": {"another.example": (0,)}}, "starts the ranks of this host"),
-        ({"node": 1}, "starts the ranks of this host"),
-        ({"elastic": ElasticHosts(least=1, most=2)}, "agents of up to 2 hosts have no rendezvous address"),
+        ({"hosts": {"a": (0,), "b": (0,)}}, "--master-addr"),
+        ({"hosts": {"another.example": (0,)}}, "--master-addr"),
+        ({"node": 1}, "--master-addr"),
+        ({"elastic": ElasticHosts(least=1, most=2)}, "--master-addr"),
     ],
 )
-def test_a_job_that_is_none_of_elastic_hosts_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
+def test_a_job_that_is_none_of_elastic_hosts_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(LaunchError) as caught:
         TorchElasticLauncher().plan(replace(JOB, **changes))
+    assert named in str(caught.value)
 
 
 def test_as_many_ranks_train_as_the_config_allows() -> None:

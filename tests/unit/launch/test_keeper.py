@@ -106,11 +106,14 @@ def test_memory_is_bounded(keeper: Served) -> None:
     half = memory_of(b"", nbytes=LIMIT_NBYTES // 2)
     client.put("one", b"", half)
     client.put("one again", b"", half)
-    with pytest.raises(CheckpointError, match=r"would be kept, and 268,435,456 are the most"):
+    with pytest.raises(CheckpointError) as caught:
         client.put("two", bytes(LIMIT_NBYTES // 2 + 1))
+    assert caught.value.value == "two"
+    assert "268,435,456" in str(caught.value)
     other = memory_of(b"", nbytes=LIMIT_NBYTES // 2 + 1)
-    with pytest.raises(CheckpointError, match="are the most"):
+    with pytest.raises(CheckpointError) as caught:
         client.put("one", b"", other)
+    assert caught.value.value == "one"
     assert client.names("") == {"one": LIMIT_NBYTES // 2, "one again": LIMIT_NBYTES // 2}
     client.drop("one again")
     client.put("one", b"", other)  # in the place of the half
@@ -128,8 +131,9 @@ def test_only_memory_whose_length_is_sealed_is_kept(keeper: Served, kind: str, t
         "a file": lambda: [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)],
         "a pipe": lambda: list(os.pipe()),
     }[kind]()
-    with pytest.raises(CheckpointError, match="whose length is sealed"):
+    with pytest.raises(CheckpointError) as caught:
         client.put("one", b"", files[0])
+    assert caught.value.value == "one"
     for each in files:
         os.close(each)
     assert client.names("") == {}
@@ -139,15 +143,17 @@ def test_only_memory_whose_length_is_sealed_is_kept(keeper: Served, kind: str, t
 @pytest.mark.parametrize("key", ["", "x" * 513])
 def test_a_key_that_is_none_is_refused(keeper: Served, key: str) -> None:
     client = keeper.connect()
-    with pytest.raises(CheckpointError, match="a key of"):
+    with pytest.raises(CheckpointError) as caught:
         client.put(key)
+    assert caught.value.value == key
     client.close()
 
 
 def test_a_wrong_secret_is_refused(keeper: Served) -> None:
     """The keeper's proof is wrong already, so the rank sends nothing; and a rank's proof is looked at before a word."""
-    with pytest.raises(KeeperGone, match="does not have the job's secret"):
+    with pytest.raises(KeeperGone) as caught:
         keeper.connect(b"another secret of 16")
+    assert caught.value.value == keeper.name
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(address_of(keeper.name))
     stranger.sendall(bytes(32))
@@ -170,8 +176,9 @@ def test_a_process_that_has_taken_the_name_gets_no_memory(tmp_path: Path) -> Non
 
     thread = Thread(target=pose)
     thread.start()
-    with pytest.raises(KeeperGone, match="does not have the job's secret"):
+    with pytest.raises(KeeperGone) as caught:
         KeeperClient(f"taken-{tmp_path}", SECRET)
+    assert caught.value.value == f"taken-{tmp_path}"
     thread.join(30)
     listener.close()
     assert heard[1] == b""
@@ -181,8 +188,9 @@ def test_a_process_that_has_taken_the_name_gets_no_memory(tmp_path: Path) -> Non
 def test_another_users_process_is_refused(keeper: Served, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if side == "of a rank":
         monkeypatch.setattr(protocol, "is_own_user", lambda connection: False)
-        with pytest.raises(KeeperGone, match="another user"):
+        with pytest.raises(KeeperGone) as caught:
             keeper.connect()
+        assert caught.value.value == keeper.name
     else:
         monkeypatch.setattr(process, "is_own_user", lambda connection: False)
         with pytest.raises(KeeperGone):
@@ -219,7 +227,7 @@ def test_a_forged_message_ends_the_connection_and_nothing_else(keeper: Served, f
 )
 def test_a_request_that_is_none_is_refused_by_name(keeper: Served, head: dict[str, object]) -> None:
     client = keeper.connect()
-    with pytest.raises(CheckpointError, match=r"is not a (key|request)"):
+    with pytest.raises(CheckpointError):
         client._ask({"key": None, **head})
     assert client.names("") == {}  # the connection lives
     client.close()
@@ -261,8 +269,9 @@ def test_the_process_keeps_until_its_launcher_ends_and_loads_no_framework() -> N
         assert not keeper.ensure()
         os.kill(keeper.pid, signal.SIGKILL)
         os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(KeeperGone, match=r"has ended|does not answer"):
+        with pytest.raises(KeeperGone) as caught:
             again.names("")
+        assert caught.value.value == keeper.name
         assert keeper.ensure()  # under the same name, empty
         with pytest.raises(KeeperGone):
             again.names("")

@@ -73,10 +73,10 @@ def test_slurm_gets_nodes_with_equally_many_tasks() -> None:
     assert " ".join(command.command) == f"{nodes} {how} {TASK} SLURM_PROCID"
     (command,) = SlurmLauncher().plan(replace(JOB, hosts={"localhost": (0, 1)})).ranks
     assert " ".join(command.command) == f"srun -n 2 --nodes 1 --ntasks-per-node 2 {how} {TASK} SLURM_PROCID"
-    with pytest.raises(
-        LaunchError, match=r"equally many ranks on every node, and the job has a: 2, b: 1(?s:.*)--nproc"
-    ):
+    with pytest.raises(LaunchError) as caught:
         SlurmLauncher().plan(JOB)
+    assert caught.value.value == "a: 2, b: 1"
+    assert "--nproc" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "place"), [(0, (0, 0)), (1, (0, 1)), (2, (1, 0))])
@@ -102,12 +102,14 @@ def test_a_task_becomes_the_rank_of_its_number(
 
 def test_a_process_that_is_no_task_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(JOB_VARIABLE, raising=False)
-    with pytest.raises(LaunchError, match="POLYACCEL_JOB is not set"):
+    with pytest.raises(LaunchError) as caught:
         main("PMI_RANK")
+    assert caught.value.value == "POLYACCEL_JOB"
     monkeypatch.setenv(JOB_VARIABLE, JOB.to_json())
     monkeypatch.delenv("PMI_RANK", raising=False)
-    with pytest.raises(LaunchError, match="PMI_RANK is not set"):
+    with pytest.raises(LaunchError) as caught:
         main("PMI_RANK")
+    assert caught.value.value == "PMI_RANK"
 
 
 def test_the_probe_of_an_mpi_says_for_whose_command_it_takes_the_one_it_found(

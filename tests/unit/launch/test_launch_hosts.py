@@ -61,8 +61,9 @@ def test_a_filter_takes_or_leaves_what_it_names(hosts: Hosts, data: st.DataObjec
     if left:
         assert excluded(hosts, text) == left
     else:
-        with pytest.raises(LaunchError, match="no host and no slot is left"):
+        with pytest.raises(LaunchError) as caught:
             excluded(hosts, text)
+        assert caught.value.value == "--exclude"
 
 
 @given(HOSTS, st.data())
@@ -79,8 +80,10 @@ def test_a_list_of_hosts_says_what_was_written(hosts: Hosts, data: st.DataObject
     "text", ["", "a,", "a:0", "a:x", "a:2,a", "a:4097", "a b", "::1", "[]:2", "a:1:2", "a:9999999999"]
 )
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"--hosts .* is not a host"):
+    with pytest.raises(LaunchError) as caught:
         listed_hosts(text)
+    assert caught.value.value == text
+    assert "--hosts" in str(caught.value)
 
 
 @given(HOSTS, st.lists(st.sampled_from(["", "# a comment", "   "]), max_size=4), st.integers(0, 3))
@@ -118,43 +121,50 @@ class _File(type(Path())):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
-        ("a", "line 1: 'a' is not a line `host slots=N`"),
-        ("\na slots=x", "line 2: 'a slots=x' is not a line"),
-        ("a slots=1\n\na slots=2", "line 3: 'a slots=2' names its host a second time"),
-        ("a slots=0", "line 1: 'a slots=0' has 0 slots"),
-        ("a slots=99999", "line 1: .* has 99999 slots, and 1 to 4096"),
-        ("a slots=0\nb\n", "line 1: .*; line 2: 'b' is not a line"),
-        ("# nobody\n", "names no host"),
+        ("a", ("line 1", "'a'", "`host slots=N`")),
+        ("\na slots=x", ("line 2", "'a slots=x'")),
+        ("a slots=1\n\na slots=2", ("line 3", "'a slots=2'")),
+        ("a slots=0", ("line 1", "'a slots=0'")),
+        ("a slots=99999", ("line 1", "99999", "4096")),
+        ("a slots=0\nb\n", ("line 1", "line 2", "'b'")),
+        ("# nobody\n", ()),
     ],
 )
-def test_a_hostfile_that_is_wrong_is_named_with_its_lines(text: str, said: str, tmp_path: Path) -> None:
+def test_a_hostfile_that_is_wrong_is_named_with_its_lines(text: str, named: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
-    with pytest.raises(LaunchError, match=f"hosts.*{said}"):
+    with pytest.raises(LaunchError) as caught:
         read_hostfile(tmp_path / "hosts")
-    with pytest.raises(LaunchError, match=r"hosts cannot be read: .*(?s:.*)--hostfile"):
+    assert caught.value.value == str(tmp_path / "hosts")
+    assert all(part in str(caught.value) for part in named)
+    with pytest.raises(LaunchError) as caught:
         read_hostfile(tmp_path / "none" / "hosts")
+    assert caught.value.value == str(tmp_path / "none/hosts")
+    assert "--hostfile" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
-        ("z", "'z' is not a host of the job"),
-        ("a:2", "a has no slot 2"),
-        ("a:0-99999999999", "a has no slot 2"),
-        ("a:1-0", "'1-0' is not a number of a slot or a range"),
-        ("a:", "'' is not a number"),
-        ("a:x", "'x' is not a number"),
-        ("a@a:1", "'a' stands there twice"),
-        ("@a", "'' names no host"),
-        (":1", "':1' names no host"),
+        ("z", "a, b"),
+        ("a:2", "0, 1"),
+        ("a:0-99999999999", "0, 1"),
+        ("a:1-0", "'1-0'"),
+        ("a:", "a:0,2-4"),
+        ("a:x", "'x'"),
+        ("a@a:1", "'a'"),
+        ("@a", "[::1]:0"),
+        (":1", "':1'"),
     ],
 )
-def test_a_filter_that_is_wrong_is_one_sentence(text: str, said: str) -> None:
+def test_a_filter_that_is_wrong_is_one_sentence(text: str, named: str) -> None:
     for choose, option in ((included, "--include"), (excluded, "--exclude")):
-        with pytest.raises(LaunchError, match=f"{option} {text}: {said}") as caught:
+        with pytest.raises(LaunchError) as caught:
             choose({"a": (0, 1), "b": (0,)}, text)
+        assert caught.value.value == text
+        assert named in str(caught.value)
+        assert f"{option} {text}" in str(caught.value)
         assert caught.value.hint
 
 
@@ -163,10 +173,14 @@ def test_counts_take_the_first() -> None:
     assert first_hosts(hosts, 1) == {"a": (0, 1)}
     assert first_slots(hosts, 3) == {"a": (0, 1, 2), "b": (0, 1, 2)}
     for count in (0, 3):
-        with pytest.raises(LaunchError, match=f"--num_nodes {count}, and 2 hosts are given"):
+        with pytest.raises(LaunchError) as caught:
             first_hosts(hosts, count)
-    with pytest.raises(LaunchError, match="--nproc 0"):
+        assert caught.value.value == count
+        assert "--num_nodes" in str(caught.value)
+    with pytest.raises(LaunchError) as caught:
         first_slots(hosts, 0)
+    assert caught.value.value == 0
+    assert "--nproc" in str(caught.value)
 
 
 @pytest.mark.parametrize(

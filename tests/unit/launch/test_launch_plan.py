@@ -76,8 +76,9 @@ def test_every_job_has_a_secret_that_its_ranks_share_unless_the_user_gives_one()
 @pytest.mark.parametrize("mark", ["POLYACCEL_JOB_ID", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "CROSS_RANK"])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_a_rank_of_another_launcher_starts_no_job(name: str, mark: str) -> None:
-    with pytest.raises(LaunchError, match=rf"{name}=1 is set: .*(?s:.*)unset {name}"):
+    with pytest.raises(LaunchError) as caught:
         plan_local(["program"], nproc=2, environment={name: "1", mark: "0"})
+    assert name in str(caught.value)
 
 
 def test_numbers_that_an_operator_has_set_for_a_pod_are_replaced() -> None:
@@ -90,8 +91,10 @@ def test_numbers_that_an_operator_has_set_for_a_pod_are_replaced() -> None:
 
 
 def test_zero_ranks_are_refused() -> None:
-    with pytest.raises(LaunchError, match=r"0 ranks(?s:.*)--nproc 1"):
+    with pytest.raises(LaunchError) as caught:
         plan_local(["program"], nproc=0, environment={})
+    assert caught.value.value == 0
+    assert "--nproc" in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
@@ -99,10 +102,13 @@ def test_a_taken_port_is_refused(address: str) -> None:
     with socket.create_server((address, 0)) as server:
         taken = server.getsockname()[1]
         assert not is_free(taken)
-        with pytest.raises(LaunchError, match=rf"port {taken} cannot(?s:.*)--master-port auto"):
+        with pytest.raises(LaunchError) as caught:
             plan_local(["program"], nproc=1, environment={}, master_port=taken)
-        with pytest.raises(LaunchError, match=rf"none of 1 ports between {taken} and {taken}"):
+        assert caught.value.value == taken
+        assert "--master-port" in str(caught.value)
+        with pytest.raises(LaunchError) as caught:
             free_port([taken])
+        assert str(taken) in str(caught.value)
 
 
 def test_a_free_port_is_one_that_the_kernel_does_not_hand_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,26 +133,28 @@ def test_a_script_runs_with_this_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "module", "message"),
+    ("target", "module", "value"),
     [
-        ("absent.py", False, "no script 'absent.py' in .*"),
-        ("json", False, "no script 'json'(?s:.*)--module json"),
-        ("absent.module", True, "no module 'absent.module'"),
-        ("train.py", True, "is a path(?s:.*)leave out --module"),
-        ("some/train", True, "is a path"),
+        ("absent.py", False, "absent.py"),
+        ("json", False, "json"),
+        ("absent.module", True, "absent.module"),
+        ("train.py", True, "train.py"),
+        ("some/train", True, "some/train"),
     ],
 )
-def test_a_missing_program_is_said_with_the_cure(target: str, module: bool, message: str) -> None:
-    with pytest.raises(LaunchError, match=message):
+def test_a_missing_program_is_said_with_the_cure(target: str, module: bool, value: object) -> None:
+    with pytest.raises(LaunchError) as caught:
         python_command(target, module=module)
+    assert caught.value.value == value
 
 
 def test_a_program_that_cannot_be_executed_leaves_nothing(tmp_path: Path) -> None:
     gc.collect()
     before = set(os.listdir("/dev/fd"))
     job = Job(command=(str(tmp_path / "absent"),), hosts={"localhost": (0, 1)})
-    with pytest.raises(LaunchError, match=r"rank 0 could not be started: .*absent"):
+    with pytest.raises(LaunchError) as caught:
         LocalLauncher().run(job)
+    assert "rank 0" in str(caught.value)
     assert set(os.listdir("/dev/fd")) <= before  # what another test left may be closed meanwhile
 
 
@@ -162,8 +170,9 @@ def test_the_ranks_of_a_host_stand_after_those_before_it() -> None:
 
 
 def test_ranks_of_several_hosts_have_to_be_told_where_to_meet() -> None:
-    with pytest.raises(LaunchError, match=r"on 2 hosts are not told where to meet(?s:.*)--master_addr"):
+    with pytest.raises(LaunchError) as caught:
         plan_host(Job(command=("program",), hosts={"a": (0,), "b": (0,)}), 0, {})
+    assert "--master_addr" in str(caught.value)
 
 
 def test_the_local_rank_stands_between_program_and_arguments() -> None:
@@ -178,8 +187,10 @@ def test_ranks_are_bound_to_the_cpus_that_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(planning, "find_cores", lambda cpus: tuple(Core(0, (cpu,)) for cpu in sorted(cpus)))
     plan = plan_local(["program"], nproc=2, environment={}, bind_cores=True, cores=(2, 3, 6, 7))
     assert [spec.cores for spec in plan.ranks] == [(2, 3), (6, 7)]
-    with pytest.raises(LaunchError, match=r"CPU 8 cannot be used here(?s:.*)0, 1, 2"):
+    with pytest.raises(LaunchError) as caught:
         plan_local(["program"], nproc=2, environment={}, bind_cores=True, cores=(2, 8))
+    assert caught.value.value == (2, 8)
+    assert "CPU" in str(caught.value)
 
 
 def test_a_job_travels_as_json() -> None:

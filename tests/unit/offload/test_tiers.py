@@ -121,8 +121,9 @@ class TestNvmeOnTorch(TestNvme):
 def test_what_is_asked_too_late_is_a_bug_of_the_caller(kind: type[Tier], opened: Opener) -> None:
     tier = opened(kind)
     tier.close()
-    with pytest.raises(InvariantError, match="after it was closed"):
+    with pytest.raises(InvariantError) as caught:
         tier.allocate("a", 1, F32)
+    assert tier.name in str(caught.value)
 
 
 def test_the_host_tier_pins_where_the_device_can_and_the_options_ask(opened: Opener) -> None:
@@ -137,20 +138,24 @@ def test_the_host_tier_pins_where_the_device_can_and_the_options_ask(opened: Ope
 def test_what_rests_in_a_file_has_no_memory(opened: Opener) -> None:
     buffer = opened(NvmeTier).allocate("a", 4, F32)
     for ask in (lambda: buffer.raw, buffer.data_ptr):
-        with pytest.raises(InvariantError, match=r"rests in .*/rank0/a and has no"):
+        with pytest.raises(InvariantError) as caught:
             ask()
+        assert str(caught.value.value).endswith("/polyaccel-test1/rank0/a")
+        assert "/rank0/a" in str(caught.value)
 
 
 def test_only_whole_buffers_of_the_tier_are_lent_one_walk_at_a_time(opened: Opener) -> None:
     tier, other = opened(NvmeTier), opened(HostTier)
     buffer = tier.allocate("a", 4, F32)
     for stranger in (buffer.view(0, 2), other.allocate("a", 4, F32)):
-        with pytest.raises(InvariantError, match="not a whole buffer"):
+        with pytest.raises(InvariantError) as caught:
             next(tier.stream_groups([[stranger]]))
+        assert caught.value.value is stranger
     walk = tier.stream_groups([[buffer]])
     next(walk)
-    with pytest.raises(InvariantError, match="while it lends"):
+    with pytest.raises(InvariantError) as caught:
         next(tier.stream_groups([[buffer]]))
+    assert tier.name in str(caught.value)
     walk.close()
     assert len(list(tier.stream_groups([[buffer]]))) == 1
 
@@ -159,8 +164,9 @@ def test_only_whole_buffers_of_the_tier_are_lent_one_walk_at_a_time(opened: Open
 def test_keys_are_unique_and_name_files(opened: Opener, key: str) -> None:
     tier = opened(NvmeTier)
     tier.allocate("a", 4, F32)
-    with pytest.raises(InvariantError, match="in use, or cannot"):
+    with pytest.raises(InvariantError) as caught:
         tier.allocate(key, 4, F32)
+    assert caught.value.value == key
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

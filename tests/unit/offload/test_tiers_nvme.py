@@ -208,8 +208,9 @@ def test_files_are_whole_blocks_with_their_room_reserved(tier: NvmeTier) -> None
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_made(tier: NvmeTier) -> None:
-    with pytest.raises(OffloadError, match=r"disk is full: .*/rank0/a needs 4000000000000000 bytes, \d+ are free") as e:
+    with pytest.raises(OffloadError) as e:
         tier.allocate("a", 10**15, F32)
+    assert all(part in str(e.value) for part in ("/rank0/a", "4000000000000000"))
     assert "nvme_path" in e.value.hint
     assert list(tier._folder.path.iterdir()) == []
     tier.allocate("a", 4, F32)
@@ -220,8 +221,9 @@ def test_room_that_another_took_meanwhile_is_refused(tier: NvmeTier, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OffloadError, match="disk is full"):
+    with pytest.raises(OffloadError) as caught:
         tier.allocate("a", 4, F32)
+    assert caught.value.value == 16
     assert list(tier._folder.path.iterdir()) == []
 
 
@@ -255,8 +257,9 @@ def test_a_full_disk_in_the_middle_of_a_walk_loses_nothing(
     for index in range(3):
         for buffer in next(walk):
             buffer.fill(index + 1.0)
-    with pytest.raises(OffloadError, match=r"2 buffers could not be written .* disk is full") as caught:
+    with pytest.raises(OffloadError) as caught:
         next(walk)
+    assert caught.value.value == 6000
     assert "checkpoint" in caught.value.hint
     assert [[values(buffer) for buffer in group] for group in groups] == [[{1.0}] * 2, [{2.0}] * 2, [{3.0}] * 2]
 
@@ -282,8 +285,10 @@ def test_a_short_file_stops_the_walk_and_spoils_no_other(tmp_path: Path, pipelin
     os.truncate(file_of(groups[1][1]), 4096)
     walk = tier.stream_groups(groups)
     next(walk)[0].fill(6.0)
-    with pytest.raises(OffloadError, match=r"/b1 could not be read: .*ends after 4096 bytes, 4096 more were expected"):
+    with pytest.raises(OffloadError) as caught:
         next(walk)
+    assert caught.value.value == str(tmp_path / "polyaccel-0/rank0/b1")
+    assert all(part in str(caught.value) for part in ("/b1", "4096"))
     assert [values(buffer) for buffer in (*groups[0], groups[1][0], *groups[2])] == [{6.0}, *[{0.0}] * 4]
     assert file_of(groups[1][1]).stat().st_size == 4096  # not written back, for nobody has read it
     os.truncate(file_of(groups[1][1]), 2 * 4096)
@@ -311,21 +316,26 @@ def test_jobs_on_one_path_do_not_touch_each_other(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_in_use_is_refused(tmp_path: Path, tier: NvmeTier) -> None:
-    with pytest.raises(OffloadError, match=rf"rank0 is in use by another process \(.* {os.getpid()}\)"):
+    with pytest.raises(OffloadError) as caught:
         open_tier(tmp_path)
+    assert caught.value.value == str(tmp_path / "polyaccel-0/rank0")
+    assert str(os.getpid()) in str(caught.value)
     buffer = tier.allocate("a", 4, F32)
     assert values(buffer) == {0.0}
 
 
 def test_places_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match="no folder for offloaded states can be made") as caught:
+    with pytest.raises(OffloadError) as caught:
         open_tier(tmp_path / "file")
+    assert caught.value.value == str(tmp_path / "file")
     assert "nvme_path" in caught.value.hint
-    with pytest.raises(OffloadError, match="no directory"):
+    with pytest.raises(OffloadError) as caught:
         NvmeTier().open(HOST, HOST, TierOptions())
-    with pytest.raises(OffloadError, match="cannot be part of a folder's name"):
+    assert "nvme_path" in str(caught.value)
+    with pytest.raises(OffloadError) as caught:
         open_tier(tmp_path, run_id="../x")
+    assert "../x" in str(caught.value)
 
 
 def test_clearing_away_touches_nothing_but_folders_of_the_dead(tmp_path: Path) -> None:
@@ -378,8 +388,9 @@ def test_a_lock_file_that_vanishes_before_it_is_locked_is_made_again(
     tier = open_tier(tmp_path)
     assert cleared
     assert lock.exists()
-    with pytest.raises(OffloadError, match="in use"):
+    with pytest.raises(OffloadError) as caught:
         open_tier(tmp_path)
+    assert caught.value.value == str(tmp_path / "polyaccel-0/rank0")
     tier.close()
 
 

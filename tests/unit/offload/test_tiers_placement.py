@@ -64,5 +64,6 @@ def test_the_first_shards_that_fit_are_kept(layout: ShardLayout, room: int) -> N
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
 def test_impossible_shares_are_refused(ratio: float) -> None:
     layout = plan_layout([ParamSpec("p", (4,), DType.FLOAT32)], mesh=Mesh.flat(1), max_bucket_numel=8)
-    with pytest.raises(ShardingError, match="cannot be offloaded"):
+    with pytest.raises(ShardingError) as caught:
         offloaded_buckets(layout, ratio)
+    assert caught.value.value is ratio

@@ -119,7 +119,7 @@ def test_memory_lives_as_long_as_the_transfer(transfers: Transfers, tmp_path: Pa
 def test_closed_native_threads_are_not_used_again(tmp_path: Path) -> None:
     transfers = native_threads()
     transfers.close()
-    with pytest.raises(InvariantError, match="after their threads had ended"):
+    with pytest.raises(InvariantError):
         transfers.start(tmp_path / "a", 0, memory(b"abc"), writes=True)
 
 

@@ -100,14 +100,17 @@ def test_square_sums_of_a_piece_do_not_depend_on_its_place() -> None:
 def test_buffers_of_other_lengths_are_refused(accelerator: CpuAccelerator) -> None:
     buffers = [accelerator.allocate(8, DType.FLOAT32) for _ in range(3)]
     short = accelerator.allocate(7, DType.FLOAT32)
-    with pytest.raises(ShardingError, match="7 x float32"):
+    with pytest.raises(ShardingError) as caught:
         accelerator.kernels()[UPDATE](ADAMW, buffers[0], buffers[1], [buffers[2], short])
+    assert caught.value.value == 7
+    assert "float32" in str(caught.value)
 
 
 @pytest.mark.parametrize("accelerator", [TORCH, NUMPY], ids=["torch", "numpy"])
 def test_integers_are_not_scaled(accelerator: CpuAccelerator) -> None:
-    with pytest.raises(ShardingError, match="cannot scale"):
+    with pytest.raises(ShardingError) as caught:
         accelerator.kernels()[SCALE](accelerator.allocate(3, DType.INT32), 0.5)
+    assert caught.value.value == "int32"
 
 
 def test_a_table_names_who_provides_what() -> None:
@@ -118,5 +121,6 @@ def test_a_table_names_who_provides_what() -> None:
     assert table[UPDATE] is other
     assert (table.provider(UPDATE), table.provider(SCALE)) == ("acme", "torch")
     assert set(table) == set(ALL_OPS)
-    with pytest.raises(PluginContractError, match="no kernel for op 'scale'"):
+    with pytest.raises(PluginContractError) as caught:
         KernelTable("acme", {UPDATE: other})[SCALE]
+    assert caught.value.value == "scale"

@@ -274,17 +274,27 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     table = TORCH.kernels()
     four = [TORCH.allocate(8, DType.FLOAT32) for _ in range(4)]
     short, codes = TORCH.allocate(7, DType.FLOAT32), TORCH.allocate(8, DType.INT8)
-    with pytest.raises(ShardingError, match="7 x float32"):
+    with pytest.raises(ShardingError) as caught:
         table[UPDATE](ADAMW, four[0], four[1], [four[2], short])
-    with pytest.raises(ShardingError, match="7 x float32"):
+    assert caught.value.value == 7
+    assert "float32" in str(caught.value)
+    with pytest.raises(ShardingError) as caught:
         table[REDUCE](four[0], short, ReduceOp.SUM)
-    with pytest.raises(ShardingError, match="no place 3"):
+    assert caught.value.value == 7
+    assert "float32" in str(caught.value)
+    with pytest.raises(ShardingError) as caught:
         table[SQUARE_SUMS](TORCH.allocate(3, DType.FLOAT64), [(3, short)])
-    with pytest.raises(ShardingError, match="cannot scale"):
+    assert caught.value.value == 3
+    with pytest.raises(ShardingError) as caught:
         table[SCALE](TORCH.allocate(3, DType.INT32), 0.5)
-    with pytest.raises(ShardingError, match="2 float32 scales"):
+    assert caught.value.value == "int32"
+    with pytest.raises(ShardingError) as caught:
         table[QUANTIZE](four[0], codes, short, 4)
-    with pytest.raises(ShardingError, match="blocks of 3"):
+    assert caught.value.value == 7
+    assert "float32" in str(caught.value)
+    with pytest.raises(ShardingError) as caught:
         table[QUANTIZE](four[0], TORCH.allocate(4, DType.UINT8), TORCH.allocate(3, DType.FLOAT32), 3)
-    with pytest.raises(InvariantError, match="code 1"):
+    assert caught.value.value == 3
+    with pytest.raises(InvariantError) as caught:
         native().call("pa_combine", 99, 0, 0, None, None, 1)
+    assert caught.value.value == (99, 0, 0, None, None, 1)

@@ -128,5 +128,7 @@ def test_a_formula_gets_all_its_states() -> None:
     accelerator = CpuAccelerator("numpy")
     master, grad, state = (accelerator.allocate(8, DType.FLOAT32) for _ in range(3))
     rule = OPTIMIZERS["AdamW"].rule({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}, 1)
-    with pytest.raises(ShardingError, match="adamw got 1 states\n  hint: it has exp_avg, exp_avg_sq"):
+    with pytest.raises(ShardingError) as caught:
         accelerator.kernels()[UPDATE](rule, master, grad, [state])
+    assert caught.value.value == 1
+    assert "exp_avg_sq" in str(caught.value)

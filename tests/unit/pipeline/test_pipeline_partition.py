@@ -47,8 +47,9 @@ def test_parts_are_as_even_as_can_be(weights: list[float], parts: int, expected:
 
 
 def test_fewer_layers_than_parts_are_refused() -> None:
-    with pytest.raises(PipelineError, match="2 layers for 3 parts"):
+    with pytest.raises(PipelineError) as caught:
         split_layers([1, 1], 3)
+    assert caught.value.value == 2
 
 
 NAMES, NUMELS = ["Embedding", "Block", "Block", "LayerNorm"], [100, 10, 10, 2]
@@ -69,14 +70,16 @@ def test_a_method_weighs_layers(method: str, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "named"),
     [
-        ("profile", "no partition_method is named 'profile'"),
-        ("type:", "no partition_method is named 'type:'"),
-        ("type:Attention", "matches the class of no layer\n  hint: they are: Embedding, Block, LayerNorm"),
-        ("type:(", "partition_method 'type:\\('"),
+        ("profile", "'profile'"),
+        ("type:", "'type:'"),
+        ("type:Attention", "LayerNorm"),
+        ("type:(", "'type:"),
     ],
 )
-def test_a_method_that_says_nothing_is_refused(method: str, said: str) -> None:
-    with pytest.raises(PipelineError, match=said):
+def test_a_method_that_says_nothing_is_refused(method: str, named: str) -> None:
+    with pytest.raises(PipelineError) as caught:
         layer_weights(method, NAMES, NUMELS)
+    assert named in str(caught.value)
+    assert caught.value.value == method

@@ -193,21 +193,23 @@ def test_uneven_chunks_are_bound_by_the_longest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "numbers", "said"),
+    ("schedule", "numbers", "value"),
     [
-        ("2f2b", (2, 2), r"no schedule is named '2f2b'\n  hint: one of: gpipe, 1f1b"),
-        ("1f1b", (0, 2), "0 stages for 1f1b"),
-        ("1f1b", (2, 0), "0 micro-batches for 1f1b"),
-        ("interleaved", (2, 2, 0), "0 chunks for interleaved"),
-        ("1f1b", (2, 2, 2), r"1f1b has one chunk a stage, not 2\n  hint: .* or use interleaved, zb-v, dualpipe-v"),
-        ("zb-v", (2, 2, 3), "zb-v has 2 chunks a stage, not 3"),
+        ("2f2b", (2, 2), "2f2b"),
+        ("1f1b", (0, 2), 0),
+        ("1f1b", (2, 0), 0),
+        ("interleaved", (2, 2, 0), 0),
+        ("1f1b", (2, 2, 2), 2),
+        ("zb-v", (2, 2, 3), 3),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(schedule: str, numbers: tuple[int, ...], said: str) -> None:
-    with pytest.raises(PipelineError, match=said):
+def test_numbers_that_do_not_fit_are_refused(schedule: str, numbers: tuple[int, ...], value: object) -> None:
+    with pytest.raises(PipelineError) as caught:
         make_table(schedule, *numbers)
+    assert caught.value.value == value
 
 
 def test_times_of_another_number_of_chunks_are_refused() -> None:
-    with pytest.raises(PipelineError, match="for a table of 2"):
+    with pytest.raises(PipelineError) as caught:
         simulate(make_table("1f1b", 2, 2), OpTimes.even(3))
+    assert "2" in str(caught.value)

@@ -106,24 +106,18 @@ def test_a_function_is_called_on_the_meta_device(module_here: str) -> None:
     assert shape.summary == f"{module_here}:build()"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("number", "returned a int"),
-        ("reads", "failed on the meta device"),
-        ("constant", "is a int"),
-        ("missing", "cannot be imported"),
-    ],
-)
-def test_a_function_that_gives_no_model_is_an_error(module_here: str, name: str, message: str) -> None:
-    with pytest.raises(PolyaccelError, match=f"{module_here}:{name}.* {message}") as caught:
+@pytest.mark.parametrize("name", ["number", "reads", "constant", "missing"])
+def test_a_function_that_gives_no_model_is_an_error(module_here: str, name: str) -> None:
+    with pytest.raises(PolyaccelError) as caught:
         shape_of_function(f"{module_here}:{name}", rules())
+    assert f"{module_here}:{name}" in str(caught.value)
     assert caught.value.hint
 
 
 def test_a_module_that_is_not_there_is_an_error(module_here: str) -> None:
-    with pytest.raises(PolyaccelError, match="no_such_module:build cannot be imported"):
+    with pytest.raises(PolyaccelError) as caught:
         shape_of_function("no_such_module:build", rules())
+    assert caught.value.value == "no_such_module:build"
 
 
 def test_a_hugging_face_directory_is_read(tmp_path: Path) -> None:
@@ -144,11 +138,13 @@ def test_a_hugging_face_directory_is_read(tmp_path: Path) -> None:
 
 def test_another_directory_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(PolyaccelError, match="transformers makes no model"):
+    with pytest.raises(PolyaccelError) as caught:
         shape_of_directory(tmp_path, rules())
+    assert caught.value.value == str(tmp_path)
 
 
 def test_without_transformers_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(PolyaccelError, match="needs transformers"):
+    with pytest.raises(PolyaccelError) as caught:
         shape_of_directory(tmp_path, rules())
+    assert caught.value.value == str(tmp_path)

@@ -49,8 +49,9 @@ def test_the_cure_of_a_broken_promise_is_apart_from_what_was_found() -> None:
 
     outcome = run_test("test_broken", broken)
     assert (outcome.state, outcome.reason, outcome.hint) == ("failed", "the probe raised", "say why not")
-    with pytest.raises(AssertionError, match="the probe raised\n  hint: say why not"):
+    with pytest.raises(AssertionError) as caught:
         broken()
+    assert str(caught.value) == "the probe raised\n  hint: say why not"
 
 
 @pytest.mark.parametrize("ends", ["with an error of ours", "with another", "as absent"])

@@ -276,23 +276,27 @@ def test_an_unplaced_model_computes_on_real_data():
 def test_what_needs_memory_says_so(use):
     with zero.Init():
         tensor = torch.ones(2000)
-    with pytest.raises(PolyaccelError, match=r"needs memory(.|\n)*value_of"):
+    with pytest.raises(PolyaccelError) as caught:
         use(tensor)
+    assert "value_of" in str(caught.value)
 
 
 def test_changing_the_shape_in_place_is_refused():
     with zero.Init():
         tensor = torch.ones(2000)
-        with pytest.raises(PolyaccelError, match=r"aten.resize_.* cannot be deferred(.|\n)*outside zero.Init"):
+        with pytest.raises(PolyaccelError) as caught:
             tensor.resize_(3000)
+        assert caught.value.value == "aten.resize_.default"
+        assert "zero.Init" in str(caught.value)
 
 
 def test_hooks_that_would_be_lost_are_refused():
     with zero.Init():
         weight = nn.Linear(64, 64).weight
     weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(PolyaccelError, match="has hooks"):
+    with pytest.raises(PolyaccelError) as caught:
         weight.data = value_of(weight)
+    assert caught.value.value == (64, 64)
 
 
 def test_a_source_that_changes_before_the_replay_is_noticed():
@@ -301,8 +305,9 @@ def test_a_source_that_changes_before_the_replay_is_noticed():
         kept = torch.zeros(5000)
         kept.copy_(source)
     source[0] = 7
-    with pytest.raises(PolyaccelError, match="changed in place"):
+    with pytest.raises(PolyaccelError) as caught:
         value_of(kept)
+    assert caught.value.value == (5000,)
 
 
 def test_leaving_by_an_exception_ends_it():
@@ -333,23 +338,25 @@ def test_the_meta_device_stays_meta_inside():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "key"),
     [
-        ({"remote_device": "cpu"}, r"remote_device = 'cpu'(.|\n)*offload_param"),
+        ({"remote_device": "cpu"}, "remote_device"),
         ({"pin_memory": True}, "pin_memory"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
-        ({"config_dict_or_path": {"zero_optimisation": {}}}, "zero_optimization"),
+        ({"config_dict_or_path": {"zero_optimisation": {}}}, "zero_optimisation"),
     ],
 )
-def test_arguments_that_mean_nothing_here_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
+def test_arguments_that_mean_nothing_here_are_refused(arguments, key):
+    with pytest.raises(ConfigError) as caught:
         zero.Init(**arguments)
+    assert caught.value.problems[0].key == key
 
 
 def test_inert_arguments_are_accepted_and_unknown_ones_are_not():
     zero.Init(remote_device=None, pin_memory=False, mpu=None, mem_efficient_linear=False)
-    with pytest.raises(TypeError, match="remote_devise"):
+    with pytest.raises(TypeError) as caught:
         zero.Init(remote_devise=None)
+    assert "remote_devise" in str(caught.value)
 
 
 def test_a_model_on_the_meta_device_gets_what_its_modules_reset_to():
@@ -379,8 +386,10 @@ def test_a_meta_tensor_that_nothing_fills_is_named():
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
         model[0].scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(PolyaccelError, match=r"'0.scale' of a Sequential is on the meta device(.|\n)*zero.Init"):
+    with pytest.raises(PolyaccelError) as caught:
         prepare(model)
+    assert caught.value.value == "0.scale"
+    assert "zero.Init" in str(caught.value)
 
 
 def test_building_inside_costs_no_memory_and_no_warnings():

@@ -155,13 +155,16 @@ def test_hooks_of_a_parameter_that_is_given_deferred_values_are_not_lost():
     with zero.Init():
         parameter = nn.Parameter(torch.zeros(3))
         parameter.register_hook(lambda gradient: None)
-        with pytest.raises(PolyaccelError, match="has hooks already"):
+        with pytest.raises(PolyaccelError) as caught:
             parameter.data = torch.randn(60, 60)
+        assert caught.value.value == (3,)
 
 
 def test_an_operation_whose_shape_the_meta_device_gets_wrong_is_refused():
     model = built(lambda: OneParameter(lambda: torch.cumsum(torch.randn(60, 60), 0)), inside=True)
     (call,) = {call for call in model.weight.place.memory.history if "cumsum" in str(call.function)}
     call.made = (replace(call.made[0], shape=(60, 61)),)
-    with pytest.raises(PolyaccelError, match=r"cumsum.*gave torch.float32 of shape \(60, 60\)(.|\n)*enabled=False"):
+    with pytest.raises(PolyaccelError) as caught:
         value_of(model.weight)
+    assert caught.value.value == "aten.cumsum.default"
+    assert all(part in str(caught.value) for part in ("torch.float32", "enabled=False"))

@@ -256,8 +256,9 @@ def test_throughput_names_what_it_leaves_out_once(caplog: pytest.LogCaptureFixtu
     engine, *_ = polyaccel.initialize(model=model, config=config)
     with caplog.at_level("WARNING"):
         for rows in (2, 2, 3):
-            with pytest.raises(RuntimeError, match="autograd"):  # the operation has no backward pass
+            with pytest.raises(RuntimeError) as caught:  # the operation has no backward pass
                 engine.backward(engine(torch.ones(rows, D)).sum())
+            assert "polyaccel_tests.product" in str(caught.value)
     engine.destroy()
     assert sum("polyaccel_tests.product" in record.getMessage() for record in caplog.records) == 1
 
@@ -293,7 +294,8 @@ def test_a_pass_that_raises_leaves_no_hook() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Broken(4, 4))
     profiler = ModuleProfiler(model)
-    with pytest.raises(ValueError, match="no"), profiler.looking(counts=True, times=True):
+    with pytest.raises(ValueError) as caught, profiler.looking(counts=True, times=True):
         model(torch.ones(2, 4))
+    assert str(caught.value) == "no"
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
     assert model[0](torch.ones(2, 4)).shape == (2, 4)

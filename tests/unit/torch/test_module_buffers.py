@@ -116,5 +116,6 @@ def test_types_that_do_not_fit_name_the_buffers_and_the_key_that_helps(kind: str
 
 def test_inputs_of_another_type_are_no_matter_of_buffers() -> None:
     """The linear layer that refuses them has none."""
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(RuntimeError) as caught:
         trained("none", "bf16", torch.randn(4, 4))
+    assert "dtype" in str(caught.value)

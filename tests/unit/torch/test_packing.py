@@ -77,18 +77,19 @@ def test_the_bytes_are_a_safetensors_file(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "wrong"),
     [
-        ({"a": [print]}, r"cannot hold it\.a\[0\], a builtins\.builtin_function_or_method"),
-        ({"a": object()}, r"cannot hold it\.a, a builtins\.object"),
-        ({"a": torch.eye(2).to_sparse()}, r"cannot hold it\.a, a tensor of layout torch\.sparse_coo"),
-        ({(1, print): 1}, r"cannot hold a key of it\[1\], a builtins"),
+        ({"a": [print]}, "builtins.builtin_function_or_method"),
+        ({"a": object()}, "builtins.object"),
+        ({"a": torch.eye(2).to_sparse()}, "it.a"),
+        ({(1, print): 1}, "builtins.builtin_function_or_method"),
     ],
     ids=["function", "object", "sparse", "key"],
 )
-def test_what_cannot_be_read_back_safely_is_refused_by_its_place(value: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as caught:
+def test_what_cannot_be_read_back_safely_is_refused_by_its_place(value: Any, wrong: object) -> None:
+    with pytest.raises(CheckpointError) as caught:
         packed(value, "it")
+    assert caught.value.value == wrong
     assert caught.value.hint
 
 
@@ -98,14 +99,16 @@ def test_what_torch_wrote_is_read_without_running_code() -> None:
     assert unpacked(stream.getvalue(), "it")["a"].tolist() == [1, 1]
     stream = io.BytesIO()
     torch.save({"a": print}, stream)
-    with pytest.raises(CheckpointError, match="it cannot be read"):
+    with pytest.raises(CheckpointError) as caught:
         unpacked(stream.getvalue(), "it")
+    assert "`torch.serialization.safe_globals([print])`" in str(caught.value)
 
 
 @given(st.binary(max_size=40))
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="it cannot be read"):
+    with pytest.raises(CheckpointError) as caught:
         unpacked(data, "it")
+    assert str(caught.value).startswith("it ")
 
 
 @given(st.integers(0, 400), st.integers(0, 7))

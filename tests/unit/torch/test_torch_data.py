@@ -95,8 +95,10 @@ def test_every_sample_comes_once_an_epoch(count: int, batch: int, world: int) ->
 def test_drop_last_gives_full_micro_batches_and_no_sample_twice(count: int, batch: int, world: int) -> None:
     whole = count // (batch * world)
     if not whole:
-        with pytest.raises(ConfigError, match=f"expected at least {batch * world}\n.*dataloader_drop_last"):
+        with pytest.raises(ConfigError) as caught:
             loader(count, batch=batch, world=world, drop_last=True)
+        assert [problem.key for problem in caught.value.problems] == ["training_data"]
+        assert all(part in str(caught.value) for part in ("dataloader_drop_last", str(batch * world)))
         return
     ranks = [loader(count, batch=batch, rank=rank, world=world, drop_last=True) for rank in range(world)]
     seen = global_batches(ranks)
@@ -212,13 +214,15 @@ def test_an_epoch_left_early_is_not_gone_on_with() -> None:
 
 @pytest.mark.parametrize("other", [loader(11), loader(12, seed=1), loader(12, shuffle=False)])
 def test_a_position_in_other_data_is_refused(other: ShardedDataLoader[list[int]]) -> None:
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(CheckpointError) as caught:
         loader(12).load_state_dict(other.state_dict())
+    assert caught.value.value
 
 
 def test_a_broken_position_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="'position': -1"):
+    with pytest.raises(CheckpointError) as caught:
         loader(12).load_state_dict(loader(12).state_dict() | {"position": -1})
+    assert caught.value.value == {"position": -1}
 
 
 def streaming(count: int, batch: int, world: int = 1, **options: Any) -> ShardedDataLoader[list[int]]:
@@ -282,26 +286,29 @@ def test_worker_seeds_change_with_the_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("sizes", "key"),
     [
-        ({"micro_batch_size": 0}, r"train_micro_batch_size_per_gpu = 0"),
-        ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, r"rank = 2: expected 0 to 1"),
+        ({"micro_batch_size": 0}, "train_micro_batch_size_per_gpu"),
+        ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, "rank"),
     ],
 )
-def test_impossible_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_impossible_sizes_are_refused(sizes: dict[str, int], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         ShardedDataLoader(Numbers(3), **sizes)
+    assert caught.value.problems[0].key == key
 
 
 def test_data_that_gives_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="training_data = 0: 0 samples do not make one micro-batch"):
+    with pytest.raises(ConfigError) as caught:
         loader(0)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("training_data", 0)]
     for none in (object(), torch.utils.data.DataLoader(Numbers(3)), iter([1, 2])):
         with pytest.raises(ConfigError) as caught:
             ShardedDataLoader(none, micro_batch_size=1)  # type: ignore[arg-type]
         assert caught.value.problems[0].value == type(none).__name__
-    with pytest.raises(ConfigError, match="gives no micro-batch"):
+    with pytest.raises(ConfigError) as caught:
         next(iter(RepeatingLoader([])))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("training_data", [])]
 
 
 def test_a_repeating_loader_is_an_iterator() -> None:

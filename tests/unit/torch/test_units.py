@@ -95,8 +95,9 @@ def test_chosen_units_replace_the_default_and_the_outermost_counts():
     assert list(find_units(model)) == ["encoder.layers.1", "head"]
     zero.set_units(model, [layers[0]])
     assert list(find_units(model)) == ["encoder.layers.0"]
-    with pytest.raises(ShardingError, match="a Linear is not part of the model"):
+    with pytest.raises(ShardingError) as caught:
         zero.set_units(model, [nn.Linear(2, 2)])
+    assert caught.value.value == "Linear"
 
 
 @pytest.mark.parametrize("choice", [nn.Embedding, "Embedding", "torch.nn.modules.sparse.Embedding", "embed"])
@@ -126,8 +127,9 @@ def test_deepspeeds_names():
     assert utils.unset_z3_leaf_modules(model, [Block]) == list(model.encoder.layers)
     utils.set_z3_leaf_module(model.head, False)
     assert utils.get_z3_leaf_modules(model) == []
-    with pytest.raises(ShardingError, match=r"no module of the model matches \['Attention'\]"):
+    with pytest.raises(ShardingError) as caught:
         utils.set_z3_leaf_modules(model, ["Attention"])
+    assert caught.value.value == ["Attention"]
     assert utils.set_z3_leaf_modules(model, ["Attention"], raise_if_not_found=False) == []
 
 
@@ -147,10 +149,12 @@ def test_the_config_chooses_leaves(choice):
         del model.head
         engine = initialize(model, leaf_module=choice)
         assert {bucket.kind.unit for bucket in engine.zero.layout.buckets} == {*LAYERS, "embed"}
-        with pytest.raises(ShardingError, match=r"'embed\.weight' is sharded already"):
+        with pytest.raises(ShardingError) as caught:
             zero.set_leaf_modules(model, ["head"])
-        with pytest.raises(ShardingError, match="is sharded already"):
+        assert caught.value.value == "embed.weight"
+        with pytest.raises(ShardingError) as caught:
             zero.set_units(model, [])
+        assert caught.value.value == "embed.weight"
 
     run_threads(1, work)
 
@@ -174,8 +178,9 @@ def test_leaves_of_a_config_that_came_to_no_engine_are_not_the_next_ones():
     def work(communicator):
         model = uneven()
         config = config_of(leaf_module={"names": ["encoder"]})
-        with pytest.raises(ValueError, match="no such optimizer"):
+        with pytest.raises(ValueError) as caught:
             polyaccel.initialize(model=model, optimizer=refuse, config=config)
+        assert str(caught.value) == "no such optimizer"
         engine = initialize(model, leaf_module={"names": ["embed"]})
         assert {bucket.kind.unit for bucket in engine.zero.layout.buckets} == {"", "embed", *LAYERS}
 
@@ -185,8 +190,9 @@ def test_leaves_of_a_config_that_came_to_no_engine_are_not_the_next_ones():
 @pytest.mark.parametrize("key", ["classes", "names", "name_suffixes"])
 def test_a_choice_of_the_config_that_matches_nothing_is_an_error(key):
     def work(communicator):
-        with pytest.raises(ConfigError, match=rf"leaf_module.{key} = 'Missing': no module of the model matches"):
+        with pytest.raises(ConfigError) as caught:
             initialize(Model(), leaf_module={key: ["Missing"]})
+        assert all(part in str(caught.value) for part in ("leaf_module", "'Missing'", key))
 
     run_threads(1, work)
 
@@ -256,8 +262,11 @@ def test_the_plan_has_the_units_and_buckets_of_the_engine(leaves, units):
 
 def test_a_leaf_that_the_model_lacks_stops_the_plan_too():
     resolved = load_resolved(config_of(leaf_module={"names": ["Missing"]}), world_size=1)
-    with pytest.raises(ConfigError, match=r"leaf_module.names = 'Missing': no module of the model matches"):
+    with pytest.raises(ConfigError) as caught:
         shape_of_module(Model(), "", module_rules_of(resolved))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("zero_optimization.leaf_module.names", "Missing")
+    ]
 
 
 @pytest.mark.parametrize(

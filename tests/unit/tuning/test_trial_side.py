@@ -34,8 +34,10 @@ def test_every_config_gets_the_trial_s_changes(tmp_path: Path, monkeypatch: pyte
 
 def test_a_variable_that_is_left_over_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRIAL_VARIABLE, str(tmp_path))
-    with pytest.raises(PolyaccelError, match=f"unset {TRIAL_VARIABLE}"):
+    with pytest.raises(PolyaccelError) as caught:
         load_config(TREE)
+    assert caught.value.value == str(tmp_path)
+    assert TRIAL_VARIABLE in str(caught.value)
 
 
 def test_changes_make_tables_and_take_keys_out() -> None:

@@ -159,8 +159,9 @@ def test_trials_of_another_question_do_not_count(
     asked = question(tuner_num_trials=1)
     tune(asked, open_log(asked, tmp_path), lambda sentence: None)
     other = replace(asked, world_size=4)
-    with pytest.raises(PolyaccelError, match="of another config, script or number of ranks"):
+    with pytest.raises(PolyaccelError) as caught:
         open_log(other, tmp_path, overwrite=False)
+    assert caught.value.value == str(tmp_path / "trials.jsonl")
     assert open_log(other, tmp_path).records == []
 
 
@@ -198,8 +199,9 @@ def test_where_nothing_can_be_tried_the_reason_is_told(
 
     monkeypatch.setattr(tuner, "run_trial", run)
     asked = question()
-    with pytest.raises(PolyaccelError, match="could be tried: no such loss"):
+    with pytest.raises(PolyaccelError) as caught:
         tune(asked, open_log(asked, tmp_path), lambda sentence: None)
+    assert caught.value.value == "stage 1, micro-batch 2 x 8"
     least = seen[-1]
     assert (len(seen), least.stage, least.micro_batch, least.recomputes) == (2, 3, 1, True)
 

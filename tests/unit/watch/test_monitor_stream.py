@@ -131,8 +131,9 @@ def test_one_that_does_not_end_is_left_behind(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("event", ["tag", ("tag", 1.0), ("tag", "much", 1), ("tag", 1.0, None)], ids=str)
 def test_what_is_no_event_is_refused(event: Any) -> None:
     records = MonitorStream([Kept()])
-    with pytest.raises(PolyaccelError, match="is not an event"):
+    with pytest.raises(PolyaccelError) as caught:
         records.write_events([event])
+    assert caught.value.value == event
     records.close()
     MonitorStream().write_events([event])  # where nobody writes, nobody looks
 

@@ -54,8 +54,10 @@ def test_a_run_folder_has_json_lines() -> None:
     assert chosen() == []
     assert chosen(run_dir="here") == [jsonl]
     assert chosen(run_dir="here", monitors={"jsonl": {}}) == [jsonl]
-    with pytest.raises(ConfigError, match=r"csv_monitor\.enabled = True: asks for the monitor that monitors\.csv asks"):
+    with pytest.raises(ConfigError) as caught:
         chosen(monitors={"csv": {}}, csv_monitor={"enabled": True})
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [("csv_monitor.enabled", True)]
+    assert "monitors.csv" in str(caught.value)
 
 
 def test_a_key_of_an_account_is_shown_to_nobody() -> None:

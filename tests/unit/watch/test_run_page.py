@@ -118,8 +118,9 @@ def test_nothing_else_is_there_for_anybody(server: PageServer) -> None:
 
 def test_it_listens_on_the_loopback_address_alone(server: PageServer) -> None:
     assert server._server.server_address[0] == "127.0.0.1"
-    with pytest.raises(PolyaccelError, match=rf"port {server.port} cannot be had: Address already in use"):
+    with pytest.raises(PolyaccelError) as caught:
         PageServer([], server.port)
+    assert str(server.port) in str(caught.value)
 
 
 def test_a_frozen_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:

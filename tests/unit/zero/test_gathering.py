@@ -95,10 +95,12 @@ def test_holds_nest_and_the_last_one_frees():
         assert (recorder.take(), gathering.live_numel) == ("", NUMEL)
         gathering.reshard(1)
         assert (recorder.take(), gathering.live_numel) == ("-1", 0)
-        with pytest.raises(ShardingError, match="bucket 1 is sharded at present"):
+        with pytest.raises(ShardingError) as caught:
             gathering.full(1)
-        with pytest.raises(InvariantError, match="bucket 1 was dropped more often than held"):
+        assert caught.value.value == 1
+        with pytest.raises(InvariantError) as caught:
             gathering.reshard(1)
+        assert caught.value.value == 1
 
     on_two_ranks(work)
 
@@ -280,13 +282,16 @@ def test_an_update_waits_for_nobody_who_holds():
     def work(communicator):
         gathering, _ = make(communicator, 3)
         gathering.unshard(2)
-        with pytest.raises(ShardingError, match=r"buckets \[2\] are gathered and in use"):
+        with pytest.raises(ShardingError) as caught:
             gathering.end_step()
-        with pytest.raises(ShardingError, match=r"buckets \[2\] are gathered and in use"):
+        assert caught.value.value == [2]
+        with pytest.raises(ShardingError) as caught:
             gathering.suspend()
+        assert caught.value.value == [2]
         gathering.reshard(2)
         gathering.suspend()
-        with pytest.raises(ShardingError, match="parameters are offloaded"):
+        with pytest.raises(ShardingError) as caught:
             gathering.unshard(0)
+        assert caught.value.value == 0
 
     on_two_ranks(work)

@@ -173,16 +173,20 @@ def test_the_cap_is_the_last_size_that_fits(cap: int, buckets: int) -> None:
 
 def test_a_repeated_name_is_refused_with_the_cure() -> None:
     twice = [ParamSpec("head.weight", (2, 3), DType.FLOAT32)] * 2
-    with pytest.raises(ShardingError, match=r"'head\.weight' appears twice\n  hint: tied parameters"):
+    with pytest.raises(ShardingError) as caught:
         plan_layout(twice, mesh=Mesh.flat(2), max_bucket_numel=100)
+    assert caught.value.value == "head.weight"
 
 
 def test_an_impossible_size_is_refused() -> None:
-    with pytest.raises(ShardingError, match="max_bucket_numel=0 must be at least 1"):
+    with pytest.raises(ShardingError) as caught:
         plan_layout([], mesh=Mesh.flat(2), max_bucket_numel=0)
+    assert caught.value.value == 0
+    assert "max_bucket_numel=0" in str(caught.value)
 
 
 def test_an_unknown_name_is_refused() -> None:
     layout = plan_layout([ParamSpec("a", (2,), DType.FLOAT32)], mesh=Mesh.flat(1), max_bucket_numel=10)
-    with pytest.raises(ShardingError, match=r"no parameter 'b' in this layout of 1"):
+    with pytest.raises(ShardingError) as caught:
         layout.locate("b")
+    assert caught.value.value == "b"

@@ -19,15 +19,17 @@ def test_a_stage_is_a_row_of_the_table(stage: int, placements: tuple[Placement, 
 
 @pytest.mark.parametrize("stage", [-1, 4, "two", None])
 def test_other_stages_are_refused_by_name(stage: object) -> None:
-    with pytest.raises(ShardingError, match=f"ZeRO stage {stage!r} does not exist") as caught:
+    with pytest.raises(ShardingError) as caught:
         ZeroPolicy.of_stage(stage)  # type: ignore[arg-type]
+    assert all(part in str(caught.value) for part in ("ZeRO", repr(stage)))
     assert caught.value.value == stage
 
 
 @pytest.mark.parametrize("placements", list(product((R, S), repeat=3)))
 def test_whoever_updates_everything_needs_everything(placements: tuple[Placement, Placement, Placement]) -> None:
     if placements[0] is R and S in placements[1:]:
-        with pytest.raises(ShardingError, match="shard the optimizer states too"):
+        with pytest.raises(ShardingError) as caught:
             ZeroPolicy(*placements)
+        assert caught.value.value == placements
     else:
         assert ZeroPolicy(*placements).optim is placements[0]

@@ -1,11 +1,11 @@
 """`DeepSpeedDataLoader`: the micro-batches of a rank in DeepSpeed's order and numbers.
 
-[Note: DeepSpeed's order]
+[Note: DeepSpeed's sample order]
 DeepSpeed deals samples by torch's DistributedSampler with seed 0 and never sets its epoch: every epoch has the same
 order, unless the script calls `loader.data_sampler.set_epoch`. The sampler fills its order up to equally many samples a
 rank, and `dataloader_drop_last` drops what is then less than a micro-batch. The pipeline engine does not shuffle.
 
-[Note: DeepSpeed's draws]
+[Note: DeepSpeed's random draws]
 DeepSpeed's loader is torch's: each `iter` draws one number on the process's generator, the seed of its workers. A
 model that draws (dropout, noise) sees that, so `DealtLoader` draws there too, while polyaccel's loader draws nothing.
 `RepeatingLoader` calls `iter` when it is made, and the pipeline engine makes one in `initialize`, on every stage.
@@ -30,8 +30,8 @@ log = getLogger("polyaccel.deepspeed")
 
 
 class DealtSampler(PositionedSampler):
-    """torch's DistributedSampler with its own padding; with `drops` a last micro-batch that is not full is left out.
-    See [Note: DeepSpeed's order]."""
+    """torch's DistributedSampler with its own padding; `drops` says that a last micro-batch that is not full is left
+    out. See [Note: DeepSpeed's sample order]."""
 
     drops = False
 
@@ -65,7 +65,7 @@ class DealtLoader(ShardedDataLoader[Any]):
 
 
 class RepeatingLoader(core.RepeatingLoader[Any]):
-    """polyaccel's, which begins its first epoch when it is made. See [Note: DeepSpeed's draws]."""
+    """polyaccel's, which begins its first epoch when it is made. See [Note: DeepSpeed's random draws]."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         super().__init__(loader)

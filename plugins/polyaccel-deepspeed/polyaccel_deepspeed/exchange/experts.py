@@ -1,6 +1,6 @@
 """Experts in DeepSpeed's checkpoints, which polyaccel has in stacks.
 
-[Note: Names of experts]
+[Note: Expert file names]
 Files `layer_L_expert_E_mp_rank_00_model_states.pt` have an expert's weights by its number in the layer. Files of
 optimizer states have its number on the rank that wrote them: each of the ranks that share a layer's experts calls its
 first one 0. Which ranks these are follows from how many parts a group has (`partition_count`): with two parts on four

@@ -4,7 +4,7 @@
 `polyaccel ckpt export DIR OUT --format deepspeed-universal` finds this by the entry point of the package. Nothing of
 DeepSpeed has to be installed.
 
-[Note: Contents of a universal checkpoint]
+[Note: Universal checkpoint contents]
 A parameter's folder has its weight in full precision and its optimizer states, a file each; `optimizer_state.pt` has
 what all share: the groups' hyperparameters and the loss scale, for stages 1 and 2 at its top and for stage 3 below
 `optimizer_state_dict`. Stage 3 gives the first group's hyperparameters to all groups: there stand those alone in which
@@ -142,7 +142,7 @@ def _schedule(reader: CheckpointReader) -> Any:
 
 
 def _common(reader: CheckpointReader, steps: int) -> dict[str, Any]:
-    """What all parameters share. See [Note: Contents of a universal checkpoint]."""
+    """What all parameters share. See [Note: Universal checkpoint contents]."""
     saved = reader.scalars.get("optimizer")
     groups = [
         {key: _value(key, group[key]) for key in GROUP_KEYS if key in group}

@@ -76,7 +76,7 @@ class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc
 
     def adopt(self, raw_config: Mapping[str, Any], client: Any, collate_fn: Any) -> None:
         """As `DeepSpeedEngine`'s, and begin the first epoch, in the order of the dataset: DeepSpeed's pipelines deal
-        `training_data` unshuffled. See [Note: DeepSpeed's draws] of `loader`."""
+        `training_data` unshuffled. See [Note: DeepSpeed's random draws] of `loader`."""
         super().adopt(raw_config, client, collate_fn)
         if self.training_dataloader is not None:
             sampler = getattr(self.training_dataloader, "data_sampler", None)

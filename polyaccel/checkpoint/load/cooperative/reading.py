@@ -1,6 +1,6 @@
 """Ranks that read a save together. Each byte range is read once per host and pass, verified, and shared in memory.
 
-[Note: Passes]
+[Note: Two-pass load]
 A load looks at everything before it changes anything, so it goes through its extents twice. Where all of them fit the
 memory that may be used they are read once, verified, and kept by the ranks that read them until they are taken over.
 Where they do not, or where the system itself keeps files that were just read (a folder that all ranks see: new memory

@@ -1,10 +1,10 @@
 """Memory without a name that the ranks of a host have in common: each has a window, which all of them map.
 
-[Note: Windows]
-A window is a file in memory that its rank has open. The others of its group open it through `/proc/<pid>/fd`, which the
-system allows to processes of the same user that see each other. Where it does not (another system, hardened kernels) a
-rank is its own group, and reads for itself alone. Nothing has to be removed: the memory goes with the last process that
-maps it.
+[Note: Shared-memory windows]
+A window is a file in memory that its rank has open. The others of its group open it through `/proc/<pid>/fd`, which
+the system allows to processes of the same user that see each other. Where it does not (another system, hardened
+kernels) a rank is a group of its own, and reads for itself alone. Nothing has to be removed: the memory goes with the
+last process that maps it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.host_address import host_name
+from polyaccel.job.host_topology import group_ranks, host_id
 
 _NAME = "polyaccel-window"
 
@@ -25,7 +25,11 @@ _NAME = "polyaccel-window"
 @dataclass(frozen=True, slots=True)
 class MemoryGroups:
     """Which ranks share memory: `groups[g]` are the ranks of group g, in order; `of_rank[r]` is rank r's group.
-    `descriptors` are this rank's open files of the windows of its own group, by rank."""
+    `descriptors` are this rank's open files of the windows of its own group, by rank.
+
+    These are not the hosts of `HostTopology`: ranks of one host id that a launcher takes for two hosts share memory,
+    and ranks of one host that a hardened kernel keeps apart, or that see other storages, do not.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     of_rank: tuple[int, ...]
@@ -34,21 +38,19 @@ class MemoryGroups:
 
     @classmethod
     def found(cls, communicator: Communicator, places: Sequence[int]) -> MemoryGroups:
-        """The groups of ranks on one host that see the same storage, as `places` has it by rank. Collective."""
-        rank, own = communicator.rank, _new_file()
-        told = communicator.all_gather_object(("" if own < 0 else _host(), os.getpid(), own))
-        keys = [(host, places[other]) if host else other for other, (host, _, _) in enumerate(told)]
+        """The groups of ranks on one host that see the same storage, as `places` says by rank. Collective."""
+        rank, own, ids = communicator.rank, _new_file(), communicator.host_topology.id_by_rank()
+        told = communicator.all_gather_object((os.getpid(), own))
+        hosts = [ids[communicator.ranks[other]] if file >= 0 else "" for other, (_, file) in enumerate(told)]
+        keys = [(host, places[other]) if host else other for other, host in enumerate(hosts)]
         descriptors = {rank: own}
-        for other, (_, pid, descriptor) in enumerate(told):
+        for other, (pid, descriptor) in enumerate(told):
             if other != rank and keys[other] == keys[rank]:
                 with suppress(OSError):
                     descriptors[other] = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         has_all = len(descriptors) == keys.count(keys[rank])
         alone = {keys[other] for other, ok in enumerate(communicator.all_gather_object(has_all)) if not ok}
-        members: dict[object, list[int]] = {}
-        for other, key in enumerate(keys):
-            members.setdefault((key, other) if key in alone else key, []).append(other)
-        groups = tuple(map(tuple, members.values()))
+        groups = group_ranks([(key, other) if key in alone else key for other, key in enumerate(keys)])
         of_rank = {other: group for group, ranks in enumerate(groups) for other in ranks}
         found = cls(groups, tuple(of_rank[other] for other in range(len(told))), rank, descriptors)
         for other in descriptors.keys() - set(found.group):
@@ -94,14 +96,7 @@ def _new_file() -> int:
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return -1
     try:
+        host_id()  # of a host without one no other rank knows whether it can open this rank's files
         return os.memfd_create(_NAME, os.MFD_CLOEXEC)
     except OSError:
         return -1
-
-
-def _host() -> str:
-    """What processes have in common that can share memory; empty where the system does not report it."""
-    try:
-        return host_name()
-    except OSError:
-        return ""

@@ -62,7 +62,7 @@ class CclWork(Work):
 
 
 class CclCommunicator(Communicator):
-    """A group of ranks whose collectives oneCCL carries. See [Note: One thread calls oneCCL].
+    """A group of ranks whose collectives oneCCL carries. See [Note: Single oneCCL thread].
 
     oneCCL chooses the order of additions by size, hence not deterministic; all ranks get the same bits. 16-bit floats
     are rounded after every addition. `messages` joins the same ranks over gloo: sends and receives, and the board.

@@ -1,6 +1,6 @@
 """One group's communicator in oneCCL, and the calls under way in it.
 
-[Note: One thread calls oneCCL]
+[Note: Single oneCCL thread]
 Its calls block until all peers have come, and it is not safe to call from several threads (three groups in three
 threads hang). So one thread of csrc/ccl makes all calls of a process, those of different groups too, in the order in
 which they were started. Ranks that are in several groups must therefore start calls in one order across groups. A
@@ -80,7 +80,7 @@ class CclJob:
 
 
 class CclGroup:
-    """The ranks of one group. See [Note: One thread calls oneCCL]."""
+    """The ranks of one group. See [Note: Single oneCCL thread]."""
 
     def __init__(self) -> None:
         self._library = ccl_library()

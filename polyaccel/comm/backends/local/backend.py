@@ -2,7 +2,7 @@
 
 `LocalWorld` is strict rather than fast: it is where the logic of everything above is tested.
 
-[Note: What a local collective promises]
+[Note: Local collective semantics]
 An asynchronous call returns before the others arrive, and its result appears in `wait()` and not earlier. Until then
 the work owns its buffers: whatever it will overwrite is filled with NaN, and writing to an input before `wait()` is a
 CommError there. What an in-place reduce-scatter leaves undefined is NaN afterwards. Calls that do not agree are errors
@@ -100,7 +100,7 @@ class LocalWork(Work):
 
 
 class LocalCommunicator(Communicator):
-    """One thread's membership of a `LocalWorld` or of a part of it. See [Note: What a local collective promises]."""
+    """One thread's membership of a `LocalWorld` or of a part of it. See [Note: Local collective semantics]."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
     native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
@@ -114,6 +114,7 @@ class LocalCommunicator(Communicator):
         self.ranks = place.ranks
         self.accelerator = accelerator
         self.timeout_s = place.state.timeout_s
+        self.host_topology = place.state.host_topology(self.ranks[rank])
         self._place = place
         self._closed = False
 

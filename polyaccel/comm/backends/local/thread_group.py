@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from polyaccel.comm.base import StatusStore
 from polyaccel.comm.collective import Collective
 from polyaccel.errors import CommError, CommTimeout
+from polyaccel.job.host_topology import HostTopology, host_id
 
 T = TypeVar("T")
 
@@ -48,7 +49,15 @@ class WorldState:
         self.timeout_s = timeout_s
         self.traces: tuple[list[TracedCall], ...] = tuple([] for _ in range(world_size))
         self.board = DictBoard()
+        try:
+            self._host_id = host_id()
+        except OSError:  # no Linux
+            self._host_id = ""
         self._failure: tuple[str, BaseException | None] | None = None
+
+    def host_topology(self, rank: int) -> HostTopology:
+        """Return the topology of global rank `rank`: all threads are on this host."""
+        return HostTopology.one_host(rank, range(len(self.traces)), self._host_id)
 
     def abort(self, reason: str, cause: BaseException | None) -> None:
         with self.changed:

@@ -1,7 +1,7 @@
 """The backend `mpi`: ranks that an MPI's mpirun has started, joined by mpi4py alone. Light to import.
 
 Importing `mpi4py.MPI` starts MPI, so that happens only when ranks connect that a launcher of MPI has started; see
-[Note: MPI only under a launcher] in `launchers/mpi.py`. mpi4py asks MPI for calls by several threads, and finalizes
+[Note: MPI import condition] in `launchers/mpi.py`. mpi4py asks MPI for calls by several threads, and finalizes
 it when the interpreter ends; a job whose rank dies is ended by its launcher.
 """
 

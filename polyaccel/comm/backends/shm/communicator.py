@@ -1,12 +1,12 @@
 """Collectives of the processes of one host, through memory that they share.
 
-[Note: Shared memory, who waits]
+[Note: Waiting in shared memory]
 A synchronous call runs in the caller's thread: it spins for a moment, then sleeps until it is woken. Asynchronous calls
 run one after another on a helper thread, which sleeps at once, for its core has better things to do; a synchronous call
 that finds the helper busy queues behind it, so that every rank has its calls in one order. Messages have their own
 order between each two ranks: a helper for each direction, made when it is first needed.
 
-[Note: Calls made before]
+[Note: Call cache]
 A training step makes the same calls on the same buffers again and again, and looking at the arguments takes several
 times as long as moving a small message. So a call is kept by all that its checks and its form depend on: addresses,
 sizes, types, and which memory the peers can map, whose every change empties the store. Whose turn it is and whether
@@ -55,7 +55,7 @@ _WHOLE_IS_SOURCE = frozenset({ShmOp.REDUCE_SCATTER})
 
 
 class ShmCommunicator(Communicator):
-    """A group of ranks on one host. See [Note: Shared memory, who waits]."""
+    """A group of ranks on one host. See [Note: Waiting in shared memory]."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
     native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
@@ -109,7 +109,7 @@ class ShmCommunicator(Communicator):
                 collective.source_counts,
                 bucket,
             )
-        # See [Note: Calls made before].
+        # See [Note: Call cache].
         book = self._host.heap.book
         if self._prepared_for != book.version or len(self._prepared) > _MOST_PREPARED:
             self._prepared.clear()

@@ -1,11 +1,11 @@
 """What the users of one rank see of shared memory: a mapping of the same file in which their writes stay their own.
 
-[Note: Private pages]
-The system maps one file twice: shared, for the engine, and copy-on-write, for users ([Note: One memory, private
-writes]). A page to which this process has not written is that of the file, in both. The first write through the second
-mapping makes a copy of the page, for this process alone, and the system distinguishes these pages from the others
-([Note: Three answers]), whatever wrote to them: torch, numpy or a library. Given back, they are the file's again at the
-next look.
+[Note: Copy-on-write pages]
+The system maps one file twice: shared, for the engine, and copy-on-write, for users
+([Note: Shared memory, private writes]). A page that nobody here has written to is that of the file, in both. The first
+write through the second mapping makes a copy of the page, for this process alone, and the system tells such pages from
+the others ([Note: Page map states]), whatever wrote to them: torch, numpy or a library. Given back, they are the file's
+again at the next look.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 class PrivateMapping:
     """`nbytes` of a file, in which this process sees its own writes and the file's contents elsewhere.
 
-    See [Note: Private pages].
+    See [Note: Copy-on-write pages].
     """
 
     def __init__(self, file: int, nbytes: int) -> None:

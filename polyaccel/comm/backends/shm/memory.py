@@ -1,6 +1,6 @@
 """Memory that the ranks of a host map together.
 
-[Note: Memory without a name]
+[Note: Unnamed shared memory]
 Nothing here has a name in /dev/shm: every piece is a memfd, which a peer opens through /proc/PID/fd while its owner
 lives and holds by a descriptor or a mapping from then on. The system takes the pages back when the last process that
 maps them ends, however it ends, so there is nothing to leave behind and nothing to clean up; nor does the size of
@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from polyaccel.accelerators.memory.host import aligned_shift, spare_nbytes
 from polyaccel.comm.backends.shm.library import shm_library
-from polyaccel.comm.host_address import host_name, start_of
+from polyaccel.comm.host_address import start_of
 from polyaccel.errors import CommError
+from polyaccel.job.host_topology import host_id
 
 _TOKEN_NBYTES = 32
 _ROUND_NBYTES = 1 << 16  # no page of any architecture is larger
@@ -48,7 +49,7 @@ class Member:
 
     @classmethod
     def of_this_process(cls, heap: Heap) -> Member:
-        return cls(os.getpid(), start_of("self"), heap.file, heap.token, host_name())
+        return cls(os.getpid(), start_of("self"), heap.file, heap.token, host_id())
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class AddressBook:
 
 
 class Heap:
-    """This process's own file of shared memory. See [Note: Memory without a name]."""
+    """This process's own file of shared memory. See [Note: Unnamed shared memory]."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(_TOKEN_NBYTES // 2)

@@ -1,11 +1,11 @@
 """Which pages of a copy-on-write mapping this process has written to, as Linux reports it.
 
-[Note: Three answers]
-A page that was written to belongs to no file any more, and the page map (`/proc/self/pagemap`) has a bit for each page:
-it is read (a millisecond for 4 MiB), or, since Linux 6.7, searched by the system itself (PAGEMAP_SCAN, a millisecond
-for 20 to 140 MiB, as it looks up whose each page is). The third answer costs a millisecond for 4 GiB: pages are
-protected by a userfaultfd, the system itself takes the protection off at the first write (UFFD_FEATURE_WP_ASYNC, 6.7),
-and searches the page tables for those without. No process has to answer faults, and none needs a privilege.
+[Note: Page map states]
+A page that was written to belongs to no file any more, and the page map (`/proc/self/pagemap`) says so of each page: it
+is read (a millisecond for 4 MiB), or, since Linux 6.7, searched by the system itself (PAGEMAP_SCAN, a millisecond for
+20 to 140 MiB, as it looks up whose each page is). The third answer costs a millisecond for 4 GiB: pages are protected
+by a userfaultfd, the system itself takes the protection off at the first write (UFFD_FEATURE_WP_ASYNC, 6.7), and
+searches the page tables for those without. No process has to answer faults, and none needs a privilege.
 """
 
 from __future__ import annotations

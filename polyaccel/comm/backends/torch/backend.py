@@ -1,5 +1,6 @@
-"""The backends of torch.distributed: gloo, nccl, xccl, hccl, and by name those that other packages register with it.
-Light to import; torch is loaded when connecting. See [Note: Two process groups] in `comm.torch_group`.
+"""Backends of torch.distributed: gloo, nccl, xccl, hccl, and by name those that other packages register with it.
+
+Light to import; torch is loaded when connecting. See [Note: Default group of torch] in `comm.torch_group`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ REGISTRARS = "torch.distributed.backends"
 
 
 class TorchBackend(CommBackend):
-    """A backend of torch.distributed, by its name there."""
+    """A backend of torch.distributed. `name` is its name there."""
 
     library: ClassVar[str | None] = None
-    """A file in torch's lib folder without which the backend is not built in; None if it always is or is a module."""
+    """File in torch's lib folder that a built-in backend needs; None if it needs none or is a module."""
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """By torch's name of a device, the module whose import adds the backend to torch; empty if torch has it."""
+    """Modules whose import adds the backend to torch, by torch's name of the device; empty if torch has it."""
     device: ClassVar[str | None] = None
-    """The accelerator, by the name of its plugin, that the library needs; None if it needs none, or `modules` say."""
+    """Plugin name of the accelerator that the library needs; None if it needs none, or with `modules`."""
 
     @classmethod
     def probe(cls) -> Probe:
@@ -49,7 +50,14 @@ class TorchBackend(CommBackend):
 
     @classmethod
     def probe_device(cls, library: str) -> Probe:
-        """Whether a device is here for a `library` that is: torch's builds for GPUs run on hosts without any too."""
+        """Probe the device that an installed library needs: torch's builds for GPUs run on hosts without any too.
+
+        Args:
+            library: Description of the library, which is the reason of a usable probe.
+
+        Returns:
+            The probe.
+        """
         if cls.device is not None:
             plugin: type[Accelerator] = load_plugin(
                 PluginGroup.ACCELERATORS, cls.device, Accelerator, Accelerator.API_VERSION
@@ -61,10 +69,16 @@ class TorchBackend(CommBackend):
 
     @classmethod
     def named(cls, name: str) -> type[CommBackend] | None:
-        """The backend that torch knows, or would by an entry point of REGISTRARS, as `name`; None if there is none.
+        """Return a backend that torch has under this name, or would have by an entry point of REGISTRARS.
 
         A package registers its backend when it is imported (`Backend.register_backend`), or by the entry point, a
-        function without arguments that does. Neither torch nor the package is imported here.
+        function without arguments. Neither torch nor the package is imported here.
+
+        Args:
+            name: torch's name of the backend.
+
+        Returns:
+            A class of that name; None where there is none.
         """
         dist: Any = sys.modules.get("torch.distributed")
         is_known = dist is not None and dist.is_available() and name in dist.Backend.backend_list
@@ -112,8 +126,14 @@ class TorchBackend(CommBackend):
         return StagedCommunicator(communicator, accelerator) if is_staged else communicator
 
     def register(self, accelerator: Accelerator) -> None:
-        """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be, and for an
-        accelerator whose memory the library does not read."""
+        """Register the backend with torch, if torch lacks it.
+
+        Args:
+            accelerator: Device of the buffers that will be sent.
+
+        Raises:
+            CommError: The backend cannot be registered, or does not read the accelerator's memory.
+        """
         devices = (self.device,) if self.device is not None else tuple(self.modules)
         device = accelerator.torch_device_type or accelerator.name
         if devices and device not in devices:
@@ -127,7 +147,7 @@ class TorchBackend(CommBackend):
 
 
 class GlooBackend(TorchBackend):
-    """Host memory over TCP: torch's messages, of which `exchange` makes the collectives."""
+    """Host memory over TCP: torch's messages, of which `exchange` composes the collectives."""
 
     name: ClassVar[str] = "gloo"
 
@@ -167,7 +187,7 @@ class HcclBackend(TorchBackend):
 
 
 class OutOfTreeBackend(TorchBackend):
-    """A backend that another package registers with torch: it did, or its entry point will."""
+    """A backend that another package registers with torch, when it is imported or by its entry point."""
 
     registrar: ClassVar[metadata.EntryPoint | None] = None
 

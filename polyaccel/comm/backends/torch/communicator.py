@@ -1,11 +1,21 @@
-"""Collectives of torch process groups: the backend's own ones, for devices whose libraries do them best."""
+"""Collectives of torch process groups: the backend's own ones, for devices whose libraries do them best.
+
+[Note: Names of process groups]
+Ranks find each other by the name of a group. torch makes that name from a count of groups that this process made
+(torch 2.14), or of which it is a member (before). Ranks that were in unequally many groups count differently, so they
+wait under different names until the time limit. A group of a group's ranks is therefore named by polyaccel: the
+name of the group that it is split from, and the number of that split. All ranks of a group split it in one order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -120,7 +130,7 @@ class TorchCommunicator(Communicator):
         elif kind is Operation.RECV:
             begin = partial(dist.irecv, target, peer, group)
         else:
-            begin = partial(dist.batch_isend_irecv, [self._message(part) for part in collective.parts])
+            begin = partial(_start_messages, [self._message(part) for part in collective.parts])
         return self._work(collective, begin, source, target)
 
     def _all_reduce_nothing(self, collective: Collective) -> Work:
@@ -154,9 +164,11 @@ class TorchCommunicator(Communicator):
             return SingleCommunicator(
                 self.accelerator, timeout_s=self.timeout_s, global_rank=outer[0], backend=self.backend
             )
+        name = _name_of_split(self.group)
         if self.world_size < dist.get_world_size() and self.rank not in members:
             return None
-        group = new_group(outer, self.backend, self.timeout_s, everybody=self.world_size == dist.get_world_size())
+        everybody = self.world_size == dist.get_world_size()
+        group = new_group(outer, self.backend, self.timeout_s, everybody=everybody, name=name)
         return None if group is None else type(self)(group, outer, self.accelerator, self.backend, self.timeout_s)
 
     def close(self) -> None:
@@ -208,21 +220,55 @@ class TorchCommunicator(Communicator):
         )
 
 
+def _start_messages(messages: list[dist.P2POp]) -> list[Any]:
+    """Start all messages of one group at once."""
+    if type(messages[0].group) is dist.ProcessGroup:
+        works: list[Any] = dist.batch_isend_irecv(messages)
+        return works
+    # A backend that is a group itself: torch 2.14 looks for the backend inside of it and finds none.
+    return [one.op(one.tensor, one.peer, one.group) for one in messages]
+
+
+_splits: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""Counts the splits of each group."""
+
+
+def _name_of_split(group: dist.ProcessGroup) -> str:
+    """Name the next group of ranks of `group`, equally on all of them. See [Note: Names of process groups]."""
+    return f"{group.group_name}/{next(_splits.setdefault(group, count()))}"
+
+
+@contextmanager
+def _named(name: str | None) -> Iterator[None]:
+    """Let torch give the group that is made inside the name `name`, where it is given."""
+    module: Any = dist.distributed_c10d
+    names = getattr(module, "_process_group_name", None)
+    if name is None or names is None:
+        yield
+        return
+    module._process_group_name = lambda *_, **__: name
+    try:
+        yield
+    finally:
+        module._process_group_name = names
+
+
 def new_group(
-    ranks: tuple[int, ...], backend: str, timeout_s: float, *, everybody: bool = True
+    ranks: tuple[int, ...], backend: str, timeout_s: float, *, everybody: bool = True, name: str | None = None
 ) -> dist.ProcessGroup | None:
     """A process group of those global `ranks`, None on the others. Raises CommError when it cannot be made.
 
-    `everybody`: all processes call this, members or not. Otherwise only members do, which works as long as they were in
-    equally many groups before (torch names the group by their number).
+    `everybody`: all processes call this, members or not. Otherwise only members do, and `name` is equal on all of them.
+    None lets torch name the group.
     """
     try:
-        group = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=not everybody,
-        )
+        with _named(name):
+            group = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=not everybody,
+            )
     except RuntimeError as error:
         kind = CommTimeout if is_timeout(error) else CommError
         raise kind(

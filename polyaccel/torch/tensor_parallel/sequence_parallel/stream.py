@@ -1,6 +1,6 @@
 """What passes between blocks where tensor ranks share its tokens, and the exchanges at both ends of a region.
 
-[Note: Where tokens are whole]
+[Note: Token-sharded regions]
 From the input of the first block to the output of the last each rank has some of the tokens. Where a region begins
 (attention, a feed-forward layer) they are gathered, and the row layer at its end adds up what the ranks found and
 leaves each its tokens. So norms, dropouts and sums between regions are computed once and not once a rank, and what
@@ -36,8 +36,8 @@ _DIM = 1
 
 class TokenStream:
     """What passes between the blocks of one model. `sizes` are the ranks' numbers of tokens in the present pass; None
-    where all have all: outside of blocks, and in passes of fewer tokens than ranks. See [Note: Where tokens are
-    whole]."""
+    where all have all: outside of blocks, and in passes of fewer tokens than ranks. See
+    [Note: Token-sharded regions]."""
 
     def __init__(self, ranks: TensorRanks, regions: Regions) -> None:
         self.sizes: tuple[int, ...] | None = None

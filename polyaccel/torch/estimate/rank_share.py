@@ -1,0 +1,127 @@
+"""What `polyaccel plan` asks of a torch model: the shapes of a rank's share, and the activations of its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from polyaccel.accelerators.detect import choose_accelerator, host_accelerator
+from polyaccel.comm.collectives.fake import FakeCommunicator
+from polyaccel.errors import PolyaccelError
+from polyaccel.pipeline.table import PipelineTable
+from polyaccel.planner.activations import ActivationNeeds, StageNeeds
+from polyaccel.planner.model import ModelShape
+from polyaccel.planner.pass_settings import PassSettings
+from polyaccel.torch.context_parallel import apply_context_parallel
+from polyaccel.torch.context_parallel.settings import SequenceSettings
+from polyaccel.torch.estimate.activation_memory import foretell_activations
+from polyaccel.torch.estimate.meta_shapes import (
+    model_of_directory,
+    model_of_function,
+    shape_of_directory,
+    shape_of_function,
+)
+from polyaccel.torch.estimate.stage_memory import estimate_stage_memory
+from polyaccel.torch.experts.models import cut_expert_shapes, has_experts
+from polyaccel.torch.profiling.forward_work import product_speed
+from polyaccel.torch.settings import TileSettings
+from polyaccel.torch.tensor_parallel.make_plan import plan_by
+from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
+from polyaccel.torch.tensor_parallel.shapes import shared_by
+from polyaccel.torch.tiled.models import TiledModel
+
+
+def rank_shape(name: str, settings: PassSettings) -> ModelShape:
+    """Return the shape that a rank has of the model that `name` names, a directory or `module:function`.
+
+    Raises PolyaccelError as `shape_of_directory` and `shape_of_function`.
+    """
+    share_layers = shared_by(settings.tensor_ranks, settings.cuts)
+
+    def change(model: nn.Module) -> None:
+        share_layers(model)
+        if settings.expert_ranks > 1:
+            cut_expert_shapes(model, settings.expert_ranks)
+
+    if Path(name).is_dir():
+        return shape_of_directory(Path(name), settings.rules, change)
+    return shape_of_function(name, settings.rules, change)
+
+
+def rank_activations(directory: Path, shape: tuple[int, int], settings: PassSettings) -> tuple[ActivationNeeds, ...]:
+    """Return the needs of the first rank's pass of a directory's model on `shape`, (rows, tokens). Raises as
+    `foretell_activations`."""
+
+    def share(model: nn.Module) -> None:
+        """Do to a model what `initialize` does on the first rank."""
+        _share_layers(model, settings)
+        _share_sequences(model, settings)
+
+    return foretell_activations(
+        lambda: model_of_directory(directory),
+        shape,
+        settings.rules,
+        settings.recompute,
+        autocast=settings.autocast,
+        prepare=share,
+    )
+
+
+def rank_stages(
+    name: str, shape: tuple[int, int] | None, settings: PassSettings, table: PipelineTable
+) -> tuple[StageNeeds, ...]:
+    """Return the needs of the first rank of every stage; `name` as in `rank_shape`, `shape` as in
+    `estimate_stage_memory`, whose errors it raises, and PolyaccelError for a model that is only a number."""
+
+    def spread(model: nn.Module) -> None:
+        if has_experts(model):
+            cut_expert_shapes(model, settings.expert_ranks)
+
+    return estimate_stage_memory(
+        _builder(name, table.stages),
+        shape,
+        settings.rules,
+        settings.recompute,
+        table,
+        "parameters" if settings.partition == "best" else settings.partition,
+        autocast=settings.autocast,
+        share=lambda model: _share_layers(model, settings),
+        spread=spread if settings.expert_ranks > 1 else None,
+        prepare=lambda model: _share_sequences(model, settings),
+    )
+
+
+def accelerator_speed() -> tuple[str, float]:
+    """Return this machine's accelerator, by name, and its operations a second in a large product."""
+    accelerator = choose_accelerator(None)
+    return accelerator.name, product_speed(accelerator)
+
+
+def _builder(name: str, stages: int) -> Callable[[], nn.Module]:
+    if Path(name).is_dir():
+        return lambda: model_of_directory(Path(name))
+    if ":" in name:
+        return lambda: model_of_function(name, "on tensors without values")
+    raise PolyaccelError(
+        f"nothing says along which blocks {name!r} is cut into {stages} stages",
+        hint='give a directory with a config.json or module:function, or leave "pipeline" out; polyaccel plan '
+        "--pipeline says what stages do and how long",
+        value=name,
+    )
+
+
+def _share_layers(model: nn.Module, settings: PassSettings) -> None:
+    """Cut `model` as the first of its tensor ranks has it, if there are some. It runs on tensors without values."""
+    if (ranks := settings.tensor_ranks) > 1:
+        parallelize_module(model, FakeCommunicator(ranks, host_accelerator()), plan_by(model, ranks, settings.cuts))
+
+
+def _share_sequences(model: nn.Module, settings: PassSettings) -> None:
+    """Let `model` run on the first rank's share of sequences, and in tiles, where the settings say so."""
+    if settings.sequence_ranks > 1 and settings.sequence_method != "manual":
+        sequences = SequenceSettings(settings.sequence_method, settings.core_attention)
+        apply_context_parallel(model, FakeCommunicator(settings.sequence_ranks, host_accelerator()), sequences)
+    if settings.tiles is not None:
+        TiledModel(model, TileSettings(**settings.tiles))
