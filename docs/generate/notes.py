@@ -25,7 +25,7 @@ def definitions() -> Iterator[tuple[str, Path]]:
     """Yield each note's title and its file, relative to the repository, in the order of files."""
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix in {".py", ".h", ".cpp"} and "tests" not in file.relative_to(ROOT).parts:
+            if file.suffix in {".py", ".h", ".cpp"} and {"tests", "build"}.isdisjoint(file.relative_to(ROOT).parts):
                 for title in _DEFINITION.findall(file.read_text(encoding="utf-8")):
                     yield title, file.relative_to(ROOT)
 

@@ -21,7 +21,7 @@ NOT_NOUNS = {"how", "what", "when", "where", "which", "who", "whose", "why"}
 def references() -> Iterator[str]:
     for folder in ("polyaccel", "csrc", "plugins", "tests", "docs"):
         for file in (ROOT / folder).rglob("*"):
-            is_code = file.suffix in {".py", ".h", ".cpp"} and not {"rules", "generate"} & {*file.parts}
+            is_code = file.suffix in {".py", ".h", ".cpp"} and not {"rules", "generate", "build"} & {*file.parts}
             if is_code or (file.suffix == ".md" and file.name != "writing.md"):
                 for title in REFERENCE.findall(file.read_text(encoding="utf-8")):
                     yield re.sub(r"\s*\n\s*(#|//)?\s*", " ", title)
