@@ -1,7 +1,7 @@
 """Which accelerator this process uses: the one named, else the best of those that are present.
 
 The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority; where two
-have that one, somebody must choose. A device is present when its plugin's `probe()` says so; that its package can be
+have that one, the user must choose. A device is present when its plugin's `probe()` says so; that its package can be
 imported proves nothing. A name that no plugin has may be that of a device which torch knows
 (`polyaccel.accelerators.torch_generic`), or else JAX (`polyaccel.accelerators.jax_generic`). The decision is logged
 once, with the package it came from and its version.
@@ -122,13 +122,13 @@ def host_accelerator(accelerator: Accelerator | None = None) -> Accelerator:
     """The accelerator whose kernels run in host memory: `accelerator` itself where that is the host, else a new one."""
     if accelerator is not None and accelerator.name == _HOST:
         return accelerator
-    # Nobody chose it: the log of a run on a device must not say that it runs on the host.
+    # The default was not a choice: the log of a run on a device must not say that it runs on the host.
     plugin = load_plugin(PluginGroup.ACCELERATORS, _HOST, Accelerator, Accelerator.API_VERSION)
     return _build(find_plugin(PluginGroup.ACCELERATORS, _HOST), plugin)
 
 
 def is_a_framework_device(name: str) -> bool:
-    """Whether torch or JAX knows devices called `name`, present or not, beside the plugins that are installed."""
+    """Whether torch or JAX knows devices called `name`, present or not, apart from the installed plugins."""
     try:
         return (_torch_device(name, "the argument") or _jax_device(name, "the argument")) is not None
     except PluginNotFound:  # known, and none is here

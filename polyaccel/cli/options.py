@@ -166,4 +166,4 @@ def _cpus(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(parse_cpulist(text)))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of CPUs such as 0-3,8") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of CPUs, as 0-3,8 is") from error

@@ -1,8 +1,8 @@
 """The end of a process with process groups of torch.
 
 [Note: Gloo thread shutdown]
-A thread of gloo tells that a collective is done, and only then lets go of its tensors. Where those are Python's objects
-and nobody else's any more, it needs the interpreter's lock for that; Python ends a thread that asks for it while the
+A thread of gloo reports that a collective is done, and only then releases its tensors. Where it holds the last
+reference to Python's objects, it needs the interpreter's lock for that; Python ends a thread that asks for it while the
 interpreter ends, and C++ aborts the process for it: "terminate called without an active exception", one time in many on
 a busy machine, after all work was done. So before the interpreter ends, every such thread has come to rest: it sleeps
 where it waits for the next collective, or for a rank that will not come.

@@ -2,13 +2,13 @@
 to import; torch is loaded when a group is made.
 
 [Note: Default group of torch]
-Scripts use `torch.distributed` beside us (a DistributedSampler asks it for the rank), so its default group always
+Scripts use `torch.distributed` directly too (a DistributedSampler asks it for the rank), so its default group always
 exists afterwards: the one that the script made is adopted, else we make it. Our collectives run on a second group of
 all ranks, which has our time limit and in which no call of the script can stand between ours.
 
 [Note: Listen address of rank 0]
-The store in which torch's groups meet believes whoever connects, and torch itself listens on every interface. So rank
-0 binds the socket: to the address at which the ranks were told to meet, which on one host is the loopback, and to every
+The store by which torch's groups connect accepts every client, and torch itself listens on every interface. So rank
+0 binds the socket: to the ranks' rendezvous address, which on one host is the loopback, and to every
 interface only where that address is none of this host's own (a service, a translated address). A store that the script
 or torchrun's agent has opened is as they opened it.
 

@@ -3,8 +3,8 @@
 [Note: Planted symbolic links]
 In a folder that others share, such as the one for temporary files, they can make any name first: a link where our file
 would be, which a write follows, or a folder of theirs, in which they exchange our files. So a folder counts only if it
-is no link, is this user's and nobody else may write to it; and a file is made under a name that does not exist yet,
-without following links, before it takes the place of an older one.
+is not a link, is this user's and no other user may write to it; and a file is made under a name that does not exist
+yet, without following links, before it takes the place of an older one.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Engine(RunProgress, ABC):
     mesh: Mesh
     """The axes along which the ranks stand."""
     monitor: MetricSink
-    """Takes figures of the script's own beside those of each step: `engine.monitor.write_events([(tag, value, step)])`.
+    """Takes the script's own metrics too: `engine.monitor.write_events([(tag, value, step)])`.
     """
     optimizer: Any = None
     lr_scheduler: Any = None
@@ -73,7 +73,7 @@ class Engine(RunProgress, ABC):
     after_update: list[Callable[[bool], None]]
     """What is called after each update, on all ranks, with whether parameters changed."""
     expert_figures: Callable[[], Mapping[str, ExpertFigures]] | None = None
-    """What gives the figures of a step's experts, on all ranks; None where nobody watches."""
+    """What gives the figures of a step's experts, on all ranks; None where nothing records them."""
     timer: PhaseTimer
     _has_applied_not_finite = False
     _replicates_in_background = True
@@ -260,11 +260,11 @@ class Engine(RunProgress, ABC):
         )
 
     def _state_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a save holds as client state. Waits until states may be read by whoever moves them."""
+        """Return what a save holds as client state, once states may be read."""
         self._settle_replica()
         if client_state is None:
             return {}
-        # A save refuses what is no mapping.
+        # A save refuses all but mappings.
         self.client_state = dict(client_state) if isinstance(client_state, Mapping) else {}
         return client_state  # type: ignore[return-value]
 
@@ -295,7 +295,7 @@ class Engine(RunProgress, ABC):
         return loaded
 
     def _close_saving(self) -> None:
-        """Wait for this rank's part of a save that is under way, and let go of what saves and replicas hold. Raises
+        """Wait for this rank's part of a save that is under way, and release what saves and replicas hold. Raises
         CheckpointError if the save failed."""
         if self._replicas is not None:
             self._replicas.close()

@@ -266,8 +266,8 @@ class JaxEngine(Engine):
         at, first = samples_of(batch), len(program.jaxpr.invars) - len(jax.tree.leaves(shapes)) - 1  # the key is last
         for index in sorted(looked_up(program, [first + index for index in at])):
             log.warning(
-                "the function looks up rows of %s, which is cut into %d parts along its first axis: if it is no array "
-                "of samples, pass polyaccel.jax.replicated(value) in its place",
+                "the function looks up rows of %s, which is cut into %d parts along its first axis: if it is not an "
+                "array of samples, pass polyaccel.jax.replicated(value) in its place",
                 *(at[index - first], len(parts)),
             )
 
@@ -284,7 +284,7 @@ class JaxEngine(Engine):
                 raise
             raise PolyaccelError(
                 f"the function takes this batch, but no part of it: {type(error).__name__}: {error}",
-                hint="declare what is no array of samples: polyaccel.jax.replicated(value) in the batch",
+                hint="declare arrays that do not hold samples: polyaccel.jax.replicated(value) in the batch",
                 value=str(error),
             ) from error
 

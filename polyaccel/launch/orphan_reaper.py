@@ -1,7 +1,7 @@
 """The guard of a job: a process that does nothing while its launcher lives, and ends the job of one that was killed.
 
 [Note: Orphans of a killed launcher]
-Nobody can catch SIGKILL. On Linux the ranks ask the kernel to die with their launcher, but what they have started
+SIGKILL cannot be caught. On Linux the ranks ask the kernel to die with their launcher, but what they have started
 themselves (workers of data loaders, servers) would live on, and no signal to a group reaches all of it. So the launcher
 starts one more process, in its own session, and holds a pipe to it. When the pipe ends, the launcher has; then the
 guard kills what `ProcessTracker` finds, and ends too. What it cannot find is a process that has left its rank's session

@@ -42,7 +42,8 @@ def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None =
     is_alone = len(job.hosts) == 1
     if not is_alone and (job.master_addr is None or job.master_port is None):
         raise LaunchError(
-            f"ranks on {len(job.hosts)} hosts are not told where to meet", hint="give --master_addr and --master_port"
+            f"the rendezvous address of ranks on {len(job.hosts)} hosts is missing",
+            hint="give --master_addr and --master_port",
         )
     if job.bind_cores and not hasattr(os, "sched_setaffinity"):
         raise LaunchError("this operating system binds no process to cores", hint="leave out --bind-cores")

@@ -1,7 +1,7 @@
 """A job that is started again when it fails: new ranks, the same keeper.
 
 [Note: State kept over restarts]
-Each start is a job of its own, with another id and another port, after nothing of the one before is left. What they
+Each start is a separate job, with another id and another port, after nothing of the one before is left. What they
 have in common is the secret and the keeper of each host, in which ranks find what those before them have handed over.
 The ranks may be fewer: a rank that a signal killed may have taken something with it that is not there for the next one,
 such as a device or memory. Whether a number of ranks suits the training, the training says.

@@ -1,7 +1,7 @@
 """Every process of a job: the ranks, and all their descendants.
 
 [Note: Processes of a job]
-A signal to a rank's process group reaches most of its descendants, but not one that made a session of its own, nor
+A signal to a rank's process group reaches most of its descendants, but not one that made its own session, nor
 those of a rank that has ended: then the number of the group may belong to strangers. On Linux a process belongs
 to the job if it is in a rank's session or has the job's POLYACCEL_JOB_ID in its environment, which descendants inherit
 however often they fork. Elsewhere only the groups are known, and an ended rank's group is trusted to be still its own.
@@ -21,8 +21,8 @@ _PROC = Path("/proc")
 
 
 class ProcessTracker:
-    """The processes of job `job_id`. Rank processes are added as they start; see [Note: Processes of a job]. What is
-    no job may mark its processes by another `variable` of the environment."""
+    """The processes of job `job_id`. Rank processes are added as they start; see [Note: Processes of a job]. Other
+    callers may mark their processes by another `variable` of the environment."""
 
     def __init__(self, job_id: str, variable: str = JOB_ID) -> None:
         self._mark = f"{variable}={job_id}".encode()

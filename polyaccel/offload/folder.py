@@ -1,12 +1,12 @@
 """A rank's folder on a disk that jobs share: deleted when the rank is done, and by a later job where the rank died.
 
 [Note: Offload folder locks]
-Folder `polyaccel-<run id>/rank<r>` belongs to the process that holds the lock of the file `rank<r>.lock` beside it. The
-system gives a lock back when its process dies, however it dies, so a lock that can be taken marks a folder whose owner
-is dead; a process id would not, for ids are used again and mean nothing on another host. A lock file may be removed
-between being opened and being locked; hence a process that has locked one checks that the name still stands for that
-file. An owner writes its name into the file once it has locked it: a file without a name is about to be locked, and no
-dead owner's.
+Folder `polyaccel-<run id>/rank<r>` belongs to the process that holds the lock of the file `rank<r>.lock` next to it.
+The system gives a lock back when its process dies, however it dies, so a lock that can be taken marks a folder whose
+owner is dead; a process id would not, for ids are used again and mean nothing on another host. A lock file may be
+removed between being opened and being locked; hence a process that has locked one checks that the name still stands for
+that file. An owner writes its name into the file once it has locked it: a file without a name is about to be locked,
+and no dead owner's.
 """
 
 from __future__ import annotations

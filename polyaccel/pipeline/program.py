@@ -39,10 +39,9 @@ class ProgramStep(NamedTuple):
 
 
 def program_of(steps: Sequence[StageStep]) -> tuple[ProgramStep, ...]:
-    """Steps as the engine does them. A message is told as what it is and what this stage does then, or what it did
-    first, so the last message of a rank that is gone says where it was. The receive behind a task begins before the
-    task, unless it is of a gradient whose output is still to be made. See [Note: Global message order] of
-    `messages`."""
+    """Steps as the engine does them. A message is recorded with its kind and with this stage's next task, or the one
+    before, so the last message of a lost rank shows where it was. The receive behind a task begins before the task,
+    unless it is of a gradient whose output is still to be made. See [Note: Global message order] of `messages`."""
     found: list[ProgramStep] = []
     after, coming = "then the end of the step", None  # what is done next, and what is received next
     for step in reversed(steps):

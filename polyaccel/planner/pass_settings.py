@@ -65,7 +65,7 @@ def check_activation_mesh(mesh: Mesh) -> None:
     others = [axis.name for axis in mesh.axes if axis.name not in ("data", "tensor", "sequence") and axis.size > 1]
     if others:
         raise PolyaccelError(
-            f"activations are not foretold where ranks stand along {' and '.join(others)}",
+            f"activations are not estimated for ranks along {' and '.join(others)}",
             hint="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
             value=tuple(others),
         )
@@ -79,8 +79,8 @@ def check_stage_settings(settings: PassSettings, *, with_activations: bool) -> N
         )
     if settings.expert_ranks > 1 and with_activations:
         raise PolyaccelError(
-            f"the activations of stages are not foretold where {settings.expert_ranks} ranks share experts: how many "
-            "tokens go where is not known",
+            f"the activations of stages are not estimated for {settings.expert_ranks} expert ranks: the tokens per "
+            "expert are not known",
             hint="leave --sequence-length out",
             value=settings.expert_ranks,
         )

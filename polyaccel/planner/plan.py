@@ -25,7 +25,7 @@ from polyaccel.planner.model import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes of memory that a rank may take on its device and on its host; None is no limit."""
+    """Bytes of memory that a rank may take on its device and on its host; None means without limit."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None

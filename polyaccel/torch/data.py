@@ -1,6 +1,7 @@
-"""The loader that `initialize(training_data=...)` gives: a torch DataLoader that shuffles anew in each epoch, knows how
-far it has come, and goes on from there after a restart, at another world size too. And batches on their way: to the
-device, into another type, and the loss that a module makes of them.
+"""Training data: the DataLoader of `initialize(training_data=...)`, and the conversion of batches.
+
+The loader shuffles again in each epoch, and resumes at its position after a restart, at another world size too. Batches
+move to the device, change their type, and give the loss of a module.
 
 [Note: Loader positions]
 Every epoch has one global order of samples, a function of seed and epoch only. Micro-batch k of all ranks together is
@@ -220,7 +221,7 @@ class ShardedDataLoader(Generic[_T]):
             sampler.set_epoch(self.epoch)
         self._seed_workers()
         for number, micro_batch in enumerate(self._loader, start=1):
-            # The epoch ends with its last micro-batch, not when somebody asks for one more: a state saved in between
+            # The epoch ends with its last micro-batch, not when the caller asks for one more: a state saved in between
             # would otherwise resume into an empty epoch.
             if number == micro_batches:
                 self._end_epoch()
@@ -367,7 +368,7 @@ def _refuse_no_dataset(dataset: object) -> None:
     hint = "give a dataset with __getitem__ and __len__, or a torch IterableDataset"
     if isinstance(dataset, DataLoader):
         hint = "give its dataset; or leave training_data out, and pass the batches of the loader to the engine"
-    problem = Problem("training_data", type(dataset).__name__, "is no dataset", hint)
+    problem = Problem("training_data", type(dataset).__name__, "is not a dataset", hint)
     raise ConfigError([problem], source="training_data")
 
 

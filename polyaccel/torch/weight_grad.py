@@ -9,7 +9,7 @@ the later pass as they are (`BackwardRunner.defer_weight_grads`): that is little
 layers are those of torch, and GPT-2's in transformers (`Conv1D`), whose weights are transposed.
 
 [Note: In-place weight gradients]
-Where nobody but the engine sees the gradient of a weight, its product is added to the bucket by the product itself
+Where only the engine reads the gradient of a weight, its product is added to the bucket by the product itself
 (`DeferredWGrad.write`), and no gradient is made that would then be added: of a micro-batch of few tokens that is a part
 of the work that shows. Sums of several micro-batches then round a little otherwise.
 """

@@ -4,8 +4,8 @@ way.
 [Note: Weights before engine construction]
 A model that was built in `Init` may be loaded by rank 0 alone: `from_pretrained` does so. The engine will take rank 0's
 values, but until then other ranks have what the constructors left. So parameters of `Init` get a `ds_id`, a context
-with `modifier_rank` notes that rank on them, and the next context, whoever opens it, has all ranks take over its
-values. A model that is not used meanwhile is not copied.
+with `modifier_rank` notes that rank on them, and in the next context all ranks take over its values. A model that is
+not used meanwhile is not copied.
 """
 
 from __future__ import annotations

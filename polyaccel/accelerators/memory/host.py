@@ -139,6 +139,6 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    # The first alone would freeze the other at 128 KiB, and have every larger block mapped anew.
+    # The first alone would freeze the other at 128 KiB, and map every larger block again.
     is_set = library.mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_NBYTES) and library.mallopt(_TRIM_THRESHOLD, _NEVER)
     return bool(is_set)

@@ -1,9 +1,9 @@
 """Writing a checkpoint of tensors that come from elsewhere, so that an engine loads it like one that it saved.
 
 [Note: Run values of an import]
-A checkpoint has plain values beside its tensors (`polyaccel.engine.resume.SavedValues`). Weights alone say nothing of
-a run: its counts are zero, its optimizer is unknown, and no parameter counts as trained, so that an engine begins the
-optimizer states of each again. Where states come too, their parameters count as trained, with their updates.
+A checkpoint has plain values in addition to its tensors (`polyaccel.engine.resume.SavedValues`). Weights alone say
+nothing of a run: its counts are zero, its optimizer is unknown, and no parameter counts as trained, so that an engine
+begins the optimizer states of each again. Where states come too, their parameters count as trained, with their updates.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and into that, first of all, a note of the process that saves. The tag is what i
 commit has it. A folder may be deleted when its owner is dead, or does not save any more, *and then* the marker names
 another: a save that has ended has replaced the marker before, so a folder that is found without a living owner is
 either the one that the marker names from then on, or one that no marker will name. An empty folder is one whose note
-is about to be written; `Storage.clear_unfinished` tells whether its process is dead.
+is about to be written; `Storage.clear_unfinished` checks whether its process is dead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The replica of each step: a rank's part, copied into memory that the keeper holds too.
 
-What memory parts have is told in [Note: Replica generations] of `images`. Where ranks are on several hosts each part
-also goes to the keeper of the neighbour host (`neighbours`), by the thread that has copied it: out of the image, so
+[Note: Replica generations] of `images` lists what memory parts have. Where ranks are on several hosts, each part also
+goes to the keeper of the neighbour host (`neighbours`). The thread that has copied it sends it out of the image, so
 neither the next pass nor the next update waits for that, only the next replica.
 
 [Note: Copy times of a replica]
@@ -91,7 +91,7 @@ class ReplicaWriter:
 
     def begin(self, step: int, contents: SaveContents, *, in_background: bool, not_finite: str) -> None:
         """Make the replica of `step`, which has just ended; what `contents` gives may change when this has returned,
-        but for what [Note: Copy times of a replica] says. Collective.
+        with the exceptions in [Note: Copy times of a replica]. Collective.
 
         `in_background`: buffers count their writes, and those in host memory may be read until `settle`. `not_finite`
         names a parameter with a gradient that was not finite and was applied. What goes wrong is logged.

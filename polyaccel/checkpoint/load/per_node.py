@@ -1,6 +1,6 @@
 """Select the newest checkpoint whose files are all present on the current hosts (node-local storage).
 
-Every place tells what it holds, and all ranks come to the same choice from what they were told. A marker on one place
+Every place lists what it holds, and all ranks make the same choice from these lists. A marker on one place
 is enough, see [Note: Commit marker per storage] in `places.saving`.
 """
 

@@ -1,12 +1,12 @@
 """The deletion of the tags that a rule does not keep.
 
 [Note: Checkpoint deletion]
-A deletion is a save backwards. The commit marker goes first, in one durable call: from then on the tag is no
-checkpoint to anybody, whatever of its files is still there. Then its save goes, then the empty folder. A deletion that
-is cut short after the marker leaves what a save that was cut short leaves, a folder that no marker names, which the
-next save clears away; one that is cut short before it leaves the checkpoint, whole. A reader that opened the tag before
+A deletion is a save backwards. The commit marker goes first, in one durable call: from then on no reader takes the tag
+for a checkpoint, whatever of its files is still there. Then its save goes, then the empty folder. A deletion that is
+cut short after the marker leaves what a save that was cut short leaves, a folder that no marker names, which the next
+save clears away; one that is cut short before it leaves the checkpoint, whole. A reader that opened the tag before
 meets files that are missing, never others. Right before, the tag is looked at again: one whose marker was replaced, or
-in which somebody has begun another save, stays.
+in which another process has begun a save, stays.
 
 Nothing is deleted before the newest good checkpoint has been opened again, with all of its files.
 """

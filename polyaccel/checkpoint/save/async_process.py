@@ -5,7 +5,7 @@ rank has ended and its jobs have. A rank that was killed after it handed over it
 staged is written, and committed if all ranks came so far.
 
 [Note: SIGTERM during a save]
-Whoever ends a job asks all of its processes to (SIGTERM), and kills those that are there some seconds later. When one
+The end of a job is SIGTERM to all of its processes, and SIGKILL to those that are there some seconds later. When one
 rank was killed, its save is in order and should count. So on SIGTERM the writer finishes pending saves, for which it
 has the time until the kill. It then waits only briefly for the parts of ranks that report nothing.
 

@@ -1,6 +1,6 @@
 """Which ranks see one and the same storage, where hosts have their own.
 
-A *place* is a storage that some ranks see and others do not. It has an identity, in a file of its own: ranks that read
+A *place* is a storage that some ranks see and others do not. It has an identity, in a separate file: ranks that read
 the same one see the same files. A place without that file, such as a new disk, is that of the host and the location.
 
 `HostTopology` does not answer that: a file system may be shared by some hosts, containers of one host may each have

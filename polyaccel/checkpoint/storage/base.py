@@ -79,7 +79,10 @@ class Storage(ABC):
         """
         if options:
             raise ConfigError(
-                [Problem(f"{cls.name}.{key}", value, "is no option of this storage") for key, value in options.items()]
+                [
+                    Problem(f"{cls.name}.{key}", value, "is not an option of this storage")
+                    for key, value in options.items()
+                ]
             )
         return None
 
@@ -342,7 +345,7 @@ class FileStorage(Storage):
                         if owner is None or not owner.is_alive(age_s=time.time() - place.stat().st_mtime):
                             place.unlink()
             if if_empty and not os.listdir(folder):
-                with suppress(OSError):  # somebody has just begun to use it
+                with suppress(OSError):  # another process has just begun to use it
                     folder.rmdir()
 
     def check_space(self, nbytes: int) -> None:

@@ -475,7 +475,9 @@ class P2POp:
 
     def __init__(self, op: Callable[..., Work], tensor: Any, peer: int, group: Group = None) -> None:
         if op not in (isend, irecv):
-            raise CommError(f"{op!r} is no message", hint="pass polyaccel.comm.isend or polyaccel.comm.irecv", value=op)
+            raise CommError(
+                f"{op!r} is not a message", hint="pass polyaccel.comm.isend or polyaccel.comm.irecv", value=op
+            )
         self.op = op
         self.tensor = tensor
         self.peer = peer

@@ -32,7 +32,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType, ReduceOp
 
 _SMALL_NBYTES = 32 << 10  # up to here one round of whole copies beats two rounds of pieces
-_PHASES = 2  # rounds of messages within a collective, each with tags of its own
+_PHASES = 2  # rounds of messages within a collective, each with its own tags
 _WINDOW = 1 << 11  # neighbouring calls of a group, whose tags surely differ
 
 
@@ -141,7 +141,7 @@ class Exchange(ABC):
     def _start(self, buffer: Buffer, peer: int, phase: int, started: list[Message], *, sends: bool) -> None:
         if not buffer.numel:
             return
-        # The caller may have let go of what it sends; what it sends from must stay until the peer has it.
+        # The caller may have released its tensor; the memory must stay until the peer has it.
         self._held.append(buffer)
         message = self.start(buffer, peer, self._tag + (self._turn + phase) % _WINDOW, sends=sends)
         if message is not None:

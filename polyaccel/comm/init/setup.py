@@ -175,7 +175,7 @@ def connect(
         own = accelerator.capabilities().default_comm
         if backend is not None or own in (name, "local"):
             raise
-        # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
+        # LOCAL_WORLD_SIZE is not set, so all ranks were taken to be on one host.
         _log.info("%s; using %s", error.message, own)
         communicator = join(own)
     topology = communicator.host_topology

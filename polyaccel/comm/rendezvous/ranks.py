@@ -100,7 +100,7 @@ class RendezvousGroup:
         except tagged_json.SerializationError as error:
             raise CommError(
                 f"what stands in the place of rank {rank}'s note at {self._where} is none: {error.message}",
-                hint="give each job a MASTER_PORT of its own; a stranger may have written this",
+                hint="give each job its own MASTER_PORT; a stranger may have written this",
                 missing_ranks=[rank],
                 value=error.value,
             ) from error

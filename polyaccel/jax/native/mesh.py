@@ -3,7 +3,7 @@
 One mesh axis, `AXIS`; a device's place on it is its rank, those of a process side by side.
 
 [Note: JAX coordinator address]
-JAX has a service of its own by which its processes find each other and learn of each other's end. Its port is a free
+JAX has its own service, by which its processes find each other and detect each other's end. Its port is a free
 one that rank 0 picks and broadcasts, for MASTER_PORT is taken by the communicator. It must be started
 before JAX has looked for devices, which the first array does: `polyaccel.jax.init_distributed` does it early.
 """

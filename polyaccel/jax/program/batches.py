@@ -1,7 +1,7 @@
 """The batches that users pass: arrays of any library, in any pytree, and how they are cut.
 
 Micro-batches and devices share a batch: each gets an equal part of every array along the first axis, which counts
-samples. An array whose first axis is no axis over samples (class weights, a target network, a random key) must be
+samples. An array whose first axis does not count samples (class weights, a target network, a random key) must be
 declared `replicated`. Numbers are whole for every part.
 """
 
@@ -63,8 +63,8 @@ def replicated(value: Any) -> Replicated:
 def as_inputs(batch: Any, device: Any = None) -> Any:
     """`batch` as the function gets it: without the marks of `replicated`, tensors of other libraries as numpy arrays.
 
-    Arrays of JAX elsewhere come to `device`, where one is given. Raises PolyaccelError for what is no array, and for an
-    array that this process has a part of.
+    Arrays of JAX elsewhere come to `device`, where one is given. Raises PolyaccelError for a leaf that is not an
+    array, and for an array that this process has a part of.
     """
 
     def convert(path: Any, value: Any) -> Any:
@@ -154,7 +154,9 @@ def samples_of(batch: Any) -> dict[int, str]:
 
 def _require_samples(arrays: dict[str, Any], count: int, over: str, length_cure: str) -> None:
     """Raise PolyaccelError unless every array has the same number of samples, a multiple of `count`."""
-    hint = "declare what is no array of samples: polyaccel.jax.replicated(value) in the batch, which every part gets"
+    hint = (
+        "declare arrays that do not hold samples: polyaccel.jax.replicated(value) in the batch, which every part gets"
+    )
     for name, array in arrays.items():
         if _is_key(array):
             raise PolyaccelError(

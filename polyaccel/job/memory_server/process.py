@@ -6,9 +6,9 @@ its end is the end of all that is kept.
 
 [Note: Keeper heartbeat]
 Where a network lies between the two, a way that is cut looks like a launcher that has nothing to say. So the launcher
-says something every few seconds, and the keeper ends when it has heard nothing for `far_s`. A launcher that has lost
+sends a heartbeat every few seconds, and the keeper ends without one for `far_s`. A launcher that has lost
 the way to it and finds another starts a keeper of the same name: that one finds the name taken, holds the older one in
-the place of the launcher that has gone, and passes on what it hears; so what is kept stays.
+the place of the launcher that has gone, and forwards its heartbeats; so what is kept stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process of a host's elastic agent: `python -m polyaccel.launch.elastic.torch_agent`, started by the launcher.
 
 It reads the job from standard input, and writes jobs to start to standard output; see [Note: Roles on an elastic host].
-torch's agent finds out which hosts there are. Beside it here: which of their ranks train where not every number of
+torch's agent finds out which hosts there are. Added here: which of their ranks train where not every number of
 ranks can, and that hosts are noticed which are lost without a word.
 """
 

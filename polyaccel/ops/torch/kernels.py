@@ -3,7 +3,7 @@
 [Note: Chunked optimizer sweep]
 An optimizer step is one sweep over the slice in chunks that stay in cache. Where everything has the computing type
 already, a chunk is updated in place; otherwise (16-bit gradients, a gradient scale, 16-bit states) it is staged in
-scratch tensors, so that unscaling, casting and writing the parameters cost no pass over memory of their own.
+scratch tensors, so that unscaling, casting and writing the parameters cost no extra pass over memory.
 
 [Note: Rounding in torch kernels]
 See also [Note: Slice-independent rounding] in `polyaccel.ops.base`. torch's vectorised loops fuse multiply and add

@@ -74,7 +74,7 @@ def fit_settings(request: FitRequest) -> FitResult:
     )
     cost_model.learn(records)
     if speeds is None:
-        notes.append("collectives at 1 GB/s a rank, for nobody has measured them (--comm)")
+        notes.append("collectives at 1 GB/s a rank, which is not measured (--comm)")
     every = candidates(config, request.world_size, is_remote=is_remote)
     if known.kept_nbytes is None and not records:
         own = own_candidate(config)

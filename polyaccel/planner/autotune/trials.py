@@ -1,7 +1,7 @@
 """A trial: the first steps of a training with other settings, in separate processes that end with it.
 
 [Note: Trial termination]
-The command is a job of its own: it leads a session, so no signal for us reaches it, and on Linux the kernel ends it
+The command is a separate job: it leads a session, so no signal for us reaches it, and on Linux the kernel ends it
 with us. It is ended when its figures are there, when it ends itself, or when its time is over: first by SIGTERM, which
 a launcher passes on, then by SIGKILL; what is left then is found by the variable that names the trial's folder, which
 every process of it has inherited, however often it forked. Nothing of it is in our memory, and its files are in its

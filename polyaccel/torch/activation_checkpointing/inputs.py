@@ -57,7 +57,7 @@ class KeptInput:
 
 
 class HostCopies:
-    """Copies between a device and host memory, over a stream of their own. See [Note: Offloaded inputs]."""
+    """Copies between a device and host memory, over a separate stream. See [Note: Offloaded inputs]."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

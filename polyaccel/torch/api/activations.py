@@ -122,7 +122,7 @@ def _ranks_of(mpu: Any) -> Communicator | None:
             mpu = group
             break
     raise _refused(
-        "mpu_", type(mpu).__name__, "is no communicator of polyaccel", "make groups with polyaccel.comm.new_group"
+        "mpu_", type(mpu).__name__, "is not a communicator of polyaccel", "make groups with polyaccel.comm.new_group"
     )
 
 

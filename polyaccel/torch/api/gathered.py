@@ -31,7 +31,7 @@ class _Opening:
     """In force while it is open, so that a graph which is built inside finds the parameters in its backward pass."""
 
     def changed(self) -> list[str]:
-        """Names of the parameters that somebody wrote to on this rank."""
+        """Names of the parameters that the user wrote to on this rank."""
         params = self.owner.step.params
         known = {*params.locally_modified()}
         return [

@@ -47,7 +47,7 @@ class _Moved(NamedTuple):
 
 
 class OffloadedStates:
-    """The states of `zero` that were taken off its device, and the way back; `adapter` is told what is away. See
+    """The states of `zero` that were taken off its device, and the way back; `adapter` records what is away. See
     [Note: In-place state reload]."""
 
     def __init__(self, zero: ZeroEngine, adapter: TorchAdapter) -> None:

@@ -138,7 +138,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         return self.zero
 
     def _train_unfrozen(self, resumed: Collection[str] = ()) -> None:
-        """Lay out anew if parameters were unfrozen, or are `resumed` with a checkpoint's states. Collective then."""
+        """Lay out again if parameters were unfrozen, or are `resumed` with a checkpoint's states. Collective then."""
         if is_due(self.adapter, before := self.zero, resumed):
             arguments = before.optimizer, self.optimizer.param_groups, {*before.steps, *resumed}
             migrate_optimizer_state(self.adapter, before, partial(self._lay_out, *arguments))

@@ -2,12 +2,12 @@
 stage.
 
 [Note: Full forward pass per stage]
-Every stage calls the whole model with the micro-batch's own inputs. So what blocks are given beside the values of the
-block before (masks, positions, rotary embeddings, flags) is computed where it is needed, by the model itself, and never
-sent; and nothing must be known of how the model calls its blocks. In the places of blocks that are elsewhere stand
-modules without parameters: those before the stage's first block give what the stage before has sent, in the very
+Every stage calls the whole model with the micro-batch's own inputs. So the inputs of blocks other than the values of
+the block before (masks, positions, rotary embeddings, flags) is computed where it is needed, by the model itself, and
+never sent; and nothing must be known of how the model calls its blocks. In the places of blocks that are elsewhere
+stand modules without parameters: those before the stage's first block give what the stage before has sent, in the very
 structure in which its last block gave it, and the first one behind the stage's last block ends the pass. What the model
-computes before its blocks is computed on every stage: beside the blocks that is little.
+computes before its blocks is computed on every stage: that is little next to the blocks.
 
 [Note: Parameter stand-ins]
 Where a parameter belongs to another stage, a tensor of its shape stands in for it, all of whose elements are one: NaN.

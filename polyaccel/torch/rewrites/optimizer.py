@@ -57,7 +57,7 @@ def _make_optimizer(context: RewriteContext) -> None:
 
 def _check_closure(optimizer: torch.optim.Optimizer, config: ResolvedConfig) -> None:
     """Raise ConfigError where `optimizer` calls a closure for the loss (`needs_closure`), and this run cannot compute
-    it anew within a step."""
+    it again within a step."""
     if not needs_closure(optimizer):
         return
     reason = f"{type(optimizer).__name__} evaluates the loss several times a step"

@@ -1,4 +1,4 @@
-"""Where the values of a model are: in memory of their own, on this rank's device."""
+"""Where the values of a model are: in separate memory, on this rank's device."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 [Note: Non-strided buffers]
 Collectives and checkpoints know strided memory of a few element types. A sparse buffer goes as its indices and values,
-each under a name of its own; a complex one as pairs of reals; an element type that the engine does not know goes bit by
+each under a separate name; a complex one as pairs of reals; an element type that the engine does not know goes bit by
 bit as an integer. Where a buffer repeats one element along a dimension (`expand`), it is written to once.
 """
 

@@ -8,10 +8,10 @@ A *site* is a module and the buckets that it needs: a unit with all its paramete
 with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
 
 [Note: Backward hooks]
-The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
-around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
+The gradient of a site's output means that its backward begins: the buckets are held, and every site neither
+around nor inside it is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
 when another begins. What gradients arrive, and when, has no say in it: ranks that run the same modules shall report the
-same uses in the same order, or they gather for each other what nobody needs. A site whose calls have all run backward
+same uses in the same order, or they gather for each other what no rank needs. A site whose calls have all run backward
 will see no more gradients, so the reductions of its buckets are launched then. Should an order of events be stranger
 than that, a weight is gathered because autograd asks for it (see [Note: Saved tensors by reference]), and a gradient is
 late: slower, never wrong.

@@ -1,7 +1,7 @@
 """A parameter while the gather of its updated values is under way: the first use of it waits for them.
 
 [Note: Pending parameter values]
-With `overlap_param_gather` a step returns before the other ranks' slices are here. Until somebody looks, a parameter's
+With `overlap_param_gather` a step returns before the other ranks' slices are here. Until the first use, a parameter's
 class is `PendingParameter`, so that the first operation on it, wherever that stands, waits for its bucket. Hooks on
 modules would not do: `nn.MultiheadAttention` reads its output projection's weight without calling that module, and so
 does `state_dict` on the module, or a function that uses a weight. Waiting is local, because the collective was launched

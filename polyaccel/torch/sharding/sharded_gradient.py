@@ -1,8 +1,8 @@
 """A gradient of which every rank has a slice, as user code sees it.
 
 [Note: Gradient slice operations]
-Operations that treat every element alike and change the gradient in place (`mul_`, `clamp_`, `add_` of a tensor of the
-parameter's shape, `zero_`) are done on the slice; done on all ranks alike they are done to the whole. Norms are sums
+Elementwise operations that change the gradient in place (`mul_`, `clamp_`, `add_` of a tensor of the
+parameter's shape, `zero_`) are done on the slice; done on all ranks they are done to the whole. Norms are sums
 over all ranks, one small exchange for all parameters at once, so every rank must ask. That is all that
 `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` need. Anything else is refused by name: a slice would answer for
 itself, without notice.

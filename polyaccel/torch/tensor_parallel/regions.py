@@ -1,7 +1,7 @@
 """Random numbers inside of cut regions: other ones on every rank, while everywhere else all ranks draw the same.
 
 [Note: Derived dropout state]
-From the output of a column layer to the input of the row layer behind it each rank has features of its own, and dropout
+From the output of a column layer to the input of the row layer behind it each rank has other features, and dropout
 there must differ. For that long the default generator of the device gets a state that follows from the one it had and
 from the rank; then it gets back what it had, moved on if the region drew. There is no second state to keep: setting the
 default generator (a checkpoint, the recomputation of activations) sets the region's numbers too, and where a region

@@ -1,8 +1,8 @@
 """Logits and their cross-entropy in tiles of tokens (the idea of Liger's and ALST's fused losses).
 
 [Note: Loss gradients in forward]
-The loss is the end of a model: the gradient of a tile's logits follows from the tile alone, but for one factor that all
-tiles have in common. So the forward pass computes the gradients of the sum of all losses and adds them up, and no
+The loss is the end of a model: the gradient of a tile's logits follows from the tile alone, except for one factor that
+all tiles have in common. So the forward pass computes the gradients of the sum of all losses and adds them up, and no
 logits outlive their tile; the backward pass multiplies by the factor. Nothing is computed twice, and the weight is not
 needed for the backward pass. Three products a token are computed, as many as without tiles. The gradients are kept as
 those of the *sum*, so that numbers of tokens in the denominator do not make fp16 vanish.

@@ -1,7 +1,7 @@
 """Sharded parameters while they are whole: gathered when something needs them, or ahead of that, and freed after use.
 
 [Note: Views after reshard]
-Gathered memory serves the next bucket as soon as it is free. Somebody may still hold a view: a state dict made inside
+Gathered memory serves the next bucket as soon as it is free. A caller may still hold a view: a state dict made inside
 `GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is left to its holder: its
 number of references shows it.
 

@@ -3,7 +3,7 @@
 [Note: Shared-memory windows]
 A window is a file in memory that its rank has open. The others of its group open it through `/proc/<pid>/fd`, which
 the system allows to processes of the same user that see each other. Where it does not (another system, hardened
-kernels) a rank is a group of its own, and reads for itself alone. Nothing has to be removed: the memory goes with the
+kernels) a rank is alone in its group, and reads for itself. Nothing has to be removed: the memory goes with the
 last process that maps it.
 """
 

@@ -2,10 +2,10 @@
 
 [Note: Copy-on-write pages]
 The system maps one file twice: shared, for the engine, and copy-on-write, for users
-([Note: Shared memory, private writes]). A page that nobody here has written to is that of the file, in both. The first
-write through the second mapping makes a copy of the page, for this process alone, and the system tells such pages from
-the others ([Note: Page map states]), whatever wrote to them: torch, numpy or a library. Given back, they are the file's
-again at the next look.
+([Note: Shared memory, private writes]). A page without a write of this process is that of the file, in both. The first
+write through the second mapping makes a copy of the page, for this process alone, and the system marks such pages
+([Note: Page map states]), whatever wrote to them: torch, numpy or a library. Given back, they are the file's again at
+the next look.
 """
 
 from __future__ import annotations
