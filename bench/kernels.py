@@ -37,7 +37,7 @@ from polyaccel.ops.base import (
     Rule,
     StochasticRounding,
 )
-from polyaccel.ops.native.library import describe_native
+from polyaccel.ops.native import describe_native
 from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
 
 _ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}

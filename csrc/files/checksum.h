@@ -1,4 +1,4 @@
-// The C ABI of checksums, which Python calls by ctypes (polyaccel/ops/native/checksum.py).
+// The C ABI of checksums, which Python calls by ctypes (polyaccel/ops/native.py).
 #pragma once
 
 #include "../kernels/kernels.h"

@@ -1,4 +1,4 @@
-// The C ABI of libpolyaccel_cpu, which Python calls by ctypes (polyaccel/ops/native/library.py has its other half).
+// The C ABI of libpolyaccel_cpu, which Python calls by ctypes (polyaccel/ops/native.py has its other half).
 //
 // Pointers need the alignment of their element type and no more. Buffers of a call do not overlap. Nothing is allocated,
 // nothing is thrown. Functions return 0, or one of PA_BAD_* without having touched a buffer. Sizes count elements.

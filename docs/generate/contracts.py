@@ -39,7 +39,7 @@ SECTIONS = {
     "Buffers and element types": ("polyaccel.core.buffer", "polyaccel.core.types"),
     "Kernels": (
         *("polyaccel.ops.base", "polyaccel.ops.optimizers"),
-        *("polyaccel.ops.numpy.kernels", "polyaccel.ops.torch.kernels"),
+        *("polyaccel.ops.numpy", "polyaccel.ops.torch.kernels"),
     ),
     "Errors": ("polyaccel.errors",),
 }

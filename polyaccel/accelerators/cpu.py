@@ -21,8 +21,7 @@ from polyaccel.core.types import DeviceId, DType
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.matmul_autotune import MatrixChoice
-from polyaccel.ops.native.kernels import native_kernels
-from polyaccel.ops.native.library import host_threads
+from polyaccel.ops.native import host_threads, native_kernels
 
 
 @cache
@@ -34,7 +33,7 @@ def _kernels(memory: HostArrays, native: bool) -> KernelTable:
 
         table, threads = torch_kernels(), torch.get_num_threads
     else:
-        from polyaccel.ops.numpy.kernels import numpy_kernels
+        from polyaccel.ops.numpy import numpy_kernels
 
         table, threads = numpy_kernels(), host_threads
     return native_kernels(table, threads) if native else table

@@ -77,7 +77,7 @@ class JaxAccelerator(Accelerator):
         return self._jax.dtypes.canonicalize_dtype(dtype.value).name == dtype.value and device_probe.works(add)
 
     def kernels(self) -> KernelTable:
-        from polyaccel.ops.jax.kernels import jax_kernels
+        from polyaccel.ops.jax import jax_kernels
 
         return jax_kernels()
 

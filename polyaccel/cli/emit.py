@@ -16,8 +16,7 @@ from pathlib import Path
 from polyaccel.cli.job import job_of
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Job
-from polyaccel.launch.manifests.kubernetes import KINDS, PodSettings
-from polyaccel.launch.manifests.yaml import as_yaml
+from polyaccel.launch.manifests import KINDS, PodSettings, as_yaml
 from polyaccel.redaction import is_secret
 
 _ALIASES = {"k8s": "k8s-jobset"}

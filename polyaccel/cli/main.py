@@ -41,9 +41,7 @@ VERBS: Mapping[str, Command] = MappingProxyType(
             "polyaccel.cli.plugins.command", "list the installed plugins, check one, or begin a new one"
         ),
         "ckpt": Command("polyaccel.cli.ckpt.command", "list, inspect, verify, compare, export and import checkpoints"),
-        "comm": Command(
-            "polyaccel.cli.comm.command", "measure collectives, or show where the ranks of a failed job diverged"
-        ),
+        "comm": Command("polyaccel.cli.comm", "measure collectives, or show where the ranks of a failed job diverged"),
         "trace": Command("polyaccel.cli.trace", "show where the time of traced steps went"),
         "watch": Command("polyaccel.cli.watch", "show runs on a page of this machine, while they train or later"),
         "doctor": Command("polyaccel.cli.doctor.command", "show what works on this machine and what does not"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from polyaccel.observability.run_dir import TRACE_FILE
+from polyaccel.observability.run_log import TRACE_FILE
 from polyaccel.observability.traces.chrome import read_trace
 from polyaccel.observability.traces.report import report_of
 

@@ -25,7 +25,7 @@ from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import ExpertFigures, MetricSink
-from polyaccel.observability.stats.work import WorkCounter
+from polyaccel.observability.stats import WorkCounter
 from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.zero.update.optimizer_step import StepResult

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.ops.native.checksum import crc32
+from polyaccel.ops.native import crc32
 from polyaccel.zero.trained_state import TrainedState
 
 _CHUNK_NBYTES = 16 << 20

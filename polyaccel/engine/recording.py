@@ -13,10 +13,7 @@ from polyaccel.engine.counters import StepCounters
 from polyaccel.job.readiness import STEP, report_to_launcher
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.observability.stats.calls import CallCounter
-from polyaccel.observability.stats.device_phase_timer import DevicePhaseTimer
-from polyaccel.observability.stats.memory import by_purpose, memory_in_use
-from polyaccel.observability.stats.work import WorkCounter
+from polyaccel.observability.stats import CallCounter, DevicePhaseTimer, WorkCounter, by_purpose, memory_in_use
 from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.zero.trained_state import TrainedMemory

@@ -22,9 +22,9 @@ from polyaccel.jax.modules import as_function
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import native_mesh
 from polyaccel.jax.optax_on_tree import optax_optimizer
-from polyaccel.jax.pipeline.layers import LayerList
+from polyaccel.jax.pipeline import LayerList
 from polyaccel.jax.pipeline_engine import JaxPipelineEngine
-from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.pytree import require_only_params
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS

@@ -14,9 +14,8 @@ import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.core.types import DType, ParamSpec
-from polyaccel.observability.profiles.report import ProfileSettings, report_profile
-from polyaccel.observability.profiles.tree import ProfileNode, tree_of
-from polyaccel.observability.stats.work import WorkCounter
+from polyaccel.observability.profiles import ProfileNode, ProfileSettings, report_profile, tree_of
+from polyaccel.observability.stats import WorkCounter
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.01

@@ -26,8 +26,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import ShardingError
 from polyaccel.jax.elementwise.evaluate import Elements, NotElementwise, Number, Value, evaluate
-from polyaccel.jax.elementwise.graph import Atom, Graph, function_name, structure_of
-from polyaccel.jax.elementwise.tree import buffer_names, state_leaves
+from polyaccel.jax.elementwise.graph import Atom, Graph, buffer_names, function_name, state_leaves, structure_of
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.views import array_over
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION

@@ -16,11 +16,18 @@ from polyaccel.core.types import DType
 from polyaccel.engine.rank_consistency import require_same_training
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import CommError, PolyaccelError
-from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
-from polyaccel.jax.pipeline.exchange import ArrayExchange
-from polyaccel.jax.pipeline.layers import LayerList, is_float, numels_of, pair_of, shapes_of_params
+from polyaccel.jax.pipeline import (
+    ArrayExchange,
+    ChunkProgram,
+    ForwardPass,
+    LayerList,
+    is_float,
+    numels_of,
+    pair_of,
+    shapes_of_params,
+)
 from polyaccel.jax.program.batches import as_inputs, as_weak, cast_floats, is_weak
-from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.pipeline.check import check_table

@@ -15,8 +15,7 @@ from polyaccel.core import tagged_json
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.observability.dashboard.document import write_page
 from polyaccel.observability.metrics import JsonlMonitor, Monitor
-from polyaccel.observability.run_dir import LOG_FILE, MOST_RANK_FILES, RANKS_FOLDER, REPORT_FILE, RUN_FILE
-from polyaccel.observability.run_log import RunLog
+from polyaccel.observability.run_log import LOG_FILE, MOST_RANK_FILES, RANKS_FOLDER, REPORT_FILE, RUN_FILE, RunLog
 from polyaccel.observability.stream import MonitorStream
 from polyaccel.registry import PluginGroup, load_plugin
 

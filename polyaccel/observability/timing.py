@@ -7,7 +7,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Literal, get_args
 
-from polyaccel.observability.stats.device_phase_timer import DevicePhaseTimer
+from polyaccel.observability.stats import DevicePhaseTimer
 
 Phase = Literal["data", "forward", "backward", "reduce", "update", "publish", "other"]
 """`data`: waiting for the next micro-batch. `reduce`: starting and awaiting gradient reductions. `publish`: making the

@@ -11,7 +11,7 @@ from pathlib import Path
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.transfers import PythonTransfers, Transfer, Transfers, cut_short
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pa_files_open": (c_void_p, (c_int32,)),

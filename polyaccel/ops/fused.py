@@ -2,7 +2,7 @@
 
 Both get a formula's constants in the same order and compute in float32 with one rounding an operation
 ([Note: One rounding per operation] in csrc/kernels/updates.h). So they agree bitwise, with each other and with
-`polyaccel.ops.numpy.kernels`, and moving a state between device and host changes no number.
+`polyaccel.ops.numpy`, and moving a state between device and host changes no number.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from polyaccel.core.types import DType, ReduceOp
 from polyaccel.ops.base import Rule
-from polyaccel.ops.numpy.kernels import NumpyMath
+from polyaccel.ops.numpy import NumpyMath
 
 Float64s = npt.NDArray[np.float64]
 

@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.engine.policies.steps import PLACES, plan_for, step_plan_for, step_policy, storage_tier
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.planner.model import ModelShape
-from polyaccel.planner.times import comm_seconds
+from polyaccel.planner.model import ModelShape, comm_seconds
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.memory import MemoryEstimate, estimate_memory

@@ -6,8 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from polyaccel.comm.benchmark import CollectiveTimings, bus_factor
 from polyaccel.core.block import Block
 from polyaccel.core.types import DType, ParamSpec
+from polyaccel.zero.plan.bucket_plan import StepPlan
+from polyaccel.zero.plan.traffic import PlannedCollective, exchanges_of, gathers_of
 
 _COUNT = re.compile(r"(\d+(?:\.\d*)?)(?:[eE]\+?(\d{1,2}))?([KMBT]?)")
 _POWERS = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
@@ -65,3 +68,41 @@ def shape_of_count(numel: int, dtype: DType, tensor_ranks: int = 1) -> ModelShap
             specs.append(ParamSpec(f"{unit}.{index % _PARAMS_A_BLOCK}", (own,), dtype, 0, True, *cut))
             units[specs[-1].fqn] = unit
     return ModelShape(f"a model taken as {BLOCKS} equal blocks", tuple(specs), units)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationNeeds:
+    """Bytes of one pass on one rank: those kept for backward at the end of the forward pass, and the most at a time in
+    both. `way` is what is recomputed; `is_own`: it is what the config asks for."""
+
+    way: str
+    kept_nbytes: int
+    peak_nbytes: int
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeeds:
+    """A stage of a pipeline: the blocks of its chunks, and what a rank there holds of the model. `kept` are the most
+    forward passes that it keeps for their backward passes, and `peak_nbytes` the most bytes of activations at a time,
+    by the schedule's table; None where the length of rows is unknown."""
+
+    blocks: tuple[str, ...]
+    model: ModelShape
+    kept: int
+    peak_nbytes: int | None
+
+
+def comm_seconds(plan: StepPlan, table: CollectiveTimings) -> float:
+    """The seconds that the collectives over the plan's buckets take one after another, none of them overlapped.
+
+    Groups of fewer ranks than were measured are taken to have the same bus bandwidth. Raises CommError for a table
+    that lacks an operation of the plan.
+    """
+    return sum(_seconds(each, table) for each in (*gathers_of(plan), *exchanges_of(plan)) if each.sent_nbytes)
+
+
+def _seconds(each: PlannedCollective, table: CollectiveTimings) -> float:
+    """A collective of n ranks sends its bus factor times its size, whatever the elements on the way are."""
+    nbytes = round(each.sent_nbytes / bus_factor(each.kind, each.ranks))
+    return table.seconds(each.kind, nbytes, each.ranks)

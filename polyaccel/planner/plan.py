@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.pipeline.select import select_schedule
 from polyaccel.pipeline.table import PipelineTable
-from polyaccel.planner.activations import ActivationNeeds, StageNeeds
 from polyaccel.planner.assumptions import PlannedConfig
 from polyaccel.planner.forecast import (
     CheckpointMemory,
@@ -20,7 +19,7 @@ from polyaccel.planner.forecast import (
     copies_of_state,
     forecasts,
 )
-from polyaccel.planner.model import ModelShape
+from polyaccel.planner.model import ActivationNeeds, ModelShape, StageNeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

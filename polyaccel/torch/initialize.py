@@ -25,7 +25,7 @@ from polyaccel.torch.api.optimizer import schedule_class
 from polyaccel.torch.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
 from polyaccel.torch.engine.torch_engine import TorchEngine
-from polyaccel.torch.experts.balance import loss_free_balancer
+from polyaccel.torch.experts.layer import loss_free_balancer
 from polyaccel.torch.experts.load_metrics import ExpertLoadMetrics
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.rewrites import REWRITES, RewriteContext

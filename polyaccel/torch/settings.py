@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from polyaccel.engine.policies.modules import RecomputePolicy
-from polyaccel.observability.profiles.report import ProfileSettings
+from polyaccel.observability.profiles import ProfileSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from polyaccel import comm
-from polyaccel.comm.benchmark.measure import SpeedMeter
-from polyaccel.comm.benchmark.table import bus_factor
+from polyaccel.comm.benchmark import SpeedMeter, bus_factor
 from polyaccel.core.types import DType
 from polyaccel_deepspeed.commands import OPS, bench_parser
 from polyaccel_deepspeed.initialize import init_distributed

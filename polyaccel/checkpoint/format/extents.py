@@ -10,7 +10,7 @@ from polyaccel.checkpoint.format.manifest import BlobEntry, Manifest
 from polyaccel.checkpoint.format.tensors import Piece, TensorEntry
 from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.errors import CheckpointError
-from polyaccel.ops.native.checksum import crc32 as checksum
+from polyaccel.ops.native import crc32 as checksum
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from polyaccel.core.block import Block
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
-from polyaccel.ops.native.checksum import crc32
+from polyaccel.ops.native import crc32
 
 ALIGNMENT_NBYTES = 64
 MAX_PIECE_NBYTES = 16 * 2**20

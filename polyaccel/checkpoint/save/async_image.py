@@ -12,7 +12,7 @@ from weakref import finalize
 from polyaccel.checkpoint.format.pieces import FileLayout, Read, TensorPiece
 from polyaccel.errors import CheckpointError
 from polyaccel.job.memory_server.protocol import seal_length
-from polyaccel.ops.native.checksum import crc32
+from polyaccel.ops.native import crc32
 
 _NAME = "polyaccel-checkpoint"
 

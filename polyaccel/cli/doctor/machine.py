@@ -114,7 +114,7 @@ def _limit(constant: str, unit: int) -> str:
 
 def _kernels() -> str:
     """The compiled kernels of the host, or why there are none."""
-    return str(importlib.import_module("polyaccel.ops.native.library").describe_native())
+    return str(importlib.import_module("polyaccel.ops.native").describe_native())
 
 
 def _matrix_kernels() -> str:

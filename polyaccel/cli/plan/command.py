@@ -150,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
             hint="measure it: polyaccel comm bench --json FILE, then --comm FILE",
             value=args.compute,
         )
-    from polyaccel.cli.plan.activations import foretold
+    from polyaccel.cli.plan.stages import foretold
     from polyaccel.cli.plan.tables import print_plan
-    from polyaccel.comm.benchmark.table import CollectiveTimings
+    from polyaccel.comm.benchmark import CollectiveTimings
     from polyaccel.config.meshes import mesh_of
     from polyaccel.planner.assumptions import planned_config
     from polyaccel.planner.plan import Limits, plan_training

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.text import Text
 
-from polyaccel.cli.plan.activations import foretold
+from polyaccel.cli.plan.stages import foretold
 from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
-from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.planner.assumptions import PlannedConfig
 from polyaccel.planner.autotune.cost_model import CostEstimate
 from polyaccel.planner.autotune.fit import FitRequest, FitResult, fit_settings

@@ -22,8 +22,7 @@ from polyaccel.comm.discovery import discover, export_torchrun_env, is_torchrun_
 from polyaccel.comm.flight_recorder.dump import FOLDER_VARIABLE, FlightRecorderDumper
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.init.backends import comm_backend, default_backend
-from polyaccel.comm.init.hosts import find_hosts, make_hierarchical
-from polyaccel.comm.init.interfaces import name_interfaces
+from polyaccel.comm.init.hosts import find_hosts, make_hierarchical, name_interfaces
 from polyaccel.comm.secret import negotiate_job_secret
 from polyaccel.comm.torch_group import initialized_world
 from polyaccel.errors import CommError, HostsDifferError

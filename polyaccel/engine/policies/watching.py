@@ -13,8 +13,7 @@ from polyaccel.engine.recording import Reporting
 from polyaccel.observability.alerts.settings import AlarmSettings
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import MetricSink
-from polyaccel.observability.profiles.report import ProfileSettings
-from polyaccel.observability.profiles.table import TableStyle
+from polyaccel.observability.profiles import ProfileSettings, TableStyle
 from polyaccel.observability.setup import ChosenMonitor
 from polyaccel.observability.traces.recorder import RunTrace
 

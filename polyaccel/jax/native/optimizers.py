@@ -13,7 +13,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.jax.native.rows import Rows
 from polyaccel.jax.optax_optimizer import OptaxOptimizer, Program
 from polyaccel.ops.base import Formula
-from polyaccel.ops.jax.updates import updated
+from polyaccel.ops.jax import updated
 from polyaccel.ops.optimizers import APPLY, OPTIMIZERS
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.update.optimizers import (

@@ -25,7 +25,7 @@ from polyaccel.jax.native.optimizers import SliceUpdate
 from polyaccel.jax.native.rows import RoundingKeys, Rows, rounded, rounding_keys
 from polyaccel.jax.program.batches import WeakNumbers, as_weak
 from polyaccel.jax.program.function import LossFunction
-from polyaccel.ops.jax.updates import precise_sum
+from polyaccel.ops.jax import precise_sum
 from polyaccel.zero.plan.layout import Bucket, ShardLayout
 from polyaccel.zero.plan.policy import Placement, StepPolicy, ZeroPolicy
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.jax.native.mesh import AXIS
-from polyaccel.ops.jax.updates import narrowed
+from polyaccel.ops.jax import narrowed
 from polyaccel.ops.rounding import halves
 from polyaccel.zero.buckets.rounding import rounding_of
 from polyaccel.zero.plan.layout import ALIGNMENT_ITEMSIZE, ALIGNMENT_NBYTES, Bucket

@@ -11,19 +11,65 @@ import ctypes
 import traceback
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char, c_float, c_int32, c_int64, c_void_p
-from functools import cache
+from functools import cache, wraps
 from itertools import count
-from typing import Any
+from logging import getLogger
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
-from polyaccel.errors import ConfigError, InvariantError, Problem
-from polyaccel.ops.native.library import native
+from polyaccel.errors import ConfigError, InvariantError, PolyaccelError, Problem
+from polyaccel.ops.native import native
+
+log = getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def engine_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a call of users: what it moves between host and devices is asked for, whatever `jax.transfer_guard` is.
+
+    The call raises PolyaccelError inside a mesh of several devices.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        _require_no_mesh(function.__name__)
+        with jax.transfer_guard("allow"):
+            return function(*args, **named)
+
+    return call
+
+
+def _require_no_mesh(name: str) -> None:
+    """Raise PolyaccelError inside `jax.set_mesh`, under which JAX would put the engine's arrays on other devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        raise PolyaccelError(
+            f"{name} was called inside jax.set_mesh of {mesh.size} devices, axes {dict(mesh.shape)}",
+            hint='leave the mesh before the call; several devices of a process train with "jax": {"execution": '
+            '"native"}, which makes the mesh itself',
+            value=dict(mesh.shape),
+        )
+
+
+def warn_of_idle_devices(communicator: Communicator) -> None:
+    """Log how many devices of this host no rank computes on: in views mode a rank computes on one."""
+    devices, ranks = jax.local_device_count(), communicator.host_topology.local_size
+    if devices > ranks and communicator.rank == 0:
+        log.warning(
+            "JAX has %d devices here and the job %d ranks: views mode computes on one device a rank, and the others "
+            'stay idle. Start a rank for each device, or use "jax": {"execution": "native"}, which uses all of them',
+            *(devices, ranks),
+        )
+
 
 _TARGET = "polyaccel_call"
 _MESSAGE_NBYTES = 4096

@@ -14,8 +14,7 @@ from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.hosts import is_here
-from polyaccel.launch.remote.control_messages import shell_word
-from polyaccel.launch.remote.inputs import AgentPipe
+from polyaccel.launch.remote.control_messages import AgentPipe, shell_word
 from polyaccel.launch.remote.ssh import agent_command, ssh_address, ssh_options
 from polyaccel.launch.remote.supervise import HostConnection, HostsSupervisor, plan_ways
 

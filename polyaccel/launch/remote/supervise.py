@@ -17,8 +17,16 @@ from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job, JobResult, LaunchPlan, RankSpec
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
-from polyaccel.launch.remote.control_messages import BEAT_S, END, PAUSE, SIGNAL, SILENCE_S, MessageFilter
-from polyaccel.launch.remote.inputs import AgentInput, AgentPipe
+from polyaccel.launch.remote.control_messages import (
+    BEAT_S,
+    END,
+    PAUSE,
+    SIGNAL,
+    SILENCE_S,
+    AgentInput,
+    AgentPipe,
+    MessageFilter,
+)
 from polyaccel.launch.supervise import JobFailure, Supervisor
 
 LOST = 255

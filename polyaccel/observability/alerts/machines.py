@@ -9,7 +9,7 @@ from statistics import median
 from polyaccel.observability.alerts.robust import MonotonicGrowth
 from polyaccel.observability.alerts.settings import AlarmSettings, RankFigures
 from polyaccel.observability.metrics import Alarm
-from polyaccel.observability.stats.memory import shown
+from polyaccel.observability.stats import shown
 
 _IN_A_ROW = 3
 """Looks in a row that must find the same, so that one pause of a machine is not an alarm."""

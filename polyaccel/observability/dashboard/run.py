@@ -13,7 +13,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.observability.dashboard.figures import FigureTable, flattened, rounded
 from polyaccel.observability.dashboard.tail import FileTailer
 from polyaccel.observability.dashboard.waits import WaitTable, shown_trace
-from polyaccel.observability.run_dir import (
+from polyaccel.observability.run_log import (
     LOG_FILE,
     METRICS_FILE,
     MOST_RANK_FILES,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from polyaccel.observability.traces.spans import Span
+from polyaccel.observability.traces.chrome import Span
 
 _LEAST_WAIT_S = 1e-5
 MESSAGES = ("send", "recv", "batch")

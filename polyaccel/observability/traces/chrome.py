@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,29 @@ from typing import Any
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability.traces.clock import ClockOffset
 from polyaccel.observability.traces.profiled import PROFILER, merged
-from polyaccel.observability.traces.spans import Span
+
+AGAIN = "again "
+"""The name of a unit's span begins so where its forward pass is computed again in backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`kind` is step, phase, unit, pipeline, tier or collective. Seconds are those of the rank's own wall clock, or of
+    rank 0's once a trace is read. A collective has in `more`: `group` (global ranks), `number` on that group, `bucket`,
+    `label`, `numel`, `dtype`, and `waited_s`, how long at its end the rank did nothing else. A tier's transfer has
+    `waited_s`, `tier` and `nbytes`.
+    """
+
+    kind: str
+    name: str
+    begin_s: float
+    end_s: float
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
 
 _TRACKS = {"step": 1, "phase": 2, "unit": 3, "pipeline": 4, "collective": 5, "tier": 6}
 """Of each kind its row below the rank. What of a kind overlaps, as collectives do, is shown by asynchronous events."""

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import Entry, RecordingCommunicator
-from polyaccel.observability.run_dir import TRACE_FILE
+from polyaccel.observability.run_log import TRACE_FILE
 from polyaccel.observability.timing import PhaseTimer
-from polyaccel.observability.traces.chrome import write_trace
+from polyaccel.observability.traces.chrome import Span, write_trace
 from polyaccel.observability.traces.clock import clock_offsets
 from polyaccel.observability.traces.profiled import kept_events
-from polyaccel.observability.traces.spans import Span
 
 log = getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from polyaccel.observability.traces.analysis import MESSAGES, Trace, TracedMeeting, meetings_of
-from polyaccel.observability.traces.spans import AGAIN, Span
+from polyaccel.observability.traces.chrome import AGAIN, Span
 
 _LEAST_WAIT_S = 1e-6
 

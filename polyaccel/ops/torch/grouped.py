@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_WEIGHT_GRAD, KernelTable
-from polyaccel.ops.native.library import Native, native
+from polyaccel.ops.native import Native, native
 
 _ITEMSIZE = 4
 

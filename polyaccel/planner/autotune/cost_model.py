@@ -10,11 +10,14 @@ from its own measurements (or from the first trial's phases), and which further 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
+import numpy as np
+
+from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.core.types import ParamSpec
@@ -23,13 +26,57 @@ from polyaccel.errors import CommError
 from polyaccel.planner.autotune.candidates import Candidate
 from polyaccel.planner.autotune.hardware_probe import USUAL, HardwareRates
 from polyaccel.planner.autotune.records import TrialRecord
-from polyaccel.planner.autotune.ridge import Features, RidgeRegression, Weight
 from polyaccel.planner.forecast import step_plan
-from polyaccel.planner.model import ModelShape
-from polyaccel.planner.times import comm_seconds
+from polyaccel.planner.model import ModelShape, comm_seconds
 from polyaccel.zero.plan.memory import estimate_memory
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.traffic import step_traffic
+
+Features = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Gaussian prior of a regression weight: mean, standard deviation and lower bound."""
+
+    value: float
+    spread: float
+    least: float = -inf
+
+
+class RidgeRegression:
+    """A figure as a sum of features. Without measurements the weights are those that are known; each measurement moves
+    them as far as it says more than that.
+
+    The most likely weights where errors are normal: of measurements by a share of their value that each one says, of
+    each weight by its spread.
+    """
+
+    def __init__(self, known: Mapping[str, Weight]) -> None:
+        self._known = dict(known)
+        self.weights = {name: weight.value for name, weight in known.items()}
+
+    def fit(self, measured: Sequence[tuple[Features, float, float]]) -> None:
+        """Take the weights that follow from `measured` (features, the figure, by what share it may be off) and from the
+        prior."""
+        names = [name for name, weight in self._known.items() if weight.spread > 0]
+        rows, targets = [], []
+        for features, figure, error in measured:
+            scale = 1 / (error * max(abs(figure), 1e-12))
+            rest = figure - sum(self._known[name].value * size for name, size in features.items() if name not in names)
+            rows.append([scale * features.get(name, 0.0) * self._known[name].spread for name in names])
+            targets.append(scale * (rest - sum(features.get(name, 0.0) * self._known[name].value for name in names)))
+        if not rows:
+            return
+        matrix = np.vstack([np.array(rows), np.eye(len(names))])
+        found, *_ = np.linalg.lstsq(matrix, np.concatenate([np.array(targets), np.zeros(len(names))]), rcond=None)
+        for name, steps in zip(names, found, strict=True):
+            known = self._known[name]
+            self.weights[name] = max(known.least, known.value + float(steps) * known.spread)
+
+    def __call__(self, features: Features) -> float:
+        return sum(self.weights[name] * size for name, size in features.items())
+
 
 _USUAL_NBYTES_PER_S = 1e9
 _KEPT_SHARE = 0.5

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config.meshes import data_ranks
 from polyaccel.planner.assumptions import PlannedConfig
 from polyaccel.planner.autotune.candidates import Candidate, candidates, own_candidate

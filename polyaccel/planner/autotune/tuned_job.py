@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config.load import read_tree
 from polyaccel.errors import PolyaccelError
 from polyaccel.job.trial_env import TRIAL_VARIABLE

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.errors import PolyaccelError
 from polyaccel.job.trial_env import TrialModel

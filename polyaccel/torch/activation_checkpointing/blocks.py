@@ -46,7 +46,7 @@ from polyaccel.torch.activation_checkpointing.regions import (
     configured,
     is_inside_region,
 )
-from polyaccel.torch.profiling.unit_spans import span_again
+from polyaccel.torch.profiling.kineto import span_again
 from polyaccel.torch.sharding.units import find_blocks
 
 log = getLogger(__name__)

@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from polyaccel.torch.activation_checkpointing.kinds import kind_of
-from polyaccel.torch.activation_checkpointing.libraries import is_of_library
+from polyaccel.torch.activation_checkpointing.kinds import is_of_library, kind_of
 from polyaccel.torch.activation_checkpointing.places import Array, Generator
 
 _MOST = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator
 from io import IOBase
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from polyaccel.torch.activation_checkpointing.libraries import is_of_library
 from polyaccel.torch.activation_checkpointing.places import (
     Array,
     Elements,
@@ -24,6 +24,15 @@ from polyaccel.torch.activation_checkpointing.places import (
     LegacyGenerator,
     Members,
 )
+
+LIBRARIES = frozenset({"torch", "numpy", "polyaccel", "transformers", "jax"}) | sys.stdlib_module_names
+"""Objects of their classes are not looked into, nor are their functions."""
+
+
+def is_of_library(module: Any) -> bool:
+    """Whether a Python module's name is that of a library."""
+    return isinstance(module, str) and module.partition(".")[0] in LIBRARIES
+
 
 _KINDS: tuple[tuple[Any, Any], ...] = (
     ((int, float, complex, str, bytes, type, nn.Parameter, np.generic, random.SystemRandom, FunctionType), None),

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from polyaccel.accelerators.memory.torch import torch_dtype
 from polyaccel.engine.policies.modules import ModuleRules, RecomputePolicy
 from polyaccel.errors import PolyaccelError
-from polyaccel.planner.activations import ActivationNeeds
+from polyaccel.planner.model import ActivationNeeds
 from polyaccel.torch.activation_checkpointing.blocks import RecomputedBlocks
 from polyaccel.torch.activation_checkpointing.regions import RecomputedRegions
 from polyaccel.torch.sharding.specs import convert_buffers, parameter_specs

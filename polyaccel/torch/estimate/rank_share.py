@@ -11,8 +11,7 @@ from polyaccel.accelerators.detect import choose_accelerator, host_accelerator
 from polyaccel.comm.collectives.fake import FakeCommunicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.table import PipelineTable
-from polyaccel.planner.activations import ActivationNeeds, StageNeeds
-from polyaccel.planner.model import ModelShape
+from polyaccel.planner.model import ActivationNeeds, ModelShape, StageNeeds
 from polyaccel.planner.pass_settings import PassSettings
 from polyaccel.torch.context_parallel import apply_context_parallel
 from polyaccel.torch.context_parallel.settings import SequenceSettings

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polyaccel.accelerators.memory.torch import torch_dtype
 from polyaccel.engine.policies.modules import ModuleRules, RecomputePolicy
 from polyaccel.pipeline.table import PipelineOp, PipelineTable, live_counts
-from polyaccel.planner.activations import StageNeeds
+from polyaccel.planner.model import StageNeeds
 from polyaccel.torch.activation_checkpointing.blocks import RecomputedBlocks
 from polyaccel.torch.activation_checkpointing.regions import RecomputedRegions
 from polyaccel.torch.estimate.activation_memory import (

@@ -25,7 +25,7 @@ from polyaccel.pipeline.select import chosen_placement
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.pipeline.chunk import Chunk, ChunkPlaces, Layer, LayerPlace, Recomputing, class_name
 from polyaccel.torch.pipeline.measured import measured_weights
-from polyaccel.torch.sharding.buffer_types import explaining_buffer_types
+from polyaccel.torch.sharding.buffers import explaining_buffer_types
 from polyaccel.torch.sharding.units import set_parts
 
 

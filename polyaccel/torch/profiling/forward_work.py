@@ -17,10 +17,9 @@ from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.core.types import ParamSpec
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
-from polyaccel.torch.profiling.kineto import KinetoProfiler
+from polyaccel.torch.profiling.kineto import KinetoProfiler, unit_spans
 from polyaccel.torch.profiling.operations import CountingMode
-from polyaccel.torch.profiling.step_profile import StepProfile
-from polyaccel.torch.profiling.unit_spans import unit_spans
+from polyaccel.torch.profiling.profiler import StepProfile
 from polyaccel.torch.settings import ModuleSettings
 
 log = getLogger(__name__)

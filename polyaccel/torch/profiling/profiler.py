@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -11,8 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyaccel.observability.profiles.tree import ProfileNode, tree_of
+from polyaccel.observability.profiles import ProfileNode, ProfileSettings, report_profile, tree_of
 from polyaccel.torch.profiling.operations import CountingMode
+
+
+class StepProfile:
+    """Looks at two forward passes that are trained on, and then reports what it saw."""
+
+    def __init__(self, module: nn.Module, settings: ProfileSettings, numels: Mapping[str, int]) -> None:
+        """`numels`: the whole sizes of parameters, by name."""
+        self._settings = settings
+        self._profiler: ModuleProfiler | None = None
+        self._module = module
+        self._numels = numels
+        self._is_counted = False
+        self._is_done = False
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Around a forward pass of optimizer step `step`."""
+        return nullcontext() if self._is_done or step < self._settings.step else self._looking()
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        self._profiler = self._profiler or ModuleProfiler(self._module, self._numels)
+        with self._profiler.looking(counts=not self._is_counted, times=self._is_counted):
+            yield
+        if not self._is_counted:
+            self._is_counted = True
+            return
+        self._is_done = True
+        title = f"flops profile of step {self._settings.step}, one micro-batch of rank 0"
+        report_profile(self._profiler.profile(), title, self._settings)
+        self._profiler = None
 
 
 @dataclass(slots=True)

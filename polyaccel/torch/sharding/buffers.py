@@ -9,6 +9,8 @@ bit as an integer. Where a buffer repeats one element along a dimension (`expand
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,42 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import torch_dtype
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
-from polyaccel.errors import ShardingError
+from polyaccel.errors import PolyaccelError, ShardingError
+
+
+@contextmanager
+def explaining_buffer_types(model: nn.Module) -> Iterator[None]:
+    """Raise PolyaccelError in place of torch's refusal of two types in a module of `model` that has 16-bit parameters
+    next to it and buffers of another type. The error names the buffers; its value is the first name."""
+    try:
+        yield
+    except RuntimeError as error:
+        dtypes = (each.dtype for each in model.parameters())
+        dtype = next((each for each in dtypes if each in _SHORT), None)
+        if "type" not in str(error) or dtype is None or not (names := _odd_buffers(model, error, dtype)):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise PolyaccelError(
+            f"the buffers {', '.join(names)} are not {dtype}, as the parameters are, and torch refuses to compute with "
+            f"both types: {said}",
+            hint=f'set "data_types": {{"buffer_dtype": "{_SHORT[dtype]}"}}, or convert in forward: x.to(buffer.dtype)',
+            value=names[0],
+        ) from error
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _odd_buffers(model: nn.Module, error: RuntimeError, dtype: torch.dtype) -> list[str]:
+    """The names of floating buffers that are not of `dtype`, of the innermost module that was computing."""
+    running = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    innermost = next((one for one in reversed(running) if isinstance(one, nn.Module)), None)
+    prefix = next((f"{name}." if name else "" for name, module in model.named_modules() if module is innermost), None)
+    if innermost is None or prefix is None:
+        return []
+    buffers = innermost.named_buffers(recurse=False)
+    return [f"{prefix}{name}" for name, one in buffers if one.is_floating_point() and one.dtype != dtype]
+
 
 _KNOWN = frozenset(torch_dtype(dtype) for dtype in DType)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,7 @@ from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.sharding.buffer_types import explaining_buffer_types
+from polyaccel.torch.sharding.buffers import explaining_buffer_types
 
 
 def is_transforming() -> bool:

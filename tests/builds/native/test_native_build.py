@@ -32,7 +32,7 @@ def test_what_is_missing_is_done_without(missing: str, tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = ZipFile(wheel).namelist()
-    assert "polyaccel/ops/native/kernels.py" in names
+    assert "polyaccel/ops/native.py" in names
     assert not any("libpolyaccel_cpu" in name for name in names)
     page = {
         f"polyaccel/observability/dashboard/{part}"

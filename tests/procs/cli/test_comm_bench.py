@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.cli.main import main
-from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings
+from polyaccel.comm.benchmark import OPERATIONS, CollectiveTimings
 
 BENCH = [sys.executable, "-m", "polyaccel", "comm", "bench"]
 QUICK = ["--smallest", "1K", "--largest", "16K", "--rounds", "3", "--budget", "0.01"]

@@ -12,7 +12,7 @@ import pytest
 from host_jobs import Hosts
 from ssh_hosts import SshHost
 
-from polyaccel.comm.benchmark.table import CollectiveTimings
+from polyaccel.comm.benchmark import CollectiveTimings
 
 SPY = Path(__file__).parents[2] / "support" / "jobs" / "spying_job.py"
 LOUD = f"""

@@ -237,7 +237,7 @@ def records_of(mode):
             self.args.append(record.args)
 
     keep = Keep()
-    logger = logging.getLogger("polyaccel.jax.program.context")
+    logger = logging.getLogger("polyaccel.jax.program.calls")
     logger.addHandler(keep)
     start(error, mode)
     logger.removeHandler(keep)

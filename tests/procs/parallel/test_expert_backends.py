@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.ops import matmul_autotune
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.experts import Mixture
 

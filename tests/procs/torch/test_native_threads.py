@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 
 SCRIPT = """
 import os, signal, threading
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import REDUCE
-from polyaccel.ops.native.kernels import native_kernels
+from polyaccel.ops.native import native_kernels
 from polyaccel.core.types import DType, ReduceOp
 
 def tasks():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.benchmark.measure import SpeedMeter, all_cases, measured
-from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings
+from polyaccel.comm.benchmark import OPERATIONS, CollectiveTimings, SpeedMeter, all_cases, measured
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.core.types import DType
 from polyaccel.errors import CommError

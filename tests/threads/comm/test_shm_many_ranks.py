@@ -10,8 +10,7 @@ import pytest
 from backend_marks import needs
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
-from polyaccel.comm.backends.shm.communicator import ShmCommunicator
+from polyaccel.comm.backends.shm.communicator import NOTE_NBYTES, ShmBoard, ShmCommunicator
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
 from polyaccel.comm.backends.shm.library import shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, map_file, new_file

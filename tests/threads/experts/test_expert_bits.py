@@ -17,7 +17,7 @@ from transformer_models import transformer_batch, transformer_model
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.ops import matmul_autotune
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 from polyaccel.testkit.ranks.threads import run_threads
 
 STEPS = 3

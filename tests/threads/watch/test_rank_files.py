@@ -15,8 +15,7 @@ import torch
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
-from polyaccel.observability.run_dir import RUN_FILE
-from polyaccel.observability.run_log import RunLog
+from polyaccel.observability.run_log import RUN_FILE, RunLog
 from polyaccel.observability.setup import start_monitoring
 from polyaccel.testkit.ranks.threads import run_threads
 

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from polyaccel.cli.main import main
-from polyaccel.comm.benchmark.table import SpeedRow, speed_table
+from polyaccel.comm.benchmark import SpeedRow, speed_table
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.job.trial_env import TrialModel
 from polyaccel.planner.autotune import fit

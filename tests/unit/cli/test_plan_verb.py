@@ -11,7 +11,7 @@ import pytest
 from polyaccel.cli.main import main
 from polyaccel.cli.plan.command import parse_size
 from polyaccel.cli.plan.tables import short_bytes, short_count
-from polyaccel.comm.benchmark.table import SpeedRow, speed_table
+from polyaccel.comm.benchmark import SpeedRow, speed_table
 from polyaccel.config import load_resolved
 from polyaccel.core.types import DType
 from polyaccel.planner.forecast import (

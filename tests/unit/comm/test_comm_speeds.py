@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.comm.benchmark.measure import all_cases, sizes
-from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings, SpeedRow, bus_factor, shown, speed_table
+from polyaccel.comm.benchmark import (
+    OPERATIONS,
+    CollectiveTimings,
+    SpeedRow,
+    all_cases,
+    bus_factor,
+    shown,
+    sizes,
+    speed_table,
+)
 from polyaccel.errors import CommError
 
 ROWS = st.builds(

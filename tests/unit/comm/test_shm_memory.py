@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.shm.backend import ShmBackend, _check_one_host
-from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
+from polyaccel.comm.backends.shm.communicator import NOTE_NBYTES, ShmBoard
 from polyaccel.comm.backends.shm.memory import AddressBook, Heap, HeapRange, Member, map_file, new_file
 from polyaccel.comm.backends.torch.backend import GlooBackend
 from polyaccel.comm.base import Rendezvous
@@ -25,7 +25,7 @@ from polyaccel.comm.init import setup
 from polyaccel.comm.init.backends import default_backend
 from polyaccel.core.types import DType, Probe
 from polyaccel.errors import CommError, HostsDifferError
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 
 pytestmark = needs("shm")
 

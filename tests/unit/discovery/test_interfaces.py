@@ -10,8 +10,8 @@ import pytest
 
 from polyaccel.comm import host_address
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.init import interfaces
-from polyaccel.comm.init.interfaces import InterfaceNote, name_interfaces, slips
+from polyaccel.comm.init import hosts as interfaces
+from polyaccel.comm.init.hosts import InterfaceNote, name_interfaces, slips
 from polyaccel.job.host_topology import HostTopology
 from polyaccel.testkit.ranks.threads import run_threads
 

@@ -9,7 +9,7 @@ import pytest
 
 from polyaccel.accelerators.base import Event
 from polyaccel.engine.recording import _shares
-from polyaccel.observability.stats.device_phase_timer import DevicePhaseTimer
+from polyaccel.observability.stats import DevicePhaseTimer
 from polyaccel.observability.timing import PHASES, PhaseTimer
 
 

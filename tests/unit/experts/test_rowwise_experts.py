@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 from polyaccel.torch.experts import StackedExperts
 from polyaccel.torch.experts.products import GroupedProducts
 from polyaccel.torch.experts.rowwise import Rowwise

@@ -13,8 +13,7 @@ import pytest
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job
-from polyaccel.launch.remote.control_messages import MessageFilter
-from polyaccel.launch.remote.inputs import AgentPipe
+from polyaccel.launch.remote.control_messages import AgentPipe, MessageFilter
 from polyaccel.launch.remote.pdsh import PdshLauncher, pdsh_command
 
 SSH = f"""#!{sys.executable} -IS

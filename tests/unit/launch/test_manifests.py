@@ -18,7 +18,7 @@ from polyaccel.cli.job import job_of
 from polyaccel.cli.main import main
 from polyaccel.cli.options import add_options
 from polyaccel.launch.base import Job
-from polyaccel.launch.manifests.yaml import as_yaml
+from polyaccel.launch.manifests import as_yaml
 
 NAMES = st.text(min_size=1, max_size=9)
 VALUES = st.recursive(

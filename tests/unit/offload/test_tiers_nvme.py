@@ -24,7 +24,7 @@ from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.state_file import StateFile
 from polyaccel.offload.tier import TierOptions
 from polyaccel.offload.transfers import Transfer, Transfers
-from polyaccel.ops.native.library import Native, native
+from polyaccel.ops.native import Native, native
 
 F32 = DType.FLOAT32
 HOST = CpuAccelerator("numpy")

@@ -17,7 +17,7 @@ from polyaccel.offload import native_transfers
 from polyaccel.offload.native_transfers import NativeTransfers, describe_transfers, open_transfers
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.transfers import PythonTransfers, Transfers
-from polyaccel.ops.native.library import Native, native
+from polyaccel.ops.native import Native, native
 
 HOST = CpuAccelerator("numpy")
 THREADS = 2

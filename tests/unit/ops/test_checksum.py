@@ -5,8 +5,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.ops.native.checksum import _WORTH_NBYTES, _native_crc32, crc32
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import _WORTH_NBYTES, _native_crc32, crc32, native
 
 NBYTES = st.one_of(st.integers(0, 300), st.integers(_WORTH_NBYTES - 1, _WORTH_NBYTES + 200), st.just(1 << 20))
 

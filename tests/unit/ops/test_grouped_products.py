@@ -10,7 +10,7 @@ import torch
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_WEIGHT_GRAD, KernelTable
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 from polyaccel.ops.torch.grouped import with_grouped_kernels
 from polyaccel.testkit.kernels.grouped import check_grouped_products
 

@@ -29,8 +29,7 @@ from polyaccel.ops.base import (
     UPDATE,
     KernelTable,
 )
-from polyaccel.ops.native.kernels import native_kernels
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native, native_kernels
 from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
 from polyaccel.testkit.kernels.contract import check_meaning, check_slices, check_stochastic_rounding, encode

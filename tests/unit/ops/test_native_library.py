@@ -11,10 +11,9 @@ import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.errors import ConfigError
+from polyaccel.ops import native as native_library
 from polyaccel.ops.base import UPDATE
-from polyaccel.ops.native import library as native_library
-from polyaccel.ops.native.kernels import native_kernels
-from polyaccel.ops.native.library import VARIABLE, describe_native, host_threads, native
+from polyaccel.ops.native import VARIABLE, describe_native, host_threads, native, native_kernels
 
 FALLBACK = CpuAccelerator("numpy", native=False).kernels()
 
@@ -23,7 +22,7 @@ FALLBACK = CpuAccelerator("numpy", native=False).kernels()
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """`native()` looks again, in this test only."""
     monkeypatch.setattr(native_library, "native", native_library.native.__wrapped__)
-    monkeypatch.setattr("polyaccel.ops.native.kernels.native", native_library.native)
+    monkeypatch.setattr("polyaccel.ops.native.native", native_library.native)
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -61,7 +60,7 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(native().library is None, reason=native().reason)
 @pytest.mark.parametrize(("wanted", "expected"), [("portable", "csrc portable"), ("neon", "csrc neon"), ("", "csrc ")])
 def test_an_instruction_set_can_be_asked_for(wanted: str, expected: str) -> None:
-    script = "from polyaccel.ops.native.library import describe_native; print(describe_native())"
+    script = "from polyaccel.ops.native import describe_native; print(describe_native())"
     environment = {**os.environ, VARIABLE: wanted}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False

@@ -16,7 +16,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import UPDATE, KernelTable
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 from polyaccel.ops.optimizers import OPTIMIZERS
 
 NUMEL = 101

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import polyaccel
-from polyaccel.observability.profiles.table import profile_table
+from polyaccel.observability.profiles import profile_table
 from polyaccel.torch.profiling.profiler import ModuleProfiler, profile_module
 
 B, T, D, F, V, L = 2, 24, 32, 64, 50, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyaccel.planner.autotune.ridge import RidgeRegression, Weight
+from polyaccel.planner.autotune.cost_model import RidgeRegression, Weight
 
 
 def test_without_measurements_the_weights_are_those_that_are_known() -> None:

@@ -8,10 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from polyaccel.observability.profiles.flame import flame_svg
-from polyaccel.observability.profiles.report import FLAME_FILE, ProfileSettings, report_profile
-from polyaccel.observability.profiles.table import TableStyle, profile_table, shown
-from polyaccel.observability.profiles.tree import ProfileNode, tree_of
+from polyaccel.observability.profiles import (
+    FLAME_FILE,
+    ProfileNode,
+    ProfileSettings,
+    TableStyle,
+    flame_svg,
+    profile_table,
+    report_profile,
+    shown,
+    tree_of,
+)
 
 NODES = {
     "": ProfileNode("", "Net", 3000, 4000, 0.01, 1),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from polyaccel.observability.traces.analysis import meetings_of
+from polyaccel.observability.traces.chrome import Span
 from polyaccel.observability.traces.replay import Change, own_work_s, replayed_s, what_if
 from polyaccel.observability.traces.report import report_of
-from polyaccel.observability.traces.spans import Span
 
 
 def meeting(number: int, came_s: float, ended_s: float, waited_s: float, operation: str = "all_reduce") -> Span:

@@ -16,7 +16,7 @@ from polyaccel.observability.dashboard.figures import FigureTable, flattened
 from polyaccel.observability.dashboard.run import WatchedRun
 from polyaccel.observability.dashboard.tail import FileTailer
 from polyaccel.observability.dashboard.waits import WaitTable, waits_of
-from polyaccel.observability.traces.spans import Span
+from polyaccel.observability.traces.chrome import Span
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.observability.profiles.table import TableStyle, profile_table, shown
-from polyaccel.observability.profiles.tree import ProfileNode
+from polyaccel.observability.profiles import ProfileNode, TableStyle, profile_table, shown
 from polyaccel.torch.profiling.profiler import ModuleProfiler, inputs_of_shape, profile_module
 
 

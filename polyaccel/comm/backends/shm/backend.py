@@ -9,8 +9,7 @@ from dataclasses import asdict
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
-from polyaccel.comm.backends.shm.communicator import ShmCommunicator
+from polyaccel.comm.backends.shm.communicator import NOTE_NBYTES, ShmBoard, ShmCommunicator
 from polyaccel.comm.backends.shm.cow_mapping import can_track_dirty_pages
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
 from polyaccel.comm.backends.shm.library import MOST_RANKS, probe_library, shm_library

@@ -16,9 +16,11 @@ the ranks agree is looked at in each call, by the library.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from struct import Struct
 from typing import Any, ClassVar
+from zlib import crc32
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.backends.shm.cow_mapping import CowMapping, PrivateMapping
 from polyaccel.comm.backends.shm.group import Failure, Host, PreparedCall, ShmGroup, explain
 from polyaccel.comm.backends.shm.library import ShmOp, shm_library
-from polyaccel.comm.backends.shm.memory import map_file, new_file, open_peer, rounded_up
+from polyaccel.comm.backends.shm.memory import Bytes, map_file, new_file, open_peer, rounded_up
 from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
 from polyaccel.comm.collectives.single import SingleCommunicator
@@ -36,6 +38,39 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.deadline import Deadline
 from polyaccel.core.types import DType
 from polyaccel.errors import CommError, ShardingError
+
+NOTE_NBYTES = 4096
+_HEAD = Struct("<II")  # length and checksum of the text
+_TRIES = 100
+
+
+class ShmBoard(StatusStore):
+    """One area of `NOTE_NBYTES` for each global rank."""
+
+    def __init__(self, notes: Bytes) -> None:
+        self._notes = notes
+
+    def set(self, rank: int, text: str) -> None:
+        data = text.encode()[: NOTE_NBYTES - _HEAD.size]
+        note = _HEAD.pack(len(data), crc32(data)) + data
+        area = self._notes.data
+        area[rank * NOTE_NBYTES : rank * NOTE_NBYTES + len(note)] = note
+
+    def read(self, world_size: int) -> Mapping[int, str]:
+        found = {rank: self._read(rank) for rank in range(world_size)}
+        return {rank: text for rank, text in found.items() if text}
+
+    def _read(self, rank: int) -> str:
+        """The note; empty if there is none, or if it was never whole while it was looked at."""
+        area = self._notes.data[rank * NOTE_NBYTES : (rank + 1) * NOTE_NBYTES]
+        for _ in range(_TRIES):
+            note = bytes(area)
+            length, checksum = _HEAD.unpack_from(note)
+            text = note[_HEAD.size : _HEAD.size + length]
+            if length == len(text) and crc32(text) == checksum:
+                return text.decode(errors="replace")
+        return ""
+
 
 _SHARED_NBYTES = 64 << 10  # smaller buffers go through the stages, which is faster
 _MOST_PREPARED = 256

@@ -12,7 +12,7 @@ from polyaccel.accelerators.base import Probe
 from polyaccel.comm.base import unusable_error
 from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ConfigError
-from polyaccel.ops.native.library import native
+from polyaccel.ops.native import native
 
 MOST_RANKS = 256
 

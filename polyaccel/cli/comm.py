@@ -1,7 +1,7 @@
-"""`polyaccel comm bench`: how fast the ranks of a job can move buffers, on this machine or between hosts.
+"""`polyaccel comm`: what ranks recorded of their collectives, and how fast these are.
 
-The same command is what a user types and what every rank runs: a process that a launcher has numbered measures, any
-other starts the ranks by `polyaccel run`, each with this command and the options about the measurement.
+`polyaccel comm bench` is what a user types and what every rank runs: a process that a launcher has numbered measures,
+any other starts the ranks by `polyaccel run`, each with this command and the options about the measurement.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyaccel.cli.argument_types import positive, whole_number
 from polyaccel.cli.options import add_options
+from polyaccel.comm.flight_recorder.desync import Divergence, as_text, find_desync
+from polyaccel.comm.flight_recorder.dump import Dump, read_dump
+from polyaccel.errors import CommError
 
 if TYPE_CHECKING:
     from polyaccel.core.types import DType
+
 
 _DESCRIPTION = """\
 Measure the collectives of the communicator that a training would have: the time of a call, its size over that time
@@ -27,7 +31,7 @@ does. Rank 0 prints a table, and with --json writes it for `polyaccel plan --com
 _OWN = ("smallest", "largest", "factor", "operations", "dtype", "rounds", "budget", "config", "json")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     what = "measure how fast the ranks of a job can move buffers"
     parser = subparsers.add_parser("bench", help=what, description=_DESCRIPTION, allow_abbrev=False)
     own = parser.add_argument_group("the measurement")
@@ -48,8 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, or start the ranks that do. Returns the exit code. Raises PolyaccelError."""
-    from polyaccel.comm.benchmark.measure import all_cases, sizes
-    from polyaccel.comm.benchmark.table import OPERATIONS
+    from polyaccel.comm.benchmark import OPERATIONS, all_cases, sizes
     from polyaccel.comm.discovery import list_sources
     from polyaccel.core.types import DType
 
@@ -75,8 +78,7 @@ def _own(args: argparse.Namespace) -> list[str]:
 
 def _measure(args: argparse.Namespace, wanted: Sequence[tuple[str, int]], dtype: DType) -> int:
     from polyaccel import comm
-    from polyaccel.comm.benchmark.measure import measured
-    from polyaccel.comm.benchmark.table import shown
+    from polyaccel.comm.benchmark import measured, shown
     from polyaccel.config import load_config
 
     comm.init_distributed(config=None if args.config is None else load_config(args.config), verbose=False)
@@ -113,3 +115,44 @@ def _parsed(what: str) -> Callable[[str], int]:
 
 def _above(least: int) -> Callable[[str], int]:
     return whole_number(f"a number from {least} on", least)
+
+
+def add_diff_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "show where ranks diverged, from their dumps"
+    diff = subparsers.add_parser("diff", help=what, description=what)
+    diff.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="rank-N.json files, or a folder of them")
+    diff.set_defaults(func=run_diff)
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Print the comparison; the exit code is 1 when ranks diverged. Raises CommError for what is not a dump."""
+    dumps = list(read_all(args.dumps))
+    findings = find_desync(dumps)
+    print(as_text(findings, dumps))
+    return int(any(isinstance(finding, Divergence) for finding in findings))
+
+
+def read_all(places: Iterable[Path]) -> Iterable[Dump]:
+    """The dumps in files and folders. Raises CommError when there is none, or two are of one rank."""
+    files = [file for place in places for file in (sorted(place.glob("rank-*.json")) if place.is_dir() else [place])]
+    if not files:
+        raise CommError("there is no rank-N.json in the folder", hint="give the folder from the log line of a rank")
+    found: dict[int, Path] = {}
+    for file in files:
+        dump = read_dump(file)
+        if dump.rank in found:
+            raise CommError(
+                f"{found[dump.rank]} and {file} are both of rank {dump.rank}",
+                hint="compare the dumps of one job",
+                value=dump.rank,
+            )
+        found[dump.rank] = file
+        yield dump
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "look at what ranks recorded of their collectives, or measure how fast these are"
+    parser = subparsers.add_parser("comm", help=summary, description=summary)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    add_diff_parser(actions)
+    add_bench_parser(actions)

@@ -1,4 +1,4 @@
-"""Kernels of the ops on numpy arrays, for hosts without torch and for the tests of the step.
+"""The ops on numpy arrays, for hosts without torch and for the tests of the step.
 
 Arithmetic is in float32 (float64 where the master weights are), in chunks that stay in cache. numpy rounds every
 operation once and fuses none, so a result never depends on where a slice starts; see

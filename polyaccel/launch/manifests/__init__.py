@@ -1,1 +1,0 @@
-"""Jobs as documents that a cluster's own scheduler reads."""

@@ -1,1 +1,0 @@
-"""The ops on arrays of JAX."""

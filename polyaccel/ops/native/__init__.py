@@ -1,1 +1,0 @@
-"""The compiled ops of csrc/."""

@@ -1,1 +1,0 @@
-"""The ops on numpy arrays."""
