@@ -36,6 +36,7 @@ VERBS: Mapping[str, Command] = MappingProxyType(
             "polyaccel.cli.plan.command", "show what training will need in memory, traffic and disk, by setting"
         ),
         "tune": Command("polyaccel.cli.tune", "find the fastest settings of a config that fit, by short trials"),
+        "verify": Command("polyaccel.cli.verify", "compare the first steps of a training with plain torch"),
         "build": Command("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
         "plugins": Command(
             "polyaccel.cli.plugins.command", "list the installed plugins, check one, or begin a new one"

@@ -13,6 +13,8 @@ class JobParser(argparse.ArgumentParser):
     only one of them has stands for it."""
 
     abbreviated: Sequence[str] = ()
+    keeps_words = False
+    """Whether the words that were parsed are kept, as `words` of the namespace."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self._by_name: dict[str, argparse.Action] = {}
@@ -28,7 +30,10 @@ class JobParser(argparse.ArgumentParser):
         self._by_name[name].type = type_
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        return super().parse_known_args(None if args is None else self._settled(list(args)), namespace)
+        found, left = super().parse_known_args(None if args is None else self._settled(list(args)), namespace)
+        if self.keeps_words:
+            found.words = tuple(args or ())
+        return found, left
 
     def _settled(self, words: list[str]) -> list[str]:
         settled: list[str] = []

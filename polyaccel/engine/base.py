@@ -70,6 +70,10 @@ class Engine(RunProgress, ABC):
     optimizer: Any = None
     lr_scheduler: Any = None
     """The schedule that moves the learning rates after each applied step."""
+    before_update: list[Callable[[], None]]
+    """What is called before each update, on all ranks, with all gradients there."""
+    after_step: list[Callable[[float | None], None]]
+    """What is called at the end of each step, on all ranks, with this rank's mean loss."""
     after_update: list[Callable[[bool], None]]
     """What is called after each update, on all ranks, with whether parameters changed."""
     expert_figures: Callable[[], Mapping[str, ExpertFigures]] | None = None
@@ -161,7 +165,7 @@ class Engine(RunProgress, ABC):
         replica = parts.settings.saving.replica
         self._replicas = None if replica is None else Replicas(parts.communicator, replica, parts.about)
         self.client_state = {}
-        self.after_update = []
+        self.before_update, self.after_update, self.after_step = [], [], []
         self.loss_scaler = parts.loss_scaler
         self.counters = StepCounters(
             gradient_accumulation_steps=parts.settings.accumulation_steps,
@@ -321,6 +325,8 @@ class Engine(RunProgress, ABC):
         """Update the parameters; the loss scale follows."""
         if self._recorder.alarms is not None:
             self._recorder.alarms.before_update(self.global_steps + 1)
+        for call in self.before_update:
+            call()
         with self._recorder.timer("update"):
             result = self.zero.update(groups, self._gradient_scale)
         self._take_result(result)
@@ -367,6 +373,8 @@ class Engine(RunProgress, ABC):
         self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=scale, experts=experts)
         self._saver.poll()
         self._replicate()
+        for call in self.after_step:
+            call(loss)
 
 
 def learning_rates(groups: Sequence[Group]) -> tuple[float, ...]:

@@ -35,6 +35,8 @@ from polyaccel.torch.sharding.engine_registry import load
 from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
 from polyaccel.torch.sharding.sharded import require_unsharded
 from polyaccel.torch.tensor_parallel.megatron_compat import mesh_sizes, require_groups
+from polyaccel.torch.verify.runs import ALWAYS_ON, plain_run, record_engine, verified_config
+from polyaccel.verify.variant import active_run
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
@@ -69,6 +71,8 @@ def initialize(
     require_dataset(training_data)
     stages = model.mesh_sizes if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
+    if (run := active_run()) is not None:
+        parsed = verified_config(parsed, model, run.variant)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = replace(build(parsed), training_data=_described(training_data))
@@ -78,6 +82,8 @@ def initialize(
     require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
     require_unsharded(model)
+    if run is not None and run.variant.is_plain:
+        return plain_run(run, model, runtime, optimizer, model_parameters, training_data, collate_fn, lr_scheduler)
     rewrites = RewriteContext(
         model=model,
         runtime=runtime,
@@ -86,6 +92,7 @@ def initialize(
         model_parameters=model_parameters,
         slice_optimizers=slice_optimizers,
         has_own_mesh=mpu is not None or mesh_param is not None,
+        without=frozenset(() if run is None else run.variant.without) - ALWAYS_ON,
     )
     try:
         rewrites.apply([one for one in REWRITES if not one.needs_engine])
@@ -102,6 +109,8 @@ def initialize(
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    if run is not None:
+        record_engine(run, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -80,6 +80,8 @@ class RewriteContext:
     groups: ParamGroups = field(default_factory=list)
     engine: RewritableEngine | None = None
     """The engine, for the rewrites that come after it was made."""
+    without: frozenset[str] = frozenset()
+    """Names of rewrites that are off in a run of a verification."""
     applied: list[AppliedRewrite] = field(default_factory=list)
     """What was applied, in order."""
 
@@ -99,10 +101,11 @@ class RewriteContext:
 
     def apply(self, rewrites: Sequence[Rewrite]) -> None:
         """Check all of `rewrites` that are on, then apply them in order. Collective."""
-        for one in rewrites:
+        wanted = [one for one in rewrites if one.name not in self.without]
+        for one in wanted:
             if one.is_on(self):
                 one.check(self)
-        for one in rewrites:
+        for one in wanted:
             if one.is_on(self) and (done := one.apply(self)) is not None:
                 self.applied.append(done)
                 log.debug("%s: %d modules, %d parameters", done.name, len(done.modules), len(done.parameters))

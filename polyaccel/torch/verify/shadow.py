@@ -1,0 +1,68 @@
+"""The config, weights and random numbers of a verification's runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from polyaccel.config import Config
+from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
+
+_BUCKETS = 7
+_TILE_TOKENS = 4
+_DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+
+
+def shadow_config(config: Config, model: nn.Module) -> Config:
+    """Return `config` in float32, with thresholds at which each rewrite acts on a small model."""
+    zero = config.zero_optimization
+    numel = max(1, sum(parameter.numel() for parameter in model.parameters()))
+    bucket = min(zero.reduce_bucket_size, max(64, numel // _BUCKETS))
+    exact = {"zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"}
+    changes: dict[str, Any] = {
+        "fp16": Fp16Config(),
+        "bf16": Bf16Config(),
+        "torch_autocast": TorchAutocastConfig(),
+        "data_types": DataTypesConfig(),
+        "communication_data_type": None,
+        "zero_optimization": zero.model_copy(
+            update={"param_persistence_threshold": 0, "reduce_bucket_size": bucket, **dict.fromkeys(exact, False)}
+        ),
+    }
+    tiles = config.tiled_compute
+    if tiles.enabled:
+        tokens = {"loss_tokens": tiles.loss_tokens or _TILE_TOKENS, "mlp_tokens": tiles.mlp_tokens or _TILE_TOKENS}
+        changes["tiled_compute"] = tiles.model_copy(update=tokens)
+    return config.model_copy(update=changes)
+
+
+@torch.no_grad()
+def move_weights(model: nn.Module, units: int) -> None:
+    """Move each floating parameter of `model` by `units` in the last place."""
+    if units == 0:
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            towards = torch.full_like(parameter, float("inf") if units > 0 else float("-inf"))
+            parameter.copy_(torch.nextafter(parameter, towards))
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Dropout leaves its input as it is while this mode is active."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            value: Tensor = args[0] if args else kwargs["input"]
+            return value.clone()
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)

@@ -1,0 +1,133 @@
+"""`Variant`: how a program runs in one of the runs of a verification, and what it records.
+
+[Note: Shadow runs]
+A verification runs the user's whole program several times for a few optimizer steps: as plain torch, as plain torch
+with weights moved by one unit in the last place, and with the engine. Every run has the same ranks and batches, in
+float32, because the rewrites are the same there. The plain runs hold the whole model on each rank and average whole
+gradients, so no rewrite acts in them. Their spread is the tolerance of each quantity. Where the engine differs, further
+runs with one rewrite off find the one to blame.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+VARIABLE = "POLYACCEL_VERIFY"
+"""Environment variable that holds the variant of a process, as JSON. `polyaccel verify` sets it."""
+
+Array = npt.NDArray[Any]
+
+
+class VerificationEnd(SystemExit):
+    """Raised on each rank when all steps of a variant are recorded: the rest of the program does not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One run of a verification."""
+
+    name: str
+    is_plain: bool = False
+    """Whether plain torch takes the place of the engine."""
+    moved: int = 0
+    """Units in the last place by which weights are moved before the first step: -1, 0 or 1."""
+    without: tuple[str, ...] = ()
+    """Rewrites that are off, by name."""
+    steps: int = 2
+    """Optimizer steps of each engine that are recorded."""
+    folder: str | None = None
+    """Folder for the records of processes; None keeps them in memory."""
+
+    def to_json(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Variant:
+        """Return the variant that `to_json` wrote."""
+        tree = json.loads(text)
+        return Variant(**{**tree, "without": tuple(tree["without"])})
+
+
+@dataclass(slots=True)
+class Record:
+    """What one rank recorded in one run."""
+
+    rank: int
+    values: dict[str, Array] = field(default_factory=dict)
+    """Whole tensors by `step/kind/name`; see `polyaccel.verify.compare`."""
+    acted: dict[str, int] = field(default_factory=dict)
+    """How many modules and parameters each rewrite changed, by its name."""
+    engines: int = 0
+    """How many engines were made on this rank."""
+    unfinished: int = 0
+    """How many of them have steps left to record."""
+
+    def add(self, step: int, kind: str, name: str, value: Any) -> None:
+        """Record one quantity of a step. Floats are kept in float32 or wider."""
+        array = np.asarray(value)
+        self.values[f"{step}/{kind}/{name}"] = array.astype(np.float32) if array.dtype == np.float16 else array.copy()
+
+    def write(self, folder: Path) -> None:
+        """Write the record to a file of `folder` that only this rank writes."""
+        np.savez(folder / f"rank{self.rank}.npz", **self.values, acted=np.array(json.dumps(self.acted)))
+
+    @staticmethod
+    def read(file: Path) -> Record:
+        """Return the record that `write` left in `file`."""
+        with np.load(file, allow_pickle=False) as found:
+            values = {name: found[name] for name in found.files if name != "acted"}
+            acted = json.loads(str(found["acted"]))
+        return Record(int(file.stem.removeprefix("rank")), values, acted)
+
+
+@dataclass(slots=True)
+class ActiveRun:
+    """A variant that runs in this process, with the records of its ranks."""
+
+    variant: Variant
+    records: dict[int, Record] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def record_of(self, rank: int) -> Record:
+        """Return the record of a rank of this process, which several engines share."""
+        with self._lock:
+            return self.records.setdefault(rank, Record(rank))
+
+    def end(self, rank: int) -> None:
+        """Keep the record of `rank`. Raises VerificationEnd."""
+        if self.variant.folder is not None:
+            self.record_of(rank).write(Path(self.variant.folder))
+        raise VerificationEnd(0)
+
+
+_active: ActiveRun | None = None
+
+
+@contextmanager
+def running(variant: Variant) -> Iterator[ActiveRun]:
+    """Return a context in which engines of this process run as `variant`, for ranks that are threads."""
+    global _active
+    before, _active = _active, ActiveRun(variant)
+    try:
+        yield _active
+    finally:
+        _active = before
+
+
+def active_run(environment: Mapping[str, str] | None = None) -> ActiveRun | None:
+    """Return the run of this process, or None outside of verifications."""
+    global _active
+    if _active is None and (text := (os.environ if environment is None else environment).get(VARIABLE)):
+        _active = ActiveRun(Variant.from_json(text))
+    return _active
