@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity_models import batch, grouped, make_config, on_threads, parity_model, snapshot, train_plainly
+from parity_models import batch, grouped_engine, make_config, on_threads, parity_model, snapshot, train_plainly
 from torch import nn
 
 import polyaccel
@@ -18,7 +18,7 @@ ZERO = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 10}
 
 def engine_of(model: nn.Module, stage: int, **changes) -> polyaccel.TorchEngine:
     config = make_config(stage, zero=ZERO, **changes)
-    return polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)[0]
+    return grouped_engine(model, config)
 
 
 def backward(engine, step: int, micro: int, rank: int) -> None:
