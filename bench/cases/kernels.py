@@ -20,7 +20,7 @@ from bench.training import ADAMW
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.core.types import DType, ReduceOp
 from polyaccel.ops.base import CAST, DEQUANTIZE, QUANTIZE, REDUCE, SQUARE_SUMS, UPDATE, Rule, StochasticRounding
-from polyaccel.ops.native.library import describe_native
+from polyaccel.ops.native import describe_native
 from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
 
 _STEP = 3
