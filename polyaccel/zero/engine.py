@@ -31,6 +31,7 @@ from polyaccel.zero.plan.layout import Slot
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.plan.pool import InFlight
 from polyaccel.zero.resources import Staging, StepResources
+from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.grad_norm import Flags, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizer_step import OptimizerState, OptimizerStep, StepResult
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
@@ -101,10 +102,12 @@ class ZeroEngine:
         self._facts = GradNormReducer(
             plan.layout, self._gradients, communicator, parts.accelerator, parts.communicators.model_parallel_group
         )
+        self.consistency = Consistency()
         self._update: OptimizerStep | None = None
         if optimizer is not None:
             self._update = OptimizerStep(
-                *(plan, parts, optimizer, self._states, self.params, self._facts), lambda: self._timed("reduce")
+                *(plan, parts, optimizer, self._states, self.params, self._facts, self.consistency),
+                lambda: self._timed("reduce"),
             )
         self._in_backward = False
         self._reducing = False
@@ -114,8 +117,6 @@ class ZeroEngine:
         self._is_incomplete = False
         """A pass did not come to its end, and its gradients were not discarded."""
         self._next_launch = 0
-        self._half = ""
-        """What failed in the middle, an update apart, and left parameters and states of two steps."""
         self.passes = 0
         """How many backward passes have begun."""
 
@@ -157,9 +158,9 @@ class ZeroEngine:
         on all ranks. `waits_for_end`: replicated parameters' reductions are launched when the pass ends.
 
         `ZeroPolicy.reduces_pass` says which passes of an accumulation do. Raises PolyaccelError after an update that
-        failed half-way (`require_consistent`).
+        failed half-way (`consistency`).
         """
-        self.require_consistent()
+        self.consistency.require()
         self._is_incomplete |= self._in_backward
         self._in_backward, self._reducing, self._next_launch = True, reduce, 0
         self._waits_for_end = waits_for_end
@@ -277,12 +278,12 @@ class ZeroEngine:
 
         Collective. `loss_scale` is the factor that the gradients were multiplied with. Nothing changes on an overflow
         that is skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an
-        update that failed half-way (`require_consistent`), and while sharded parameters are held; and ShardingError, on
+        update that failed half-way (`consistency`), and while sharded parameters are held; and ShardingError, on
         all ranks, where parameters were changed by hand in ways that cannot count (`sync_user_writes`).
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
-        self.require_consistent()
+        self.consistency.require()
         self.uses.require_idle()
         if self._in_backward or self._is_incomplete:
             raise _incomplete()
@@ -319,27 +320,6 @@ class ZeroEngine:
         """Which parameters have a gradient on some rank; late ones are reduced. Collective."""
         return self._facts.agree_on_arrivals()
 
-    def require_consistent(self) -> None:
-        """Raise PolyaccelError where an update or a load failed half-way: parameters and states belong to two steps."""
-        if self._half:
-            raise PolyaccelError(
-                f"{self._half} failed in the middle: parameters and optimizer states belong to two steps",
-                hint="load a checkpoint, with its optimizer states",
-                value=self._half,
-            )
-        if self._update is not None:
-            self._update.require_consistent()
-
-    def mark_inconsistent(self, what: str) -> None:
-        """`what` failed in the middle: nothing is trained or saved (`require_consistent`) until `mark_consistent`."""
-        self._half = what
-
-    def mark_consistent(self) -> None:
-        """Clear the inconsistent flag after a complete checkpoint load."""
-        self._half = ""
-        if self._update is not None:
-            self._update.mark_consistent()
-
     # Owned state, for checkpoints.
 
     def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
@@ -349,7 +329,7 @@ class ZeroEngine:
         Kind `param` is the parameter in the best precision there is, the others are optimizer states. Raises
         PolyaccelError after an update that failed half-way.
         """
-        self.require_consistent()
+        self.consistency.require()
         for place in self.params:
             shard = self._states.get(place.bucket.index)
             for piece in place.bucket.slices(self._communicators.of(place.bucket).exact.rank):

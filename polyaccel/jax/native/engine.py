@@ -95,7 +95,7 @@ class NativeEngine(JaxEngine):
     def params(self) -> Any:
         """Copies of the parameters, in the caller's tree, on this process's first device."""
         self._require_own_process()
-        self.zero.require_consistent()
+        self.zero.consistency.require()
         return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
 
     @property
@@ -133,7 +133,7 @@ class NativeEngine(JaxEngine):
         return jnp.stack(losses).mean()
 
     def _evaluate(self, batch: Any) -> tuple[Any, Any]:
-        self.zero.require_consistent()
+        self.zero.consistency.require()
         cut = self._cut(batch)
         self._meet("evaluation of JAX")
         losses, aux = self.zero.evaluate(cut)
