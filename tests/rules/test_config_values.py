@@ -16,6 +16,7 @@ READERS = (
     "torch/initialize.py",
     "torch/rewrites",
     "jax/initialize.py",
+    "jax/rewrites.py",
 )
 PASSES_ON = {  # Entry points of users that take a config too, and check it.
     "__init__.py",
