@@ -15,8 +15,8 @@ from polyaccel.config.arguments import check_optimizer, check_scheduler
 from polyaccel.config.auto import take_auto
 from polyaccel.config.conflicts import conflict_problems
 from polyaccel.config.jsonc import parse_json
-from polyaccel.config.legacy import migrate_deprecated
 from polyaccel.config.root import Config
+from polyaccel.config.spellings import migrate_deprecated, respell_mesh
 from polyaccel.config.validation import pop_unsupported, validate_tree
 from polyaccel.errors import ConfigError, InvariantError, Problem
 from polyaccel.job.trial_env import deep_merge, trial_changes
@@ -66,19 +66,31 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
         problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
         raise ConfigError([problem], source=name)
     problems += migrate_deprecated(tree)
+    mesh_keys, contradictions = respell_mesh(tree)
+    problems += contradictions
     deep_merge(tree, trial_changes(os.environ))
     absent, without_effect = pop_unsupported(Config, tree)
     problems += absent
-    auto_keys = take_auto(tree)
+    config, found = check_tree(tree, take_auto(tree), without_effect, mesh_keys)
+    return Draft(config, (*problems, *found), name)
+
+
+def check_tree(
+    tree: dict[str, Any], auto_keys: frozenset[str], without_effect: Mapping[str, str], mesh_keys: Mapping[str, str]
+) -> tuple[Config, list[Problem]]:
+    """The typed config of a `tree` in which every key has its own name, and every problem of it.
+
+    The keys in question stand at their defaults. `auto_keys` are missing; the others are as `Config` keeps them.
+    """
     config, found = validate_tree(Config, tree)
     if config is None:
         raise InvariantError("a config without its offending keys is still refused", value=found)
-    config._auto = auto_keys
-    config._without_effect = without_effect
-    return Draft(config, (*problems, *found, *config_problems(config)), name)
+    config._auto, config._is_checked = auto_keys, True
+    config._without_effect, config._mesh_keys = dict(without_effect), dict(mesh_keys)
+    return config, found + _config_problems(config)
 
 
-def config_problems(config: Config) -> list[Problem]:
+def _config_problems(config: Config) -> list[Problem]:
     """The problems of a typed config: contradictions, arguments of named types."""
     return [
         *conflict_problems(config),

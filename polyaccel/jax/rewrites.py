@@ -296,7 +296,7 @@ def _pipeline_problems(context: RewriteContext) -> Iterator[Problem]:
     if not isinstance(context.model, (list, tuple)):
         expected = "cuts a model that is a list of layers, and this is one function"
         hint = "give initialize a list of functions layer(params, value, rng), and params as a list of as many"
-        yield Problem("pipeline.stages", context.stages, expected, hint)
+        yield Problem(config.mesh_key("pipe"), context.stages, expected, hint)
     if runtime.policy.params is Placement.SHARDED:
         zero, expected = config.zero_optimization.stage, "stages of JAX have their parameters whole"
         yield Problem("zero_optimization.stage", zero, expected, "use stage 0 to 2")
