@@ -6,7 +6,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from polyaccel.config.root import Config
 from polyaccel.config.spellings import migrate_deprecated, respell_mesh
 from polyaccel.config.validation import pop_unsupported, validate_tree
 from polyaccel.errors import ConfigError, InvariantError, Problem
-from polyaccel.job.trial_env import deep_merge, trial_changes
+from polyaccel.job.trial_env import TRIAL_VARIABLE, deep_merge, trial_changes
 
 Source = str | Path | Mapping[str, Any] | Config
 MAX_DEPTH = 64
@@ -68,11 +68,24 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
     problems += migrate_deprecated(tree)
     mesh_keys, contradictions = respell_mesh(tree)
     problems += contradictions
-    deep_merge(tree, trial_changes(os.environ))
+    changes = trial_changes(os.environ)
+    replaced = dict(_replaced(tree, changes, ""))
+    deep_merge(tree, changes)
     absent, without_effect = pop_unsupported(Config, tree)
     problems += absent
+    without_effect |= replaced
     config, found = check_tree(tree, take_auto(tree), without_effect, mesh_keys)
     return Draft(config, (*problems, *found), name)
+
+
+def _replaced(tree: Mapping[str, Any], changes: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """The keys whose values in `tree` a trial of the tuner replaces by others, with a sentence each."""
+    for name, value in changes.items():
+        written, key = tree.get(name), f"{prefix}{name}"
+        if isinstance(written, Mapping) and isinstance(value, Mapping):
+            yield from _replaced(written, value, f"{key}.")
+        elif written is not None and written != value:
+            yield key, f"{key} = {written!r} is replaced by {value!r} ({TRIAL_VARIABLE})"
 
 
 def check_tree(

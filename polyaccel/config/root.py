@@ -225,7 +225,7 @@ class Config(Section):
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """A sentence for each tuning key that was written and that nothing here follows; the numbers are the same."""
+        """A sentence for each written value that has no effect, or that another place decides."""
         return tuple(self._without_effect.values())
 
 
