@@ -46,7 +46,7 @@ def resolve_config(config: Config, *, world_size: int, hints: Mapping[str, Any] 
     Raises:
         ConfigError: The config contradicts itself, `world_size` or the hints; the error lists every problem.
     """
-    return _resolve(Draft(config, (), "config"), world_size, hints or {})
+    return resolve_draft(Draft(config, (), "config"), world_size, hints or {})
 
 
 def load_resolved(
@@ -66,10 +66,11 @@ def load_resolved(
     Raises:
         ConfigError: The config cannot be read or is wrong; the error lists every problem.
     """
-    return _resolve(draft_config(source, source_name=source_name), world_size, hints or {})
+    return resolve_draft(draft_config(source, source_name=source_name), world_size, hints or {})
 
 
-def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> ResolvedConfig:
+def resolve_draft(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> ResolvedConfig:
+    """Resolve a config that was read. Raises ConfigError with the problems of both steps."""
     problems = list(draft.problems)
     if world_size < 1:
         problems.append(Problem("world_size", world_size, "should be at least 1", "count the ranks that train"))
