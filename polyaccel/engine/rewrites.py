@@ -1,6 +1,6 @@
 """Rewrites of a user's model: `BaseRewrite`, one kind of change, and `BaseContext`, which applies them in order.
 
-Each frontend has one list of its own: `polyaccel.torch.rewrites` and `polyaccel.jax.rewrites`. Imports no framework.
+Each frontend has one list: `polyaccel.torch.rewrites` and `polyaccel.jax.rewrites`. Imports no framework.
 """
 
 from __future__ import annotations
