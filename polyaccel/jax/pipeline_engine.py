@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
-from zlib import crc32
 
 import jax
 import jax.numpy as jnp
 
 from polyaccel.core.types import DType
-from polyaccel.engine.rank_consistency import require_same_training
-from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import CommError, PolyaccelError
-from polyaccel.jax.pipeline import (
-    ArrayExchange,
-    ChunkProgram,
-    ForwardPass,
-    LayerList,
-    is_float,
-    numels_of,
-    pair_of,
-    shapes_of_params,
-)
+from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
+from polyaccel.jax.pipeline.exchange import ArrayExchange
+from polyaccel.jax.pipeline.layers import is_float, pair_of
 from polyaccel.jax.program.batches import as_inputs, as_weak, cast_floats, is_weak
-from polyaccel.jax.program.calls import engine_call
+from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.rewrites import RewriteContext, StageCut
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.pipeline.check import check_table
-from polyaccel.pipeline.csv_schedule import write_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
-from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
-from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
-from polyaccel.zero.update.optimizers import SliceOptimizer
+from polyaccel.pipeline.table import PipelineOp, PipelineTable, PipelineTask
 
 _FORWARD, _WEIGHT = PipelineOp.FORWARD, PipelineOp.BACKWARD_WEIGHT
 _INPUT = PipelineOp.BACKWARD_INPUT
@@ -57,47 +45,19 @@ class _Passing:
 
 class JaxPipelineEngine(ViewsEngine):
     """A list of layers in training, of which this rank has those of its stage. `train_batch` does a step, `eval_batch`
-    computes a loss. `params` has the trees of this stage's layers, and None for those of others. `table` is the
-    pipeline schedule, `partition_method` as in the config's section `pipeline`."""
+    computes a loss. `params` has the trees of this stage's layers, and None for those of others."""
 
-    def __init__(
-        self,
-        layers: LayerList,
-        params: Sequence[Any],
-        runtime: EngineBuilder,
-        slice_optimizer: SliceOptimizer | None,
-        hyperparameters: Mapping[str, Any],
-        seed: int,
-        table: PipelineTable,
-        table_for: Callable[[int], PipelineTable],
-        partition_method: str,
-    ) -> None:
-        self._stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
-        weights = layer_weights(partition_method, layers.names(), numels_of(params))
-        self.parts = split_layers(weights, table.chunks)
+    def __init__(self, rewrites: RewriteContext, cut: StageCut) -> None:
+        table, runtime, mine = cut.table, rewrites.runtime, rewrites.params
+        self._stage = cut.stage
+        self.parts = cut.parts
         """The layers of each chunk."""
-        self._placement, self._stages, self._layers = table.placement, table.stages, layers
-        at_home = [part for at, part in zip(table.placement, self.parts, strict=True) if at == self._stage]
-        own = {index for part in at_home for index in part}
-        mine = [tree if index in own else None for index, tree in enumerate(params)]
-        if not jax.tree.leaves(mine):
-            raise PipelineError(
-                f"stage {self._stage} has the layers {sorted(own)}, none of which has parameters",
-                hint='use fewer stages, or another "pipeline": {"partition": ...}',
-                value=self._stage,
-            )
-        described = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
-        names = layers.names()
-        parts = [
-            f"chunk {chunk} on stage {stage} with layers {[(index, names[index]) for index in part]}"
-            for chunk, (stage, part) in enumerate(zip(table.placement, self.parts, strict=True))
-        ]
-        require_same_training(runtime.communicator, [described, *parts])
-        self._shapes_of_params = shapes_of_params(list(params), runtime.param_dtype)
-        super().__init__(layers, mine, runtime, slice_optimizer, hyperparameters, seed)
+        self._placement, self._stages, self._layers = table.placement, table.stages, cut.layers
+        self._shapes_of_params = cut.shapes_of_params
+        super().__init__(rewrites)
         self._line = runtime.process_group_for(("pipe",))
         self._exchange = ArrayExchange(self._line, self.accelerator)
-        self._table_for = table_for
+        self._table_for = cut.table_for
         self._follow(table)
         self._chunks = {
             chunk: _Chunk(self, mine, part)

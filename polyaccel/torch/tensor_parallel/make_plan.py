@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from polyaccel.engine.policies.modules import CutRules
+from polyaccel.engine.policies.modules import CutRules, LayerRule
 from polyaccel.errors import ShardingError
 from polyaccel.torch.tensor_parallel.plan import (
     CutHeads,
@@ -36,7 +36,7 @@ from polyaccel.torch.tensor_parallel.structure import (
     query_heads,
     row,
 )
-from polyaccel.torch.tensor_parallel.styles import LayerRule, ParallelStyle, wishes_of_hugging_face, wishes_of_specs
+from polyaccel.torch.tensor_parallel.styles import ParallelStyle, wishes_of_hugging_face, wishes_of_specs
 
 
 def make_plan(
@@ -116,7 +116,7 @@ def plan_by(model: nn.Module, ranks: int, rules: CutRules) -> CutPlan:
     return make_plan(
         model,
         ranks,
-        specs=[LayerRule(*layer) for layer in rules.layers],
+        specs=rules.layers,
         use_defaults=rules.use_defaults,
         gather_logits=rules.gather_logits,
         share_tokens=rules.share_tokens,

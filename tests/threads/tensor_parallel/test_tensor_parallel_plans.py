@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformer_models import transformer_model
 
+from polyaccel.engine.policies.modules import LayerRule
 from polyaccel.errors import ShardingError
 from polyaccel.torch.tensor_parallel.make_plan import make_plan
-from polyaccel.torch.tensor_parallel.styles import LayerRule
 
 TABLE = """\
 Qwen3ForCausalLM over 2 tensor ranks

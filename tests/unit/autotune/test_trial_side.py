@@ -26,6 +26,7 @@ def test_every_config_gets_the_trial_s_changes(tmp_path: Path, monkeypatch: pyte
     assert found.zero_optimization.stage == 1
     assert found.zero_optimization.offload_optimizer.device == "none"
     assert found.monitors == {}
+    assert any("train_batch_size = 8" in sentence and TRIAL_VARIABLE in sentence for sentence in found.without_effect)
     assert json.dumps(TREE) == before
     assert load_config(found) is found
     monkeypatch.delenv(TRIAL_VARIABLE)

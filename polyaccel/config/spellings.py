@@ -1,4 +1,7 @@
-"""Keys of older DeepSpeed versions: the deprecated are rewritten with a warning."""
+"""Other spellings of keys: those of older DeepSpeed versions, and DeepSpeed's keys for the axes of the mesh.
+
+They are moved to their one place before the config is typed, so that nothing else reads them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,66 @@ from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.errors import Problem
 
 _logger = logging.getLogger(__name__)
+
+MESH_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "pipe": ("pipeline.stages",),
+    "data": ("data_parallel_size",),
+    "expert": ("expert_parallel.autoep_size",),
+    "sequence": ("sequence_parallel_size",),
+    "tensor": ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+}
+"""The other keys for the ranks along an axis: the key `mesh.<axis>` gets their value. A size of 1 states nothing, nor
+does null for `data`."""
+_SWITCHES = {"expert_parallel.autoep_size": "expert_parallel.enabled"}
+"""Keys that count only where another one is true."""
+
+
+def respell_mesh(tree: dict[str, Any]) -> tuple[dict[str, str], list[Problem]]:
+    """Move the sizes of axes in `tree` to its section `mesh`.
+
+    Returns the key under which the size of an axis was written, if that is another one, and the contradictions.
+    """
+    written: dict[str, str] = {}
+    problems: list[Problem] = []
+    mesh = tree.get("mesh", {})
+    if not isinstance(mesh, dict):
+        return written, problems
+    for axis, keys in MESH_SPELLINGS.items():
+        for key in keys:
+            switch = _SWITCHES.get(key)
+            if switch is not None and _value_of(tree, switch) is not True:
+                continue
+            size, known = _value_of(tree, key), mesh.get(axis)
+            if not _states_size(axis, size):
+                continue
+            _drop(tree, key)
+            if not _states_size(axis, known):
+                mesh[axis], written[axis] = size, key
+            elif known != size:
+                first = written.get(axis, f"mesh.{axis}")
+                problems.append(Problem(key, size, f"contradicts {first} = {known}", "give one of the two"))
+    if mesh:
+        tree["mesh"] = mesh
+    return written, problems
+
+
+def _states_size(axis: str, size: Any) -> bool:
+    """Whether `size` is one that an axis can have. Validation refuses every other value under the key itself."""
+    is_whole = not isinstance(size, bool) and (isinstance(size, int) or (isinstance(size, float) and size.is_integer()))
+    return is_whole and size >= (1 if axis == "data" else 2)
+
+
+def _value_of(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _drop(tree: dict[str, Any], key: str) -> None:
+    *parents, name = key.split(".")
+    for parent in parents:
+        tree = tree[parent]
+    del tree[name]
 
 
 def migrate_deprecated(tree: dict[str, Any]) -> list[Problem]:
