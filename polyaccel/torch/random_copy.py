@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,15 @@ _HOOKS = (
 )
 
 
-def random_copy(module: nn.Module, *, thin: bool = False) -> nn.Module:
+def random_copy(
+    module: nn.Module, *, thin: bool = False, shapes: Mapping[nn.Parameter, tuple[int, ...]] = MappingProxyType({})
+) -> nn.Module:
     """Return an evaluating float32 copy of `module` with random parameters.
 
     Args:
         module: It does not change.
-        thin: Whether matrices share the memory of one vector, as a copy of a large model has to. Such a copy is not
-            trained.
+        thin: Whether each matrix is made of one short vector, as in a copy of a large model.
+        shapes: Other shapes of some parameters.
 
     Raises:
         Exception: Whatever a copy of this module raises.
@@ -38,11 +41,9 @@ def random_copy(module: nn.Module, *, thin: bool = False) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        own = _values(tuple(parameter.shape), generator, thin=thin)
-        trained = parameter.is_floating_point() and not thin
-        memo[id(parameter)] = nn.Parameter(
-            own if parameter.is_floating_point() else own.to(parameter.dtype), requires_grad=trained
-        )
+        is_float = parameter.is_floating_point()
+        own = _values(shapes.get(parameter, tuple(parameter.shape)), generator, thin=thin)
+        memo[id(parameter)] = nn.Parameter(own if is_float else own.to(parameter.dtype), requires_grad=is_float)
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
     made: nn.Module = copy.deepcopy(module, memo)

@@ -61,7 +61,8 @@ def _shift_of_model(model: PreTrainedModel) -> bool | None:
     is_cut = any(getattr(one, "parallel_cuts", None) for one in model.modules())
     if is_cut or sum(one.numel() for one in model.parameters()) > _LARGEST:
         return None
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    theirs = model.config
+    vocabulary = getattr(theirs.get_text_config(), "vocab_size", None)
     if not isinstance(vocabulary, int):
         return None
     generator = torch.Generator().manual_seed(1)

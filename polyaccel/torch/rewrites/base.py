@@ -38,6 +38,8 @@ class AppliedRewrite:
     """Full names of the modules whose class, forward or attributes it replaced."""
     parameters: tuple[str, ...] = ()
     """Full names of the parameters whose values it cut, moved or flattened."""
+    unproven: tuple[str, ...] = ()
+    """Full names of the modules that it changed without a comparison with what they were."""
     remove: Callable[[], object] | None = None
     """Undoes it; None where this rank no longer has what was before, as after a cut of parameters."""
     is_collective: bool = False
