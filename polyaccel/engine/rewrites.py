@@ -26,6 +26,8 @@ class AppliedRewrite:
     """Full names of the modules whose class, forward or attributes it replaced; layers of a list by their index."""
     parameters: tuple[str, ...] = ()
     """Full names of the parameters whose values it cut, moved, converted or flattened."""
+    unproven: tuple[str, ...] = ()
+    """Full names of the modules that it changed without a comparison with what they were."""
     batch_parts: int = 1
     """Parts into which it cuts a batch of this process."""
     remove: Callable[[], object] | None = None

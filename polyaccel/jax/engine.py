@@ -33,11 +33,10 @@ from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
 from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.operations import BatchWork, first_dtype
-from polyaccel.jax.program.batches import as_inputs, is_weak, samples_of, split_batch
-from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.program.batches import as_inputs, is_weak, looked_up, samples_of, split_batch
+from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.homogeneity import require_homogeneous
-from polyaccel.jax.program.indexing import looked_up
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
 from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.views import CopyCount, fence

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 
 from polyaccel.core.types import DType
 from polyaccel.errors import CommError, PolyaccelError
-from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
-from polyaccel.jax.pipeline.exchange import ArrayExchange
-from polyaccel.jax.pipeline.layers import is_float, pair_of
+from polyaccel.jax.pipeline import ArrayExchange, ChunkProgram, ForwardPass, is_float, pair_of
 from polyaccel.jax.program.batches import as_inputs, as_weak, cast_floats, is_weak
-from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.rewrites import RewriteContext, StageCut
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine

@@ -24,7 +24,7 @@ from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.modules import as_function
 from polyaccel.jax.optax_on_tree import optax_optimizer
-from polyaccel.jax.pipeline.layers import LayerList, numels_of, shapes_of_params
+from polyaccel.jax.pipeline import LayerList, numels_of, shapes_of_params
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.ops.optimizers import OPTIMIZERS

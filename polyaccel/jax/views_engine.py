@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.program.batches import as_inputs
-from polyaccel.jax.program.context import engine_call, warn_of_idle_devices
+from polyaccel.jax.program.calls import engine_call, warn_of_idle_devices
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction

@@ -21,7 +21,7 @@ from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import StepProgram
 from polyaccel.jax.native.step import NativeStep
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
-from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.views import CopyCount

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_models import VOCABULARY, tiny
 from pairwise import combinations
+from transformers import BertGenerationConfig, BertGenerationDecoder, LlamaForCausalLM
 
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import PolyaccelError
@@ -205,6 +206,63 @@ def test_dropout_of_attention_is_left_to_the_model_or_refused():
         assert "0.5" in str(caught.value.value)
 
     run_threads(2, ring)
+
+
+class Chat(LlamaForCausalLM):
+    """transformers finds no loss by this name, and takes the causal one."""
+
+
+class Tagger(LlamaForCausalLM):
+    """It computes its own loss, of the labels as they are."""
+
+    def forward(self, input_ids, labels=None, position_ids=None, attention_mask=None, use_cache=None):
+        out = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        if labels is not None:
+            logits, targets = self.pairs(out.logits, labels)
+            out.loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return out
+
+    def pairs(self, logits, labels):
+        return logits, labels
+
+
+class Continuation(Tagger):
+    def pairs(self, logits, labels):
+        return logits[:, :-1], labels[:, 1:]
+
+
+class Backwards(Tagger):
+    def pairs(self, logits, labels):
+        return logits[:, 1:], labels[:, :-1]
+
+
+def generation_decoder():
+    config = BertGenerationConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24,
+        is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    return BertGenerationDecoder(config)
+
+
+@pytest.mark.parametrize("settings", [SequenceSettings(), RING], ids=["ulysses", "ring"])
+@pytest.mark.parametrize("kind", ["chat", "generation", "tagger", "continuation"])
+def test_labels_are_shifted_as_the_models_own_loss_does(kind, settings):
+    makers = {"chat": Chat, "tagger": Tagger, "continuation": Continuation}
+    model = makers[kind](tiny("llama").config).float() if kind in makers else generation_decoder()
+    batch = {name: one for name, one in batch_of("plain", "llama", 14).items() if name in ("input_ids", "labels")}
+    states = torch.get_rng_state()
+    assert_one_rank(model, 2, settings, batch, 1e-5)
+    assert torch.equal(torch.get_rng_state(), states)
+
+
+def test_a_loss_of_neither_labels_is_refused():
+    def run(communicator):
+        with pytest.raises(PolyaccelError) as caught:
+            apply_context_parallel(Backwards(tiny("llama").config), communicator, RING)
+        return caught.value.value
+
+    assert run_threads(2, run) == ["Backwards", "Backwards"]
 
 
 def test_what_cannot_be_cut_is_named():
