@@ -22,7 +22,8 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
-from polyaccel.zero.buckets.gradients import GradientBucket, GradientWriter
+from polyaccel.zero.buckets.grad_accumulator import GradientWriter
+from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.buckets.params import ParamBuckets, ParamListener
 from polyaccel.zero.buckets.user_writes import sync_user_writes
 from polyaccel.zero.memory import StepMemory
