@@ -291,11 +291,11 @@ class JaxPipelineEngine(ViewsEngine):
         try:
             with self.timer("reduce"):
                 for fqn, gradient in zip(reversed(names), reversed(gradients), strict=True):
-                    self.zero.add_gradient(fqn, self.accelerator.import_array(gradient))
-                self.zero.end_backward()
+                    self.zero.reducer.add_gradient(fqn, self.accelerator.import_array(gradient))
+                self.zero.reducer.end_backward()
                 self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
-            self.zero.abort_backward()
+            self.zero.reducer.abort_backward()
             raise
 
     def _from_last_stage(self, losses: Sequence[Any]) -> jax.Array:

@@ -85,11 +85,11 @@ class ShardedParams:
 
         See [Note: Gradient completion count]."""
         for name, gradient in zip(names, gradients, strict=True):
-            self._zero.add_gradient(name, gradient)
+            self._zero.reducer.add_gradient(name, gradient)
         for index in self.buckets(names):
             self._left[index] += 1
             if self._left[index] == uses[index]:
-                self._zero.release([index])
+                self._zero.uses.release(index)
 
     def buckets(self, names: Sequence[str]) -> list[int]:
         """The buckets of these parameters, each once."""

@@ -112,6 +112,7 @@ class UnshardHooks:
         self._step = step
         self._begin = begin
         self._uses = step.uses
+        self._reducer = step.reducer
         self._gathering = step.params.gathering
         self._saved = SavedViews(self._gathering, self._want)
         self._calls: list[Call] = []
@@ -205,7 +206,7 @@ class UnshardHooks:
                     self._uses.will_change_order()
                 self._hold(call, [index])
             return True
-        if self._step.in_backward:
+        if self._reducer.in_backward:
             with outside_transforms():
                 for index in buckets:
                     self._want(index)
@@ -222,7 +223,7 @@ class UnshardHooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not site.module:  # a copy of the module, which took the hooks along
                 return
-            learns = self._step.optimizer is not None and (torch.is_grad_enabled() or self._step.in_backward)
+            learns = self._step.optimizer is not None and (torch.is_grad_enabled() or self._reducer.in_backward)
             call = Call(site, learns=learns, outside=sys.exc_info()[1])
             if self._is_outermost and self._uses.are_unsharded(self._inside(site)):
                 call.is_apart, call.learns = True, False
@@ -259,7 +260,7 @@ class UnshardHooks:
     @property
     def _is_outermost(self) -> bool:
         """Whether no call is under way, nor a backward pass, which may run calls again."""
-        return not self._calls and not self._step.in_backward and not self._in_backward
+        return not self._calls and not self._reducer.in_backward and not self._in_backward
 
     def _inside(self, site: HookedModule) -> Iterable[int]:
         """The buckets that a call of `site` may use."""
@@ -302,7 +303,7 @@ class UnshardHooks:
         watched = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
         for leaf in watched:
             leaf.register_hook(lambda gradient: self._enter(call))  # type: ignore[no-untyped-call]
-        if watched and not self._step.in_backward:  # else it is a recomputation, whose call is counted already
+        if watched and not self._reducer.in_backward:  # else it is a recomputation, whose call is counted already
             call.site.calls += 1
 
     def _enter(self, call: Call) -> None:
@@ -328,7 +329,9 @@ class UnshardHooks:
         self._in_backward.remove(site)
         for index in reversed(held):
             self._uses.end(index, learn=self._learns)
-        self._step.release(index for index in held if all(one.is_over for one in self._of_bucket[index]))
+        for index in held:
+            if all(one.is_over for one in self._of_bucket[index]):
+                self._uses.release(index)
 
     def _want(self, index: int) -> None:
         """Hold a bucket until the backward pass ends."""

@@ -185,6 +185,11 @@ class GradientBucket:
             raise InvariantError("a gradient was read before its reduction ended", value=self.bucket.index)
         return self._result
 
+    @property
+    def has_whole_result(self) -> bool:
+        """Whether `result` is the whole bucket."""
+        return self._result.numel == self.bucket.numel
+
     @cached_property
     def _result(self) -> Buffer:
         """The same memory in every step."""

@@ -332,7 +332,7 @@ def test_a_gather_that_fails_in_backward_is_told_and_nothing_hides_it():
 
         def fail(*args, **rest):
             gathers.append(rest.get("bucket"))
-            if engine.zero.in_backward and len(gathers) == fails_at:
+            if engine.zero.reducer.in_backward and len(gathers) == fails_at:
                 raise CommError("the line is cut")
             return all_gather(*args, **rest)
 
@@ -457,7 +457,7 @@ def test_an_engine_without_an_optimizer_holds_parameters_and_nothing_else(stage)
         with torch.no_grad():
             assert token_loss(engine, 0, 0, 0).isfinite()
         assert all(place.master_is_view for place in engine.zero.params)
-        assert not list(engine.zero.gradient_buckets())
+        assert not list(engine.zero.reducer.buckets)
         assert all(value.dtype is torch.bfloat16 for value in engine.module_state_dict().values())
 
     on_threads(2, work, gpt)

@@ -35,7 +35,7 @@ def resident_nbytes(engine) -> int:
     """
     buffers = [place.own for place in engine.zero.params] + [place.master for place in engine.zero.params]
     buffers += [state for shard in engine.zero.shards for state in shard.states.values()]
-    buffers += [buffer for gradients in engine.zero.gradient_buckets() for buffer in gradients.resident()]
+    buffers += [buffer for gradients in engine.zero.reducer.buckets for buffer in gradients.resident()]
     storages = [buffer.raw.untyped_storage() for buffer in buffers]
     return sum(storage.nbytes() for storage in storages if storage.resizable())
 

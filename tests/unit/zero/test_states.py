@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy_training import make_step
+from numpy_training import GROUP, make_step
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.collectives.single import SingleCommunicator
-from polyaccel.errors import InvariantError
+from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.policy import StepPolicy
@@ -21,7 +21,7 @@ def make(stage: int) -> ZeroEngine:
 
 
 def bucket_of(stage: int) -> GradientBucket:
-    (bucket,) = make(stage).gradient_buckets()
+    (bucket,) = make(stage).reducer.buckets
     return bucket
 
 
@@ -82,3 +82,59 @@ def test_a_result_is_provided_where_there_is_none():
     assert (bucket.holds_result, values(bucket)) == (True, {0.0})
     fill(bucket, 2.0)
     assert bucket.has_late
+
+
+def give(step: ZeroEngine, fqn: str) -> None:
+    numel = step.layout.locate(fqn)[1].param.numel
+    step.reducer.add_gradient(fqn, NUMPY.wrap(np.ones(numel, dtype=np.float32)))
+
+
+def test_a_gradient_outside_of_a_pass_is_an_internal_error():
+    step = make(2)
+    with pytest.raises(InvariantError) as caught:
+        give(step, "w1")
+    assert caught.value.value == "w1"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_pass_begins_and_ends(stage):
+    step = make(stage)
+    step.begin_backward(reduce=True)
+    give(step, "w1")
+    assert step.reducer.in_backward
+    with pytest.raises(PolyaccelError) as caught:
+        step.reducer.require_complete("w1")
+    assert caught.value.value == "w1"
+    step.reducer.end_backward()
+    assert not step.reducer.in_backward
+    step.reducer.require_complete("w1")
+
+
+def test_an_update_reduces_what_the_last_pass_kept_on_this_rank():
+    step = make(0)
+    step.begin_backward(reduce=False)
+    give(step, "w1")
+    step.reducer.end_backward()
+    bucket, _ = step.reducer.gradients_of("w1")
+    assert bucket.holds_unreduced
+    assert step.update([GROUP]).applied
+    assert not step.holds_gradients
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_pass_that_did_not_end_leaves_gradients_incomplete_until_they_are_discarded(second):
+    step = make(2)
+    step.begin_backward(reduce=True)
+    give(step, "w1")
+    if not second:
+        step.reducer.abort_backward()
+    step.begin_backward(reduce=True)  # a whole pass does not mend them
+    give(step, "w1")
+    step.reducer.end_backward()
+    with pytest.raises(PolyaccelError):
+        step.update([GROUP])
+    step.discard_gradients()
+    step.begin_backward(reduce=True)
+    give(step, "w1")
+    step.reducer.end_backward()
+    assert step.update([GROUP]).applied
