@@ -15,9 +15,10 @@ from typing import Literal
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
-from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
 from polyaccel.zero.buckets.grad_reducer import GradReducer
-from polyaccel.zero.buckets.params import ParamBuckets, ParamListener
+from polyaccel.zero.buckets.param_listener import ParamListener
+from polyaccel.zero.buckets.params import ParamBuckets
+from polyaccel.zero.buckets.unsharder import Unsharder
 from polyaccel.zero.buckets.user_writes import sync_user_writes
 from polyaccel.zero.memory import StepMemory
 from polyaccel.zero.plan.bucket_plan import StepPlan
@@ -68,15 +69,13 @@ class ZeroEngine:
         self.reducer = GradReducer(
             plan, parts, self._staging, partial(timed, "reduce"), gathers=self.params.is_any_sharded
         )
-        self.uses = GatherCoordinator(
-            self.params.gathering,
+        self.unsharder = Unsharder(
+            self.params.gathered,
+            self.reducer,
             communicator,
-            self.reducer.can_launch,
-            self.reducer.launch,
             is_active=self.params.is_any_sharded,
             warn=plan.policy.gathering.warn_of_deviations,
         )
-        """What this rank uses of sharded buckets; frontends report it."""
         self._states = OptimizerState(plan, parts.tiers, self.params, optimizer, groups, self._staging)
         self.memory = StepMemory(plan, self.params, self.reducer, self._states, self._staging)
         self._facts = GradNormReducer(
@@ -141,10 +140,10 @@ class ZeroEngine:
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
         self.require_consistent()
-        self.uses.require_idle()
+        self.unsharder.require_idle()
         self.reducer.prepare_update()
         changed = self._owner.changed_params()
-        flags = Flags(has_changes=bool(changed), has_deviated=self.uses.has_deviated)
+        flags = Flags(has_changes=bool(changed), has_deviated=self.unsharder.has_deviated)
         self.reducer.mark_incomplete()  # should anything fail before they were used
         if self._update.is_early:
             arrivals, norm = self._facts.agree_on_arrivals(flags), None
@@ -158,7 +157,7 @@ class ZeroEngine:
             sync_user_writes(self.params, self._owner, self.communicator, changed)
         self.reducer.mark_incomplete()
         self.params.wait_all_gathers()
-        self.uses.end_step(learn=arrivals.flags.has_deviated)
+        self.unsharder.end_step(learn=arrivals.flags.has_deviated)
         if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
             self.discard_gradients()
             return StepResult(False, norm.norm, norm.norm, norm.first_nonfinite_param)
@@ -227,7 +226,7 @@ class ZeroEngine:
     def trim(self) -> None:
         """Give back memory that only waits to be used again."""
         self.reducer.pool.trim()
-        self.params.gathering.trim()
+        self.params.gathered.trim()
 
     def close(self) -> None:
         """Release all buffers. Views that frontends hold keep their memory alive."""

@@ -61,9 +61,9 @@ class StepMemory:
                 add(Purpose.OPTIM, plans[shard.bucket.index].states.get(name), [state])
         for gradients in self._reducer.buckets:
             add(Purpose.GRADS, plans[gradients.bucket.index].gradient, gradients.resident())
-        gathering = self._params.gathering
-        found[Place.DEVICE, Purpose.SECOND] = gathering.second.nbytes
-        for purpose, pool in ((Purpose.GRADS_IN_FLIGHT, self._reducer.pool), (Purpose.GATHERED, gathering.pool)):
+        gathered = self._params.gathered
+        found[Place.DEVICE, Purpose.SECOND] = gathered.second.nbytes
+        for purpose, pool in ((Purpose.GRADS_IN_FLIGHT, self._reducer.pool), (Purpose.GATHERED, gathered.pool)):
             found[Place.DEVICE, purpose] = sum(numel * dtype.itemsize for numel, dtype in pool.held())
         for place, nbytes in self._staging.held().items():
             found[place, Purpose.STAGING] += nbytes

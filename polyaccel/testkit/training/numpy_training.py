@@ -21,7 +21,7 @@ from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.comparison import same_numbers
 from polyaccel.testkit.progress import doing
-from polyaccel.zero.buckets.params import ParamListener
+from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.layout import plan_layout
@@ -175,7 +175,7 @@ def train(communicator: Communicator, stage: int, steps: int) -> Trained:
             step.reducer.add_gradient(fqn, _on_device(communicator, gradient))
         if is_sharded:
             for index in buckets:
-                step.uses.release(index)
+                step.unsharder.release(index)
         step.reducer.end_backward()
         norms.append(float(step.update([GROUP]).grad_norm or 0.0))
     final = unsharded()

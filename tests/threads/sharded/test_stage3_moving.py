@@ -142,7 +142,7 @@ def test_the_partition_cache_is_emptied():
         with torch.no_grad():
             token_loss(engine, 0, 0, 0)
         engine.empty_partition_cache()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
         train(engine, range(2, 3), communicator.rank)
 
     on_threads(2, work, gpt)
