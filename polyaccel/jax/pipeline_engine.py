@@ -85,11 +85,11 @@ class JaxPipelineEngine(ViewsEngine):
         return jax.make_jaxpr(self._layers)(self._shapes_of_params, batch, jax.random.key(0))
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage has the first layers."""
+        """Return whether this rank's stage has the first layers."""
         return self._placement[0] == self._stage
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage has the last layers, and the loss."""
+        """Return whether this rank's stage has the last layers, and the loss."""
         return self._placement[-1] == self._stage
 
     def grad_step(self, batch: Any) -> jax.Array:
@@ -109,8 +109,14 @@ class JaxPipelineEngine(ViewsEngine):
 
     @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:
-        """As that of `JaxEngine`, of pairs (inputs, labels). Every stage's ranks of a place give the same ones; returns
-        the mean loss of these on every stage. `aux` is there on the last stage."""
+        """Run one optimizer step over its micro-batches. `aux` is set on the last stage.
+
+        Args:
+            data_iter: Yields pairs (inputs, labels), the same ones on every stage.
+
+        Returns:
+            Mean loss of the micro-batches, on every stage.
+        """
         self._require_own_process()
         self._require_optimizer()
         self._settle_params()
@@ -123,7 +129,14 @@ class JaxPipelineEngine(ViewsEngine):
 
     @engine_call
     def eval_batch(self, data_iter: Any) -> jax.Array:
-        """The mean loss of as many micro-batches as a step has, on every stage, with None for the random key."""
+        """Compute the loss of as many micro-batches as a step has, with None for the random key.
+
+        Args:
+            data_iter: Yields pairs (inputs, labels), the same ones on every stage.
+
+        Returns:
+            Mean loss, on every stage.
+        """
         self._require_own_process()
         self._settle_params()
         return jnp.mean(self._do_steps(self._pairs(data_iter), trains=False))
@@ -256,11 +269,11 @@ class JaxPipelineEngine(ViewsEngine):
         try:
             with self.timer("reduce"):
                 for fqn, gradient in zip(reversed(names), reversed(gradients), strict=True):
-                    self.zero.add_gradient(fqn, self.accelerator.import_array(gradient))
-                self.zero.end_backward()
+                    self.zero.reducer.add_gradient(fqn, self.accelerator.import_array(gradient))
+                self.zero.reducer.end_backward()
                 self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
-            self.zero.abort_backward()
+            self.zero.reducer.abort_backward()
             raise
 
     def _from_last_stage(self, losses: Sequence[Any]) -> jax.Array:

@@ -79,11 +79,11 @@ class ViewsEngine(JaxEngine):
                 loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, self._loss_factor)
             with self.timer("reduce"):
                 for fqn, gradient in self.adapter.gradients(gradients):
-                    self.zero.add_gradient(fqn, gradient)
-                self.zero.end_backward()
+                    self.zero.reducer.add_gradient(fqn, gradient)
+                self.zero.reducer.end_backward()
                 self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
-            self.zero.abort_backward()  # reducing half a pass could leave the other ranks waiting
+            self.zero.reducer.abort_backward()  # reducing half a pass could leave the other ranks waiting
             raise
         self._losses.append(loss)
         return loss

@@ -97,8 +97,15 @@ class NativeEngine(JaxEngine):
 
     @engine_call
     def grad_step(self, batch: Any) -> jax.Array:
-        """The mean loss of one micro-batch of all own devices; its gradients are kept. Auxiliary output is in `aux`,
-        where there are several devices with an axis over them."""
+        """Compute and keep the gradients of one micro-batch of all own devices. Auxiliary output is in `aux`; with
+        several devices it has an axis over them.
+
+        Args:
+            batch: Micro-batch of this process, as a tree of arrays.
+
+        Returns:
+            Its mean loss.
+        """
         self._require_own_process()
         self._require_optimizer()
         cut = self._cut(batch)
@@ -133,7 +140,14 @@ class NativeEngine(JaxEngine):
 
     @engine_call
     def program(self, batch: Any) -> jax.stages.Compiled:
-        """The compiled program of a step that is one micro-batch like `batch`, its exchange and its update."""
+        """Compile a step of one micro-batch, its exchange and its update.
+
+        Args:
+            batch: Micro-batch that has the shapes and types.
+
+        Returns:
+            The compiled program.
+        """
         self._require_own_process()
         self._require_optimizer()
         return self.zero.program(self._cut(batch), self.optimizer.param_groups)

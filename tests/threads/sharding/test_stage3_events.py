@@ -171,7 +171,7 @@ def test_training_keeps_no_gathered_memory(case):
 
     def work(communicator, model):
         engine = engine_of(model)
-        pool = engine.zero.params.gathering.pool
+        pool = engine.zero.params.gathered.pool
         forgotten = []
         pool.forget = forgotten.append
         train(engine, range(2), communicator.rank)
@@ -332,7 +332,7 @@ def test_a_gather_that_fails_in_backward_is_told_and_nothing_hides_it():
 
         def fail(*args, **rest):
             gathers.append(rest.get("bucket"))
-            if engine.zero.in_backward and len(gathers) == fails_at:
+            if engine.zero.reducer.in_backward and len(gathers) == fails_at:
                 raise CommError("the line is cut")
             return all_gather(*args, **rest)
 
@@ -345,7 +345,7 @@ def test_a_gather_that_fails_in_backward_is_told_and_nothing_hides_it():
         engine.communicator.all_gather = all_gather
         engine.zero_grad()
         train(engine, [1], communicator.rank)
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
 
     on_threads(2, work, gpt)
 
@@ -390,7 +390,7 @@ def test_what_is_gathered_stays_within_the_bound():
         units = {}
         for bucket in engine.zero.layout.buckets:
             units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.numel
-        gathering = engine.zero.params.gathering
+        gathering = engine.zero.params.gathered
         peaks = []
         for step in range(3):
             train(engine, [step], communicator.rank)
@@ -441,7 +441,7 @@ def test_an_engine_without_an_optimizer_runs_and_frees():
             (gradient,) = torch.autograd.grad(model.blocks[0](inputs).square().sum(), inputs)
         (wanted,) = torch.autograd.grad(plain.blocks[0](inputs).square().sum(), inputs)
         assert torch.equal(gradient, wanted)
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
 
     on_threads(2, work, gpt)
 
@@ -457,7 +457,7 @@ def test_an_engine_without_an_optimizer_holds_parameters_and_nothing_else(stage)
         with torch.no_grad():
             assert token_loss(engine, 0, 0, 0).isfinite()
         assert all(place.master_is_view for place in engine.zero.params)
-        assert not list(engine.zero.gradient_buckets())
+        assert not list(engine.zero.reducer.buckets)
         assert all(value.dtype is torch.bfloat16 for value in engine.module_state_dict().values())
 
     on_threads(2, work, gpt)
@@ -556,7 +556,7 @@ def test_whatever_does_not_ask_for_values_is_answered_as_for_a_whole_parameter()
         with pytest.raises(ShardingError) as caught:
             _ = parameter.data
         assert caught.value.value == "blocks.0.wide.weight"
-        assert engine.zero.params.gathering.peak_numel == 0
+        assert engine.zero.params.gathered.peak_numel == 0
 
     on_threads(2, work, gpt)
 

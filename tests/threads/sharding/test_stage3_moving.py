@@ -35,7 +35,7 @@ def resident_nbytes(engine) -> int:
     """
     buffers = [place.own for place in engine.zero.params] + [place.master for place in engine.zero.params]
     buffers += [state for shard in engine.zero.shards for state in shard.states.values()]
-    buffers += [buffer for gradients in engine.zero.gradient_buckets() for buffer in gradients.resident()]
+    buffers += [buffer for gradients in engine.zero.reducer.buckets for buffer in gradients.resident()]
     storages = [buffer.raw.untyped_storage() for buffer in buffers]
     return sum(storage.nbytes() for storage in storages if storage.resizable())
 
@@ -142,7 +142,7 @@ def test_the_partition_cache_is_emptied():
         with torch.no_grad():
             token_loss(engine, 0, 0, 0)
         engine.empty_partition_cache()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
         train(engine, range(2, 3), communicator.rank)
 
     on_threads(2, work, gpt)

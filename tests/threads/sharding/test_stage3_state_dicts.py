@@ -45,7 +45,7 @@ def test_a_state_dict_is_whole_and_loads_into_a_plain_model(stage):
         train(engine, range(2), communicator.rank)
         state, part = engine.module_state_dict(), model.blocks[1].state_dict()
         prefixed = engine.state_dict()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
         tied = state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
         trained = engine.module_state_dict(exclude_frozen_parameters=True)
         engine.destroy()

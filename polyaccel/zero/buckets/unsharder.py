@@ -26,14 +26,15 @@ The price is one vote a meeting, the size of two numbers, which waits for the sl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from logging import INFO, WARNING, getLogger
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import CommError
-from polyaccel.zero.buckets.unshard import ParamUnsharder
+from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
+from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.plan.gather_schedule import (
     EventKind,
     GatherSchedule,
@@ -108,28 +109,28 @@ class OrderChangeLog:
         self._is_changing = True
 
 
-class GatherCoordinator:
-    """What one rank uses of the buckets of `gathering`, whichever way it takes. See [Note: Schedule of unshard events].
+class Unsharder:
+    """Unshards and reshards buckets for the code of this rank, whichever way it takes; all that hooks call.
 
-    `launch(bucket)` launches the reduction of a bucket's gradients; `can_launch(bucket)` returns, with the same result
-    on all ranks, whether it would. With `warn`, every step in another order than the last one is logged, instead of the
-    first.
+    It owns the order of use ([Note: Schedule of unshard events]); `gathered` owns what is whole at present. `reducer`
+    launches the reductions of released buckets. With `warn`, every step in another order than the last one is logged,
+    instead of the first.
     """
 
     def __init__(
         self,
-        gathering: ParamUnsharder,
+        gathered: GatheredBuckets,
+        reducer: GradReducer,
         communicator: Communicator,
-        can_launch: Callable[[int], bool],
-        launch: Callable[[int], None],
         *,
         is_active: bool,
         warn: bool,
     ) -> None:
-        self._gathering = gathering
+        self.gathered = gathered
+        self.learns = True
+        """What is used now is part of a training step: the schedule of the next one has it."""
+        self._reducer = reducer
         self._communicator = communicator
-        self._can_launch = can_launch
-        self._launch = launch
         self._is_active = is_active
         self._votes = GatherConsensus(communicator)
         self._order = OrderChangeLog(warn=warn)
@@ -140,58 +141,77 @@ class GatherCoordinator:
         self._count = 0
         self._held: dict[int, int] = {}
         """How often the ranks hold each bucket because the schedule says so."""
+        self._until_end: list[int] = []
+        """Buckets that stay unsharded until the backward pass ends."""
         self._released: set[int] = set()
 
     @property
     def _schedule(self) -> GatherSchedule:
-        return self._gathering.schedule
+        return self.gathered.schedule
 
-    # What frontends report. `learn`: it is part of a training step.
+    # What frontends call.
 
-    def begin(self, index: int, *, learn: bool) -> None:
-        """This rank needs bucket `index` whole until a matching `end`."""
-        is_nested = self._gathering[index].uses > 0
-        has_it = self._gathering.begin_use(index)
+    def unshard(self, index: int) -> None:
+        """Make bucket `index` whole for this rank until a matching `reshard`, and wait for it."""
+        learn = self.learns
+        is_nested = self.gathered[index].uses > 0
+        has_it = self.gathered.begin_use(index)
         try:
             if learn:
                 if not is_nested:
                     self._order.note(index)
                 has_it = self._follow(index, is_nested=is_nested) or has_it
             if not has_it:
-                self._replay_rest(learn=learn)
-                if not self._gathering.is_whole(index):
+                self._replay_rest()
+                if not self.gathered.is_whole(index):
                     self._vote(event(EventKind.UNSHARD, index))
         except BaseException:
-            self._gathering.end_use(index)  # a caller that failed to get it will not end it
+            self.gathered.end_use(index)  # a caller that failed to get it will not reshard it
             raise
-        self._note(EventKind.UNSHARD, index, learn=learn)
-
-    def end(self, index: int, *, learn: bool) -> None:
-        """Undo one `begin`."""
-        self._note(EventKind.RESHARD, index, learn=learn)
-        self._gathering.end_use(index)
         if learn:
+            self._note(EventKind.UNSHARD, index)
+
+    def reshard(self, index: int) -> None:
+        """Undo one `unshard`."""
+        if self.learns:
+            self._note(EventKind.RESHARD, index)
+        self.gathered.end_use(index)
+        if self.learns:
             self._catch_up()
+
+    def unshard_until_end(self, index: int) -> None:
+        """Unshard a bucket until `reshard_rest`: until the backward pass ends."""
+        self.unshard(index)
+        self._until_end.append(index)
+
+    def stays(self, index: int) -> bool:
+        """Whether a bucket is unsharded until the backward pass ends."""
+        return index in self._until_end
+
+    def reshard_rest(self) -> None:
+        """Undo every `unshard_until_end`."""
+        while self._until_end:
+            self.reshard(self._until_end.pop())
 
     def release(self, index: int) -> None:
         """No more gradients come for a bucket on this rank in this pass."""
         if not self._is_active or self._communicator.world_size == 1:
-            self._launch(index)
+            self._reducer.launch(index)
             return
-        self._note(EventKind.REDUCE, index, learn=True)
+        self._note(EventKind.REDUCE, index)
         self._released.add(index)
         if self._schedule.is_known:
             self._catch_up()
-        elif self._can_launch(index):
+        elif self._reducer.can_launch(index):
             self._vote(event(EventKind.REDUCE, index))
 
-    def sync(self, end: SyncPoint, *, learn: bool) -> None:
+    def sync(self, end: SyncPoint) -> None:
         """This rank has come to an end that all ranks come to. Returns when all have."""
         if not self._is_active:
             return
-        self._replay_rest(learn=learn)
+        self._replay_rest()
         self._vote(-1 - end)
-        if not learn:
+        if not self.learns:
             return
         if self._record is not None:
             self._record.append((end, without_early_releases(self._events)))
@@ -208,7 +228,7 @@ class GatherCoordinator:
 
     def are_unsharded(self, indices: Iterable[int]) -> bool:
         """Whether the ranks have gathered all these buckets for their users, whatever any of them uses."""
-        return all(self._gathering[index].holds > self._held.get(index, 0) for index in indices)
+        return all(self.gathered[index].holds > self._held.get(index, 0) for index in indices)
 
     def will_change_order(self) -> None:
         """The next step uses buckets in another order than this one, and rightly so."""
@@ -229,16 +249,16 @@ class GatherCoordinator:
         bucket is still in use."""
         for index, count in self._held.items():
             for _ in range(count):
-                self._gathering.reshard(index, keep=False)
+                self.gathered.reshard(index, keep=False)
         self._held.clear()
-        self._gathering.require_idle()
+        self.gathered.require_idle()
 
     def end_step(self, *, learn: bool) -> None:
         """The optimizer step is over. `learn`, the same on all ranks: make a schedule of what they did in it;
         collective then. Raises ShardingError if a bucket is still in use."""
         segments = self._learned() if learn else self._schedule.segments
         self.require_idle()
-        self._gathering.end_step()
+        self.gathered.end_step()
         self._schedule.begin_step(segments)
         self._order.end_step()
         self._record, self._count = [], 0
@@ -254,8 +274,8 @@ class GatherCoordinator:
 
     # The schedule.
 
-    def _note(self, kind: EventKind, index: int, *, learn: bool) -> None:
-        if learn and len(self._events) < _MOST_EVENTS:
+    def _note(self, kind: EventKind, index: int) -> None:
+        if len(self._events) < _MOST_EVENTS:
             self._events.append(event(kind, index))
 
     def _follow(self, index: int, *, is_nested: bool) -> bool:
@@ -273,46 +293,40 @@ class GatherCoordinator:
         while (following := self._schedule.peek()) is not None:
             index, kind = divmod(following, 3)
             is_due = index in self._released if kind == EventKind.REDUCE else kind == EventKind.RESHARD
-            if kind == EventKind.RESHARD and self._gathering[index].uses >= self._held.get(index, 0) > 0:
+            if kind == EventKind.RESHARD and self.gathered[index].uses >= self._held.get(index, 0) > 0:
                 is_due = False
             if not is_due:
                 return
             self._do_next()
 
-    def _replay_rest(self, *, learn: bool) -> None:
+    def _replay_rest(self) -> None:
         """Do what the schedule has up to the next meeting."""
-        while learn and self._schedule.peek() is not None:
+        while self.learns and self._schedule.peek() is not None:
             self._do_next()
 
     def _do_next(self) -> None:
         index, kind = divmod(self._schedule.step(), 3)
         if kind == EventKind.UNSHARD:
-            self._gathering.unshard(index, ahead=True)
+            self.gathered.unshard(index, ahead=True)
             self._held[index] = self._held.get(index, 0) + 1
         elif kind == EventKind.REDUCE:
-            self._launch(index)
+            self._reducer.launch(index)
         elif self._held.get(index):
             self._held[index] -= 1
-            self._gathering.reshard(index)
+            self.gathered.reshard(index)
 
     # Votes.
 
     def _vote(self, wanted: int) -> None:
         """Vote until `wanted`, an event or -1 - an end, has come about. See [Note: Unshard votes]."""
-        gathering = self._gathering
         while True:
-            votes, gathering.apart_numel = self._votes.exchange(wanted, gathering.kept_numel)
-            try:
-                buckets = dict.fromkeys(vote // 3 for vote in votes if vote >= 0 and vote % 3 == EventKind.UNSHARD)
-                for index in buckets:
-                    gathering.unshard(index)
-                    gathering.reshard(index)
-            finally:
-                gathering.apart_numel = 0
+            votes, apart_numel = self._votes.exchange(wanted, self.gathered.kept_numel)
+            buckets = dict.fromkeys(vote // 3 for vote in votes if vote >= 0 and vote % 3 == EventKind.UNSHARD)
+            self.gathered.lend_once(buckets, apart_numel)
             done = {event(EventKind.UNSHARD, index) for index in buckets}
             releases = [vote for vote in votes if vote >= 0 and vote % 3 == EventKind.REDUCE]
             if not buckets and releases:
-                self._launch(releases[0] // 3)
+                self._reducer.launch(releases[0] // 3)
                 done = {releases[0]}
             elif not buckets:
                 done = set(votes)

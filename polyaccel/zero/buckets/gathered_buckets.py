@@ -12,7 +12,7 @@ elements that will be held before a bucket is needed again. All ranks make the s
 
 [Note: Rank-local bucket use]
 Which of these buckets a rank itself computes with is its own affair (`begin_use`, `end_use`;
-`zero.buckets.gather_coordinator` makes holds of them that all ranks follow). What the ranks free while one of them
+`zero.buckets.unsharder` makes holds of them that all ranks follow). What the ranks free while one of them
 still uses it stays with that rank, bound to its parameters, until it is done; it counts nowhere.
 
 [Note: Shard read-ahead]
@@ -25,27 +25,27 @@ or when the bucket is needed, if that is earlier. The bounds on what is gathered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from polyaccel.comm.work import DoneWork, Work
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.offload.tier import DoneFetch, Fetch
+from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.buckets.secondary_shards import SecondaryShards
 from polyaccel.zero.buckets.sharded_bucket import RetainedBucket, ShardedBucket
 from polyaccel.zero.plan.gather_schedule import GatherSchedule
-from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.plan.policy import GatherPolicy
 from polyaccel.zero.plan.pool import BufferPool
 from polyaccel.zero.resources import Communicators
 
 
-class ParamUnsharder:
-    """Unshards (all-gathers) and reshards parameter `buckets`.
+class GatheredBuckets:
+    """The sharded `buckets` that are whole at present, and their memory.
 
-    `on_bound(bucket, slots)` and `on_freed(bucket)` notify the frontend where parameters stand, and that they stand
-    nowhere now. `waiting` is entered around waits for other ranks.
+    `owner` sees where parameters stand. `waiting` is entered around waits for other ranks. `Unsharder` moves on in
+    `schedule`, which is only read here.
     """
 
     def __init__(
@@ -53,16 +53,14 @@ class ParamUnsharder:
         buckets: Sequence[ShardedBucket],
         policy: GatherPolicy,
         communicators: Communicators,
-        on_bound: Callable[[Bucket, Sequence[Buffer]], None],
-        on_freed: Callable[[Bucket], None],
+        owner: ParamListener,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._buckets = {place.bucket.index: place for place in buckets}
         self._policy = policy
         self._communicators = communicators
         self.second = SecondaryShards(communicators)
-        self._on_bound = on_bound
-        self._on_freed = on_freed
+        self._owner = owner
         self._waiting = waiting
         self.pool = BufferPool(communicators.world.allocate, policy.max_live_numel)
         self.schedule = GatherSchedule({index: place.bucket.numel for index, place in self._buckets.items()})
@@ -70,7 +68,7 @@ class ParamUnsharder:
         """Elements gathered at present, those under way included; the same on all ranks."""
         self.kept_numel = 0
         """Further elements that this rank keeps."""
-        self.apart_numel = 0
+        self._apart_numel = 0
         """The most further elements that any rank keeps, where the ranks have just exchanged them."""
         self.peak_numel = 0
         self.is_suspended = False
@@ -107,8 +105,7 @@ class ParamUnsharder:
         return place.is_exact if place.kept is None else place.kept.is_exact
 
     def unsharded_or_none(self, index: int) -> Buffer | None:
-        """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for, and a shard
-        under way is forgotten."""
+        """The whole bucket if there is one, held or not. Waits for a gather under way and cancels a fetch."""
         place = self._buckets[index]
         whole = self._common_or_none(place)
         return whole if place.kept is None else place.kept.full
@@ -172,8 +169,7 @@ class ParamUnsharder:
             raise
 
     def reshard(self, index: int, *, keep: bool = True) -> None:
-        """Undo one `unshard`. The bucket is freed with its last hold, unless it may be kept and its next use is
-        near."""
+        """Undo one `unshard`. The last one frees the bucket, unless it may be kept and its next use is near."""
         place = self._buckets[index]
         if place.holds == 0:
             raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
@@ -181,6 +177,16 @@ class ParamUnsharder:
         self._has_dropped = True
         if place.holds == 0 and not (keep and self._is_worth_keeping(index)):
             self._free(place)
+
+    def lend_once(self, indices: Iterable[int], apart_numel: int) -> None:
+        """Gather buckets for ranks that use them, each of which keeps at most `apart_numel` for itself. Collective."""
+        self._apart_numel = apart_numel
+        try:
+            for index in indices:
+                self.unshard(index)
+                self.reshard(index)
+        finally:
+            self._apart_numel = 0
 
     def refresh(self, index: int) -> None:
         """This rank's slice has new values: free the bucket, or gather it again if it is held. Collective."""
@@ -219,15 +225,13 @@ class ParamUnsharder:
             self.pool.release(full)
 
     def free_idle(self) -> None:
-        """Free every bucket without holds, prefetched ones too: parameters are about to change, or a step
-        ended."""
+        """Free every bucket without holds, prefetched ones too."""
         for place in self._buckets.values():
             if place.holds == 0 and place.full is not None:
                 self._free(place)
 
     def suspend(self) -> None:
-        """Free everything and gather nothing until `is_suspended` is False again. Raises ShardingError if a bucket is
-        held."""
+        """Free everything and gather nothing while `is_suspended`. Raises ShardingError if a bucket is held."""
         self.require_idle()
         self.free_idle()
         self.second.trim()
@@ -240,10 +244,7 @@ class ParamUnsharder:
         self.second.trim()
 
     def end_step(self) -> None:
-        """The optimizer step is over: what was gathered is stale.
-
-        Raises ShardingError if a bucket is still held.
-        """
+        """The optimizer step is over: what was gathered is stale. Raises ShardingError if a bucket is still held."""
         self.require_idle()
         self.free_idle()
         self.second.forget_all()
@@ -268,13 +269,13 @@ class ParamUnsharder:
 
     def _is_worth_keeping(self, index: int) -> bool:
         near = self.schedule.distance(index) <= self._policy.max_reuse_numel
-        return near and self.live_numel + self.apart_numel <= self._policy.max_live_numel
+        return near and self.live_numel + self._apart_numel <= self._policy.max_live_numel
 
     def _make_room(self, numel: int) -> None:
         """Free idle buckets, those needed last first, until `numel` more elements fit; what is held stays."""
         idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
         idle.sort(key=self.schedule.distance)
-        while idle and self.live_numel + self.apart_numel + numel > self._policy.max_live_numel:
+        while idle and self.live_numel + self._apart_numel + numel > self._policy.max_live_numel:
             self._free(self._buckets[idle.pop()])
 
     def _prefetch(self) -> None:
@@ -349,8 +350,7 @@ class ParamUnsharder:
         return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=place.bucket.index)
 
     def _settle(self, place: ShardedBucket) -> None:
-        """Finish the gather under way and let the frontend see the parameters, which no longer need what this rank
-        kept."""
+        """Finish the gather under way and let the frontend see the parameters; what this rank kept is released."""
         assert place.work is not None  # the callers' condition
         assert place.full is not None
         with self._waiting():
@@ -360,7 +360,7 @@ class ParamUnsharder:
             self.second.keep(place.plan, place.full, is_exact=place.is_exact)
         if place.kept is not None:
             self._let_go(place, place.kept)
-        self._on_bound(place.bucket, place.slots.of(place.full))
+        self._owner.show(place.bucket, place.slots.of(place.full))
 
     def _end_ahead(self, place: ShardedBucket) -> None:
         """Not when a rank finds the bucket there, which others may do later, but when the ranks hold or free it."""
@@ -381,14 +381,14 @@ class ParamUnsharder:
             place.kept = RetainedBucket(place.full, place.references, place.is_exact)
             self.kept_numel += place.bucket.numel
         else:
-            self._on_freed(place.bucket)
+            self._owner.hide(place.bucket)
             self._give_back(place, place.full, place.references)
         place.full = None
         self._count_live(-place.bucket.numel)
 
     def _let_go(self, place: ShardedBucket, kept: RetainedBucket) -> None:
         """This rank no longer uses what it kept."""
-        self._on_freed(place.bucket)
+        self._owner.hide(place.bucket)
         place.kept = None
         self.kept_numel -= place.bucket.numel
         self._give_back(place, kept.full, kept.references)
