@@ -14,7 +14,7 @@ from typing import Literal
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
+from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.buckets.params import ParamBuckets
@@ -86,10 +86,9 @@ class ZeroEngine:
         self._update: OptimizerStep | None = None
         if optimizer is not None:
             self._update = OptimizerStep(
-                *(plan, parts, optimizer, self._states, self.params, self._facts), partial(timed, "reduce")
+                *(plan, parts, optimizer, self._states, self.params, self._facts, self.consistency),
+                partial(timed, "reduce"),
             )
-        self._half = ""
-        """What failed in the middle, an update apart, and left parameters and states of two steps."""
 
     @property
     def model_parallel_group(self) -> Communicator | None:
@@ -121,8 +120,8 @@ class ZeroEngine:
         self, *, reduce: bool, names: Collection[str] | None = None, waits_for_end: bool = False
     ) -> None:
         """A backward pass starts; see `GradReducer.begin_backward`. Raises PolyaccelError after an update that failed
-        half-way (`require_consistent`)."""
-        self.require_consistent()
+        half-way (`consistency`)."""
+        self.consistency.require()
         self.reducer.begin_backward(reduce=reduce, names=names, waits_for_end=waits_for_end)
 
     def discard_gradients(self) -> None:
@@ -141,7 +140,7 @@ class ZeroEngine:
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
-        self.require_consistent()
+        self.consistency.require()
         self.unsharder.require_idle()
         self.reducer.prepare_update()
         changed = self._owner.changed_params()
