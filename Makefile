@@ -14,9 +14,9 @@ SHARDS ?= 54
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILDS := tests/builds
 PARITY = $(shell grep -rl --include='test_*.py' '^from pairwise import' tests/threads tests/procs)
-# Rooms that all frontends stand on, whose tests are 1,400 and take a minute of one core: hardly one starts a process,
+# Packages that all frontends need, whose tests are 1,400 and take a minute of one core: hardly one starts a process,
 # none compiles a program. `make check` runs them; all others run in `make test`.
-QUICK := $(addprefix tests/unit/,checkpoint config core discovery engine pipeline tuning zero)
+QUICK := $(addprefix tests/unit/,autotune checkpoint config core discovery engine pipeline zero)
 # Examples whose files have names that those of other examples have too: mypy knows one module by a name in one call.
 EXAMPLES := cifar10 gpt_jax mixture pipeline
 LOCK := requirements-dev.lock
@@ -105,7 +105,7 @@ test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitor
 	$(VENV)-monitors/bin/python -m pytest tests/procs/monitors plugins/polyaccel-mlflow/tests $(ARGS)
 
 test-page: $(STAMP) ## look at the page of `polyaccel watch` in a headless Chromium (apt-get install chromium); PICTURES=docs/guide/pictures renews the guide's
-	TESTS_PAGE=1 PAGE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/procs/page $(ARGS)
+	TESTS_PAGE=1 PAGE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/procs/dashboard $(ARGS)
 
 test-traces: $(STAMP) ## let Perfetto's own parser read traces of real runs: TRACE_PROCESSOR=trace_processor_shell (get.perfetto.dev/trace_processor fetches it)
 	TRACE_PROCESSOR=$(or $(TRACE_PROCESSOR),trace_processor_shell) $(BIN)/python -m pytest tests/procs/traces $(ARGS)
@@ -144,7 +144,7 @@ check: $(STAMP) ## answer in a minute: style, types, the imports between package
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
-lint: $(STAMP) ## check style, types, the imports between rooms, and the docstrings of the documented API
+lint: $(STAMP) ## check style, types, the imports between packages, and the docstrings of the documented API
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,51 +1,29 @@
-"""`python -m bench`: step times; `python -m bench all-to-all`, `backends`, `comm`, `experts`, `hosts`, `imports`,
-`jax`, `kernels`, `longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor`,
-`trainer`, `tuning` and `watching`."""
+"""`python -m bench [CASE]`: step times, or the case of that name in `bench.cases`."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from types import ModuleType
 
-from bench import imports, kernels
-from bench.collectives import backends, sizes
-from bench.experts import compare as experts
-from bench.hosts import all_to_all, start, tax
-from bench.jax import models
-from bench.pipeline import compare as pipeline
-from bench.sequence import attention, longest
-from bench.steps import memory, ownership, replica, saves, times
-from bench.tensor import compare as tensor
-from bench.trainer import compare
-from bench.tuning import compare as tuning
-from bench.watching import compare as watching
+from bench.runner import run_case
 
-_COMMANDS = {
-    "all-to-all": all_to_all.main,
-    "backends": backends.main,
-    "comm": sizes.main,
-    "experts": experts.main,
-    "hosts": tax.main,
-    "imports": imports.main,
-    "jax": models.main,
-    "longest": longest.main,
-    "kernels": kernels.main,
-    "memory": memory.main,
-    "ownership": ownership.main,
-    "pipeline": pipeline.main,
-    "in_memory": replica.main,
-    "saves": saves.main,
-    "sequence": attention.main,
-    "start": start.main,
-    "tensor": tensor.main,
-    "trainer": compare.main,
-    "tuning": tuning.main,
-    "watching": watching.main,
-}
+CASES = {
+    name: name.replace("-", "_")
+    for name in (
+        *("all-to-all", "experts", "imports", "jax", "kernels", "longest", "ownership", "pipeline", "replica"),
+        *("saves", "sequence", "start", "tensor", "trainer", "tuning", "watching"),
+    )
+} | {"backends": "collectives", "comm": "collectives", "hosts": "steps", "memory": "steps", "steps": "steps"}
+"""The module of each command."""
 
 
 def main(argv: list[str]) -> int:
-    command = _COMMANDS.get(argv[0]) if argv else None
-    return times.main(argv) if command is None else command(argv[1:])
+    name, rest = (argv[0], argv[1:]) if argv and argv[0] in CASES else ("steps", argv)
+    module: ModuleType = import_module(f"bench.cases.{CASES[name]}")
+    if hasattr(module, "main"):
+        return int(module.main(rest))
+    return run_case(module.CASES[name], rest)
 
 
 if __name__ == "__main__":

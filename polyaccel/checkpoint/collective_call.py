@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from polyaccel.comm.base import Communicator
@@ -41,12 +41,8 @@ def run_on_all(communicator: Communicator, step: str, action: Callable[[], T]) -
         result = action()
     except Exception as error:
         failure = error
-    outcomes = communicator.all_gather_object((result, None if failure is None else _describe(failure)))
-    failed = {rank: outcome for rank, (_, outcome) in enumerate(outcomes) if outcome is not None}
-    if failed:
-        what = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in failed.items())
-        hint = next((hint for _, hint in failed.values() if hint), "")
-        raise CheckpointError(f"{step} failed on {what}", hint=hint, value=tuple(failed)) from failure
+    outcomes = communicator.all_gather_object((result, None if failure is None else describe(failure)))
+    require_success(step, {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}, failure)
     return [value for value, _ in outcomes]
 
 
@@ -56,7 +52,17 @@ def on_rank_0(communicator: Communicator, step: str, action: Callable[[], T]) ->
     return run_on_all(communicator, step, lambda: [action()] if communicator.rank == 0 else [])[0][0]
 
 
-def _describe(error: Exception) -> tuple[str, str]:
+def require_success(step: str, failed: Mapping[int, tuple[str, str]], own: Exception | None = None) -> None:
+    """Raise CheckpointError where a step failed on any rank: `failed` has message and hint by rank, `own` is the error
+    of this rank."""
+    if failed:
+        what = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in failed.items())
+        hint = next((hint for _, hint in failed.values() if hint), "")
+        raise CheckpointError(f"{step} failed on {what}", hint=hint, value=tuple(failed)) from own
+
+
+def describe(error: Exception) -> tuple[str, str]:
+    """Return the message and the hint of an error for another process."""
     if isinstance(error, PolyaccelError):
         return error.message, error.hint
     return f"{type(error).__name__}: {error}", ""

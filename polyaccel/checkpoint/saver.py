@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from polyaccel.accelerators.memory.host import memory_stats
-from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
-from polyaccel.checkpoint.format.save_folders import (
-    adopt,
-    clear_leftovers,
-    end_hold,
-    lock_folder,
-    new_folder,
-    note_owner,
-)
+from polyaccel.checkpoint.collective_call import require_success, run_on_all
+from polyaccel.checkpoint.format.pieces import reading
 from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.save import async_client
 from polyaccel.checkpoint.save.async_image import Image
-from polyaccel.checkpoint.save.node_topology import StorageNodes
-from polyaccel.checkpoint.save.per_node import save_places, write_per_node
 from polyaccel.checkpoint.save.per_node_thread import SavingThread, thread_communicator
-from polyaccel.checkpoint.save.protocol import SaveContents, SavePart, TagValidation, abandon, agree_on_parts
-from polyaccel.checkpoint.save.writer import write_parts
-from polyaccel.checkpoint.storage.base import Storage, open_storage
+from polyaccel.checkpoint.save.protocol import (
+    SaveContents,
+    SavePart,
+    SaveTask,
+    TagValidation,
+    agree_on_parts,
+    begin_save,
+    remove,
+    save_parts,
+)
+from polyaccel.checkpoint.save.ranks import CollectiveRanks
+from polyaccel.checkpoint.storage.base import open_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
@@ -87,32 +88,63 @@ class Saver:
         tag, part, intents = agree_on_parts(
             self._communicator, tag, make, self.policy.tag_validation, has_room=self._has_room
         )
-        nbytes = sum(intent.nbytes for intent in intents)
-        places = None if storage.is_shared else save_places(storage, self._communicator)
-        is_in_background = all(intent.has_room for intent in intents)
-        if places is not None and places.count > 1 and is_in_background:
-            thread_comm = self._thread_communicator()
-            is_in_background = thread_comm is not None
-            if thread_comm is not None:
-                self._under_way = _UnderWay.begin_apart(
-                    self._communicator, thread_comm, storage, places, self.policy, tag, part, save_latest, self._filled
+        nbytes = [intent.nbytes for intent in intents]
+        task = SaveTask(storage, tag, part, reading(part.contents), save_latest, self.policy.retention)
+        ranks = CollectiveRanks.of(storage, self._communicator)
+        is_apart, has_room = ranks.nodes.count > 1, all(intent.has_room for intent in intents)
+        thread_comm = self._thread_communicator() if is_apart and has_room else None
+        if thread_comm is not None:
+            self._under_way = self._begin_in_thread(CollectiveRanks(thread_comm, ranks.nodes), task, nbytes)
+        elif has_room and not is_apart:
+            self._under_way = self._begin_in_process(ranks, task, nbytes)
+        else:
+            save_parts(ranks, task, nbytes)
+
+    def _begin_in_process(self, ranks: CollectiveRanks, task: SaveTask, nbytes: Sequence[int]) -> _UnderWay:
+        """Copy every rank's part, and let the processes next to the ranks write them. Collective."""
+        owned, pending, tag = ExitStack(), list[async_client.Save](), task.tag
+        try:
+            folder = begin_save(ranks, task.storage, tag, nbytes, owned, async_client.owner)
+
+            def hand_over() -> None:
+                pending.append(
+                    async_client.start(
+                        task.part,
+                        self._filled(task.part),
+                        rank=self._communicator.rank,
+                        world_size=self._communicator.world_size,
+                        storage=self.policy.storage,
+                        location=task.storage.location,
+                        options=self.policy.options,
+                        tag=tag,
+                        folder=folder,
+                        save_latest=task.save_latest,
+                        retention=task.retention,
+                    )
                 )
-                return
-        if not is_in_background:
-            write_parts(
-                storage,
-                tag,
-                part,
-                nbytes,
-                communicator=self._communicator,
-                save_latest=save_latest,
-                retention=self.policy.retention,
-                places=places,
-            )
-            return
-        self._under_way = _UnderWay.begin(
-            self._communicator, storage, self.policy, tag, part, nbytes, save_latest, self._filled
-        )
+
+            try:
+                run_on_all(self._communicator, f"staging {tag!r}", hand_over)
+            except CheckpointError:
+                if pending:
+                    pending[0].give_up()
+                    pending[0].outcome(timeout_s=None)
+                elif ranks.is_leader:
+                    remove(task.storage, tag, folder)
+                raise
+        except CheckpointError:
+            owned.close()
+            raise
+        return _UnderWay(self._communicator, tag, pending[0], owned)
+
+    def _begin_in_thread(self, ranks: CollectiveRanks, task: SaveTask, nbytes: Sequence[int]) -> _UnderWay:
+        """Copy every rank's part, and let a thread of each rank write it: `ranks` are theirs. Collective."""
+        part, images = task.part, list[Image]()
+        run_on_all(self._communicator, f"staging {task.tag!r}", lambda: images.append(self._filled(part)))
+        task = replace(task, read=images[0].reading(part.layout))
+        pending = SavingThread(partial(save_parts, ranks, task, nbytes))
+        async_client.register_pending(pending)
+        return _UnderWay(self._communicator, task.tag, pending, ExitStack())
 
     def poll(self) -> None:
         """Look how the save that is under way goes. Collective while there is one.
@@ -193,108 +225,20 @@ class Saver:
 class _UnderWay:
     """A save in the background, as the ranks see it."""
 
-    def __init__(self, communicator: Communicator, tag: str, storage: Storage, folder: str) -> None:
-        self._communicator = communicator
-        self._tag, self._storage, self._folder = tag, storage, folder
-        self._pending: async_client.Save | None = None
+    def __init__(self, communicator: Communicator, tag: str, pending: async_client.Save, owned: ExitStack) -> None:
+        self._communicator, self._tag, self._pending, self._owned = communicator, tag, pending, owned
         self._outcomes: dict[int, async_client.SaveOutcome | None] = {}
-
-    @classmethod
-    def begin(
-        cls,
-        communicator: Communicator,
-        storage: Storage,
-        policy: SavePolicy,
-        tag: str,
-        part: SavePart,
-        nbytes: int,
-        save_latest: bool,
-        filled: Callable[[SavePart], Image],
-    ) -> _UnderWay:
-        """Copy every rank's part, and let the processes next to the ranks write them. Collective."""
-
-        def prepare() -> str:
-            clear_leftovers(storage)
-            storage.check_space(nbytes)
-            folder = new_folder(storage, tag)
-            adopt(async_client.owner())
-            lock_folder(storage, f"{tag}/{folder}")
-            try:
-                note_owner(storage, f"{tag}/{folder}", async_client.owner())
-            except BaseException:
-                end_hold(storage, f"{tag}/{folder}")
-                raise
-            return folder
-
-        folder = on_rank_0(communicator, f"preparing to save {tag!r}", prepare)
-        save = cls(communicator, tag, storage, folder)
-
-        def hand_over() -> None:
-            save._pending = async_client.start(
-                part,
-                filled(part),
-                rank=communicator.rank,
-                world_size=communicator.world_size,
-                storage=policy.storage,
-                location=storage.location,
-                options=policy.options,
-                tag=tag,
-                folder=folder,
-                save_latest=save_latest,
-                retention=policy.retention,
-            )
-
-        try:
-            run_on_all(communicator, f"staging {tag!r}", hand_over)
-        except CheckpointError:
-            save._give_up()
-            raise
-        return save
-
-    @classmethod
-    def begin_apart(
-        cls,
-        communicator: Communicator,
-        thread_comm: Communicator,
-        storage: Storage,
-        places: StorageNodes,
-        policy: SavePolicy,
-        tag: str,
-        part: SavePart,
-        save_latest: bool,
-        filled: Callable[[SavePart], Image],
-    ) -> _UnderWay:
-        """Copy every rank's part, and let threads next to the ranks, whose communicator is `thread_comm`, write them
-        on the hosts' own storages. Collective."""
-        images: list[Image] = []
-        run_on_all(communicator, f"staging {tag!r}", lambda: images.append(filled(part)))
-        save = cls(communicator, tag, storage, "")
-        write = partial(
-            write_per_node,
-            storage,
-            places,
-            tag,
-            part,
-            communicator=thread_comm,
-            save_latest=save_latest,
-            retention=policy.retention,
-            read=images[0].reading(part.layout),
-        )
-        save._pending = SavingThread(write)
-        async_client.register_pending(save._pending)
-        return save
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Whether every rank's part has ended, well or not, after waiting for this rank's for at most so long.
         Collective."""
-        assert self._pending is not None  # unless `begin` raised
         mine = self._pending.outcome(timeout_s)
         gathered = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
         self._outcomes = {
             rank: None if each is None else async_client.SaveOutcome(*each) for rank, each in enumerate(gathered)
         }
         if all(outcome is not None for outcome in self._outcomes.values()):
-            end_hold(self._storage, f"{self._tag}/{self._folder}")
+            self._owned.close()
             return True
         if any(outcome is not None and outcome.error for outcome in self._outcomes.values()):
             self._pending.give_up()
@@ -302,28 +246,15 @@ class _UnderWay:
 
     def check(self) -> None:
         """Raise CheckpointError if anything failed on any rank."""
-        failed = {rank: outcome for rank, outcome in self._outcomes.items() if outcome is not None and outcome.error}
-        if self._pending is not None:
-            self._pending.is_reported = True
-        if failed:
-            what = "; ".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed.items())
-            hint = next((outcome.hint for outcome in failed.values() if outcome.hint), "")
-            raise CheckpointError(
-                f"saving {self._tag!r} in the background failed on {what}", hint=hint, value=tuple(failed)
-            )
+        self._pending.is_reported = True
+        require_success(
+            f"saving {self._tag!r} in the background",
+            {rank: (each.error, each.hint) for rank, each in self._outcomes.items() if each is not None and each.error},
+        )
 
     def close(self) -> None:
         """Wait for this rank's part alone. Raises CheckpointError if it failed."""
-        assert self._pending is not None  # unless `begin` raised
         self._pending.finish_soon()
         self._outcomes = {self._communicator.rank: self._pending.outcome(timeout_s=None)}
-        end_hold(self._storage, f"{self._tag}/{self._folder}")
+        self._owned.close()
         self.check()
-
-    def _give_up(self) -> None:
-        if self._pending is not None:
-            self._pending.give_up()
-            self._pending.outcome(timeout_s=None)
-        elif self._communicator.rank == 0:
-            abandon(self._storage, self._tag, self._folder)
-        end_hold(self._storage, f"{self._tag}/{self._folder}")

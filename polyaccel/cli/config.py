@@ -55,8 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _check(args: argparse.Namespace) -> int:
     """Print the resolved batch sizes and every setting that is not a default; 1 with all problems on stderr."""
     from polyaccel.cli.start_checks import start_problems
-    from polyaccel.config import load_resolved
     from polyaccel.config.load import draft_config
+    from polyaccel.config.resolve import resolve_draft
 
     try:
         settings = dict(map(_setting, args.settings))
@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> int:
         draft = draft_config(source, source_name=args.file)
         if world_size is None:
             world_size = _implied_world_size(draft.config)
-        config = load_resolved(source, world_size=world_size, hints=settings, source_name=args.file)
+        config = resolve_draft(draft, world_size, settings)
         if problems := start_problems(config):
             raise ConfigError(problems, source=draft.source)
     except ConfigError as error:

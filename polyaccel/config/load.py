@@ -6,7 +6,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from polyaccel.config.arguments import check_optimizer, check_scheduler
 from polyaccel.config.auto import take_auto
 from polyaccel.config.conflicts import conflict_problems
 from polyaccel.config.jsonc import parse_json
-from polyaccel.config.legacy import migrate_deprecated
 from polyaccel.config.root import Config
+from polyaccel.config.spellings import migrate_deprecated, respell_mesh
 from polyaccel.config.validation import pop_unsupported, validate_tree
 from polyaccel.errors import ConfigError, InvariantError, Problem
-from polyaccel.job.trial_env import deep_merge, trial_changes
+from polyaccel.job.trial_env import TRIAL_VARIABLE, deep_merge, trial_changes
 
 Source = str | Path | Mapping[str, Any] | Config
 MAX_DEPTH = 64
@@ -66,19 +66,44 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
         problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
         raise ConfigError([problem], source=name)
     problems += migrate_deprecated(tree)
-    deep_merge(tree, trial_changes(os.environ))
+    mesh_keys, contradictions = respell_mesh(tree)
+    problems += contradictions
+    changes = trial_changes(os.environ)
+    replaced = dict(_replaced(tree, changes, ""))
+    deep_merge(tree, changes)
     absent, without_effect = pop_unsupported(Config, tree)
     problems += absent
-    auto_keys = take_auto(tree)
+    without_effect |= replaced
+    config, found = check_tree(tree, take_auto(tree), without_effect, mesh_keys)
+    return Draft(config, (*problems, *found), name)
+
+
+def _replaced(tree: Mapping[str, Any], changes: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """The keys whose values in `tree` a trial of the tuner replaces by others, with a sentence each."""
+    for name, value in changes.items():
+        written, key = tree.get(name), f"{prefix}{name}"
+        if isinstance(written, Mapping) and isinstance(value, Mapping):
+            yield from _replaced(written, value, f"{key}.")
+        elif written is not None and written != value:
+            yield key, f"{key} = {written!r} is replaced by {value!r} ({TRIAL_VARIABLE})"
+
+
+def check_tree(
+    tree: dict[str, Any], auto_keys: frozenset[str], without_effect: Mapping[str, str], mesh_keys: Mapping[str, str]
+) -> tuple[Config, list[Problem]]:
+    """The typed config of a `tree` in which every key has its own name, and every problem of it.
+
+    The keys in question stand at their defaults. `auto_keys` are missing; the others are as `Config` keeps them.
+    """
     config, found = validate_tree(Config, tree)
     if config is None:
         raise InvariantError("a config without its offending keys is still refused", value=found)
-    config._auto = auto_keys
-    config._without_effect = without_effect
-    return Draft(config, (*problems, *found, *config_problems(config)), name)
+    config._auto, config._is_checked = auto_keys, True
+    config._without_effect, config._mesh_keys = dict(without_effect), dict(mesh_keys)
+    return config, found + _config_problems(config)
 
 
-def config_problems(config: Config) -> list[Problem]:
+def _config_problems(config: Config) -> list[Problem]:
     """The problems of a typed config: contradictions, arguments of named types."""
     return [
         *conflict_problems(config),

@@ -7,7 +7,7 @@ with their own batches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from polyaccel.config.arguments import check_optimizer, check_scheduler
 from polyaccel.config.auto import RULES, fill_auto
 from polyaccel.config.conflicts import plugin_problems
 from polyaccel.config.elastic import compute_elastic_config
-from polyaccel.config.load import Draft, Source, config_problems, draft_config
+from polyaccel.config.load import Draft, Source, check_tree, draft_config
 from polyaccel.config.meshes import data_ranks, mesh_problems, ranks_per_block
 from polyaccel.config.root import Config, ResolvedConfig
 from polyaccel.config.sections.zero import ZeroConfig
-from polyaccel.config.validation import validate_tree
-from polyaccel.errors import ConfigError, InvariantError, Problem
+from polyaccel.config.spellings import respell_mesh
+from polyaccel.errors import ConfigError, Problem
 
 _logger = logging.getLogger(__name__)
 _TRIAD = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -46,7 +46,7 @@ def resolve_config(config: Config, *, world_size: int, hints: Mapping[str, Any] 
     Raises:
         ConfigError: The config contradicts itself, `world_size` or the hints; the error lists every problem.
     """
-    return _resolve(Draft(config, (), "config"), world_size, hints or {})
+    return resolve_draft(Draft(config, (), "config"), world_size, hints or {})
 
 
 def load_resolved(
@@ -66,24 +66,18 @@ def load_resolved(
     Raises:
         ConfigError: The config cannot be read or is wrong; the error lists every problem.
     """
-    return _resolve(draft_config(source, source_name=source_name), world_size, hints or {})
+    return resolve_draft(draft_config(source, source_name=source_name), world_size, hints or {})
 
 
-def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> ResolvedConfig:
+def resolve_draft(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> ResolvedConfig:
+    """Resolve a config that was read. Raises ConfigError with the problems of both steps."""
     problems = list(draft.problems)
     if world_size < 1:
         problems.append(Problem("world_size", world_size, "should be at least 1", "count the ranks that train"))
         raise ConfigError(problems, source=draft.source)
-    tree = draft.config.model_dump(exclude_unset=True, by_alias=True)
     is_elastic = draft.config.elasticity.enabled
-    undecided = fill_auto(tree, draft.config.auto_keys - set(_TRIAD if is_elastic else ()), hints)
-    config, found = validate_tree(Config, tree)
-    if config is None:
-        raise InvariantError("a config without its offending keys is still refused", value=found)
-    config._auto = frozenset(problem.key for problem in undecided)
-    config._without_effect = draft.config._without_effect
-    # Once more, for what hints decided may contradict any other key, and a Config may have been made by hand.
-    problems += [*undecided, *found, *config_problems(config)]
+    config, found = _without_auto(draft.config, _TRIAD if is_elastic else (), hints)
+    problems += found
     problems += plugin_problems(config)
     problems += mesh_problems(config, world_size)
     data = data_ranks(config, world_size)
@@ -93,10 +87,6 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
         expected, hint = "supports data parallelism only", "remove elasticity or the other axes of the mesh"
         problems.append(Problem("elasticity.enabled", True, expected, hint))
     problems += unsolved
-    if config.data_parallel_size not in (None, data):
-        of = "the world size" if data == world_size else f"what the other axes of the mesh leave of {world_size} ranks"
-        expected = f"should be {of}, {data}"
-        problems.append(Problem("data_parallel_size", config.data_parallel_size, expected, "leave it out"))
     near = config.zero_optimization.zero_hpz_partition_size
     replicas = ranks_per_block(config, world_size)
     if replicas % near:
@@ -107,6 +97,22 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     if problems:
         raise ConfigError(_unique(problems), source=draft.source)
     return _final(config, triad)
+
+
+def _without_auto(config: Config, decided: Collection[str], hints: Mapping[str, Any]) -> tuple[Config, list[Problem]]:
+    """`config` in which `hints` decide every `"auto"` except those `decided` elsewhere, and the problems with it.
+
+    It is checked where it has changed since it was loaded, or was made by hand.
+    """
+    keys = config.auto_keys - set(decided)
+    if config._is_checked and not keys:
+        return config.model_copy(), []
+    tree = config.model_dump(exclude_unset=True, by_alias=True)
+    undecided = fill_auto(tree, keys, hints)
+    mesh_keys, problems = respell_mesh(tree)
+    is_open = frozenset(problem.key for problem in undecided)
+    checked, found = check_tree(tree, is_open, config._without_effect, {**config._mesh_keys, **mesh_keys})
+    return checked, [*undecided, *problems, *found]
 
 
 def _triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> tuple[Triad, list[Problem]]:
@@ -157,20 +163,17 @@ def _elastic_triad(draft: Draft, config: Config, blamed: list[str], world_size: 
 
 
 def _final(config: Config, triad: Triad) -> ResolvedConfig:
-    tree = config.model_dump(exclude_unset=True, by_alias=True)
-    tree.update(zip(_TRIAD, (triad.train, triad.micro, triad.gas), strict=True))
+    decided: dict[str, Any] = dict(zip(_TRIAD, (triad.train, triad.micro, triad.gas), strict=True))
     zero = config.zero_optimization
     if zero.overlap_comm is None:
-        tree.setdefault("zero_optimization", {})["overlap_comm"] = True
-    for name, section in (
-        ("optimizer", check_optimizer(config.optimizer)[0]),
-        ("scheduler", check_scheduler(config.scheduler)[0]),
-    ):
-        if section is not None:
-            tree[name] = section.model_dump(by_alias=True)
+        decided["zero_optimization"] = zero.model_copy(update={"overlap_comm": True})
+    decided["optimizer"], _ = check_optimizer(config.optimizer)
+    decided["scheduler"], _ = check_scheduler(config.scheduler)
     if config.vocabulary_size is not None and config.vocabulary_size % _MATRIX_UNIT_WIDTH:
         _logger.warning("vocabulary_size = %d is not a multiple of %d", config.vocabulary_size, _MATRIX_UNIT_WIDTH)
-    resolved = ResolvedConfig.model_validate(tree)
+    values = {name: getattr(config, name) for name in config.model_fields_set} | decided
+    resolved = ResolvedConfig.model_construct(config.model_fields_set | set(decided), **values)
+    resolved._mesh_keys = config._mesh_keys
     resolved._without_effect = {**config._without_effect, **_uneven_buckets(zero)}
     return resolved
 

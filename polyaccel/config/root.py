@@ -4,7 +4,8 @@ its JSON Schema, by which editors complete and check."""
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -178,7 +179,7 @@ class Config(Section):
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     """Ranks that share the weights of each layer."""
     sequence_parallel_size: PositiveInt = 1
-    """Ranks that share the sequences of a batch, a divisor of all ranks."""
+    """DeepSpeed's spelling of `mesh.sequence`."""
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     """How attention is computed over them."""
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
@@ -188,10 +189,23 @@ class Config(Section):
     tiled_compute: TiledComputeConfig = TiledComputeConfig()
     """polyaccel's own: losses and feed-forward layers in tiles of tokens."""
     data_parallel_size: PositiveInt | None = None
-    """States the number of data-parallel ranks: training on any other number is an error. Null states nothing."""
+    """DeepSpeed's spelling of `mesh.data`."""
 
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
     _without_effect: dict[str, str] = PrivateAttr(default_factory=dict)
+    _mesh_keys: dict[str, str] = PrivateAttr(default_factory=dict)
+    _is_checked: bool = PrivateAttr(default=False)
+    """Whether it was loaded, and so has no contradictions and no other spelling of a key."""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, in which the values of `update` are not checked yet."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied._is_checked = self._is_checked and not update
+        return copied
+
+    def mesh_key(self, axis: str) -> str:
+        """Return the key under which the size of `axis` was written, for messages."""
+        return self._mesh_keys.get(axis, f"mesh.{axis}")
 
     @property
     def auto_keys(self) -> frozenset[str]:
@@ -211,7 +225,7 @@ class Config(Section):
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """A sentence for each tuning key that was written and that nothing here follows; the numbers are the same."""
+        """A sentence for each written value that has no effect, or that another place decides."""
         return tuple(self._without_effect.values())
 
 

@@ -22,6 +22,7 @@ from polyaccel.engine.progress import EngineSettings, RunProgress
 from polyaccel.engine.rank_consistency import warn_of_uneven_batches
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.engine.resume import TrainingRun
+from polyaccel.engine.rewrites import AppliedRewrite, BaseContext
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import ExpertFigures, MetricSink
@@ -79,6 +80,7 @@ class Engine(RunProgress, ABC):
     expert_figures: Callable[[], Mapping[str, ExpertFigures]] | None = None
     """What gives the figures of a step's experts, on all ranks; None where nothing records them."""
     timer: PhaseTimer
+    _rewrites: BaseContext
     _has_applied_not_finite = False
     _replicates_in_background = True
     """Whether buffers of pieces count their writes, and stay where they are while nothing is updated."""
@@ -148,6 +150,11 @@ class Engine(RunProgress, ABC):
         Raises:
             CheckpointError: On every rank and with nothing changed: it is missing, damaged or of another model.
         """
+
+    @property
+    def rewrites(self) -> tuple[AppliedRewrite, ...]:
+        """What was changed of the user's model, in the order in which it was applied; empty after `destroy`."""
+        return tuple(self._rewrites.applied)
 
     @abstractmethod
     def destroy(self) -> None:

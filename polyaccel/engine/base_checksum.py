@@ -16,9 +16,8 @@ from polyaccel.ops.native import crc32
 from polyaccel.zero.trained_state import TrainedState
 
 _CHUNK_NBYTES = 16 << 20
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, its bits reversed
-_Matrix = tuple[int, ...]
-"""A linear map of 32 bits: what it makes of each."""
+_ALL_BITS = 0xFFFFFFFF
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 def base_checksums(zero: TrainedState, communicator: Communicator, names: Collection[str]) -> dict[str, str]:
@@ -39,15 +38,12 @@ def base_checksums(zero: TrainedState, communicator: Communicator, names: Collec
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     """Combine the CRC-32 of two consecutive byte ranges.
 
-    As many zero bytes as the second text has are a linear map of the first one's bits: squared for every bit of their
-    number (as `crc32_combine` of zlib, M. Adler).
+    A CRC-32 with inverted bits is linear: `second_nbytes` zero bytes move the first one to its place in the whole.
     """
-    power = _squared(_squared(_squared((_POLYNOMIAL, *(1 << bit for bit in range(31))))))  # one zero byte
-    while second_nbytes:
-        if second_nbytes & 1:
-            first = _applied(power, first)
-        power, second_nbytes = _squared(power), second_nbytes >> 1
-    return first ^ second
+    moved = first ^ _ALL_BITS
+    for start in range(0, second_nbytes, len(_ZEROS)):
+        moved = crc32(_ZEROS[: second_nbytes - start], moved)
+    return moved ^ _ALL_BITS ^ second
 
 
 def _crc(buffer: Buffer) -> int:
@@ -61,16 +57,3 @@ def _chunks(buffer: Buffer) -> Iterator[Buffer]:
     step = _CHUNK_NBYTES // buffer.dtype.itemsize
     for start in range(0, buffer.numel, step):
         yield buffer.view(start, min(step, buffer.numel - start))
-
-
-def _applied(matrix: _Matrix, bits: int) -> int:
-    result, at = 0, 0
-    while bits:
-        if bits & 1:
-            result ^= matrix[at]
-        bits, at = bits >> 1, at + 1
-    return result
-
-
-def _squared(matrix: _Matrix) -> _Matrix:
-    return tuple(_applied(matrix, column) for column in matrix)

@@ -18,14 +18,12 @@ at the *highest* momentum (DeepSpeed at the lowest, for one step), leaves the se
 
 from __future__ import annotations
 
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from polyaccel.engine.lr_checks import ParameterChecks
 from polyaccel.engine.lr_curves import (
     CycleShape,
     WarmupType,
@@ -34,6 +32,7 @@ from polyaccel.engine.lr_curves import (
     range_test_factor,
     warmup_ramp,
 )
+from polyaccel.engine.policies.schedules import schedule_arguments
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 
 _LOG = logging.getLogger(__name__)
@@ -53,10 +52,14 @@ class Schedule(ABC):
     """Sets the learning rate of every group as a function of `last_batch_iteration`, the last finished optimizer step.
 
     Construction at -1 sets the first values; at any other iteration it leaves the groups alone until the next `step`,
-    since they come out of a checkpoint.
+    since they come out of a checkpoint. The config's models check the arguments of subclasses, see
+    `schedule_arguments`; only what depends on the optimizer's groups is checked here.
     """
 
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
+        if last_batch_iteration < -1:
+            key, expected = "scheduler.params.last_batch_iteration", "should be at least -1"
+            raise ConfigError([Problem(key, last_batch_iteration, expected)])
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
@@ -126,12 +129,9 @@ class WarmupLR(Schedule):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        checks = ParameterChecks()
-        self._min_lrs, self._max_lrs = _warmup_range(checks, optimizer, warmup_min_lr, warmup_max_lr)
-        self._num_steps = checks.integer("warmup_num_steps", warmup_num_steps, least=1)
-        self._kind = _warmup_type(checks, warmup_type)
-        _iteration(checks, last_batch_iteration)
-        checks.done()
+        given = _checked(self, locals())
+        self._min_lrs, self._max_lrs = _warmup_range(optimizer, given)
+        self._num_steps, self._kind = given["warmup_num_steps"], given["warmup_type"]
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
@@ -155,12 +155,10 @@ class WarmupDecayLR(Schedule):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        checks = ParameterChecks()
-        self._min_lrs, self._max_lrs = _warmup_range(checks, optimizer, warmup_min_lr, warmup_max_lr)
-        self._warmup, self._total = _durations(checks, warmup_num_steps, total_num_steps)
-        self._kind = _warmup_type(checks, warmup_type)
-        _iteration(checks, last_batch_iteration)
-        checks.done()
+        given = _checked(self, locals())
+        self._min_lrs, self._max_lrs = _warmup_range(optimizer, given)
+        self._warmup, self._total = _durations(given)
+        self._kind = given["warmup_type"]
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
@@ -188,13 +186,10 @@ class WarmupCosineLR(Schedule):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        checks = ParameterChecks()
-        self._warmup, self._total = _durations(checks, warmup_num_steps, total_num_steps)
-        self._start_ratio = checks.number("warmup_min_ratio", warmup_min_ratio)
-        self._end_ratio = checks.number("cos_min_ratio", cos_min_ratio)
-        self._kind = _warmup_type(checks, warmup_type)
-        _iteration(checks, last_batch_iteration)
-        checks.done()
+        given = _checked(self, locals())
+        self._warmup, self._total = _durations(given)
+        self._start_ratio, self._end_ratio = given["warmup_min_ratio"], given["cos_min_ratio"]
+        self._kind = given["warmup_type"]
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
@@ -240,26 +235,19 @@ class OneCycle(Schedule):
             cycle_second_step_size = cycle_first_step_size
         if cycle_second_stair_count is None:
             cycle_second_stair_count = cycle_first_stair_count
+        given = _checked(self, locals())
         groups = optimizer.param_groups
-        checks = ParameterChecks()
-        self._min_lrs = checks.numbers("cycle_min_lr", cycle_min_lr, groups=len(groups))
-        self._max_lrs = checks.numbers("cycle_max_lr", cycle_max_lr, groups=len(groups))
-        checks.ordered("cycle_min_lr", self._min_lrs, "cycle_max_lr", self._max_lrs)
-        self._min_moms = checks.numbers("cycle_min_mom", cycle_min_mom, groups=len(groups), below=1.0)
-        self._max_moms = checks.numbers("cycle_max_mom", cycle_max_mom, groups=len(groups), below=1.0)
-        checks.ordered("cycle_min_mom", self._min_moms, "cycle_max_mom", self._max_moms)
-        self._lr_rate = checks.number("decay_lr_rate", decay_lr_rate)
-        self._mom_rate = checks.number("decay_mom_rate", decay_mom_rate)
+        self._min_lrs, self._max_lrs = _range(groups, given, "cycle_min_lr", "cycle_max_lr")
+        self._min_moms, self._max_moms = _range(groups, given, "cycle_min_mom", "cycle_max_mom")
+        self._lr_rate, self._mom_rate = given["decay_lr_rate"], given["decay_mom_rate"]
         self._shape = CycleShape(
-            first_steps=checks.integer("cycle_first_step_size", cycle_first_step_size, least=1),
-            second_steps=checks.integer("cycle_second_step_size", cycle_second_step_size, least=1),
-            first_stairs=checks.integer("cycle_first_stair_count", cycle_first_stair_count, least=0),
-            second_stairs=checks.integer("cycle_second_stair_count", cycle_second_stair_count, least=0),
-            decay_steps=checks.integer("decay_step_size", decay_step_size, least=0),
+            first_steps=given["cycle_first_step_size"],
+            second_steps=given["cycle_second_step_size"],
+            first_stairs=given["cycle_first_stair_count"],
+            second_stairs=given["cycle_second_stair_count"],
+            decay_steps=given["decay_step_size"],
         )
-        self._cycles_momentum = checks.flag("cycle_momentum", cycle_momentum)
-        _iteration(checks, last_batch_iteration)
-        checks.done()
+        self._cycles_momentum = given["cycle_momentum"]
         if self._cycles_momentum and not any("betas" in group or group.get("momentum") for group in groups):
             _LOG.warning("OneCycle: cycle_momentum has no effect, no optimizer group has betas or a momentum")
             self._cycles_momentum = False
@@ -301,14 +289,10 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        checks = ParameterChecks()
-        groups = len(optimizer.param_groups)
-        self._min_lrs = checks.numbers("lr_range_test_min_lr", lr_range_test_min_lr, groups=groups)
-        self._step_size = checks.integer("lr_range_test_step_size", lr_range_test_step_size, least=1)
-        self._step_rate = checks.number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self._staircase = checks.flag("lr_range_test_staircase", lr_range_test_staircase)
-        _iteration(checks, last_batch_iteration)
-        checks.done()
+        given = _checked(self, locals())
+        self._min_lrs = _per_group(optimizer.param_groups, given, "lr_range_test_min_lr")
+        self._step_size, self._step_rate = given["lr_range_test_step_size"], given["lr_range_test_step_rate"]
+        self._staircase = given["lr_range_test_staircase"]
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
@@ -332,57 +316,57 @@ def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: HasPara
     """
     if type_name not in SCHEDULES:
         expected = f"expected one of {', '.join(SCHEDULES)}"
-        raise ConfigError([Problem("scheduler.type", type_name, expected, _nearest(type_name, SCHEDULES))])
-    cls = SCHEDULES[type_name]
-    known = dict(list(inspect.signature(cls).parameters.items())[1:])
-    checks = ParameterChecks()
-    for key, value in params.items():
-        if key not in known:
-            hint = _nearest(key, known) or f"{type_name} takes {', '.join(known)}"
-            checks.refuse(key, value, f"{type_name} does not have this parameter", hint)
-    for key, parameter in known.items():
-        if parameter.default is inspect.Parameter.empty and key not in params:
-            checks.refuse(key, None, f"{type_name} needs it")
-    checks.done()
-    return cls(optimizer, **params)
+        raise ConfigError([Problem("scheduler.type", type_name, expected, _nearest(type_name))])
+    return SCHEDULES[type_name](optimizer, **schedule_arguments(type_name, params))
 
 
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    by_lower_case = {key.lower(): key for key in known}
-    found = get_close_matches(name.lower(), by_lower_case, n=1)
-    return f"did you mean {by_lower_case[found[0]]!r}?" if found else ""
+def _checked(schedule: Schedule, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checked `arguments` of a constructor, which gives its `locals()`. Raises as `schedule_arguments`."""
+    others = ("self", "__class__", "optimizer", "last_batch_iteration")
+    own = {name: value for name, value in arguments.items() if name not in others}
+    return schedule_arguments(next(kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in SCHEDULES), own)
+
+
+def _nearest(name: str) -> str:
+    """A hint for an unknown schedule, or nothing."""
+    found = [known for known in SCHEDULES if known.lower() == name.lower()] or get_close_matches(name, SCHEDULES, n=1)
+    return f"did you mean {found[0]!r}?" if found else ""
 
 
 def _between(lows: Sequence[float], highs: Sequence[float], height: float) -> list[float]:
     return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
 
 
-def _warmup_range(
-    checks: ParameterChecks, optimizer: HasParamGroups, low: PerGroup, high: PerGroup | None
-) -> tuple[list[float], list[float]]:
-    groups = optimizer.param_groups
-    lows = checks.numbers("warmup_min_lr", low, groups=len(groups))
-    if high is None:
-        return lows, [float(group["lr"]) for group in groups]
-    highs = checks.numbers("warmup_max_lr", high, groups=len(groups))
-    checks.ordered("warmup_min_lr", lows, "warmup_max_lr", highs)
+def _per_group(groups: Sequence[Any], given: Mapping[str, Any], key: str) -> list[float]:
+    """One number for each of the optimizer's `groups`. Raises ConfigError for a list of another length."""
+    value = given[key]
+    if not isinstance(value, Sequence):
+        return [float(value)] * len(groups)
+    if len(value) != len(groups):
+        expected = f"{len(value)} numbers for {len(groups)} optimizer groups"
+        hint = f"give one number for all groups, or {len(groups)}"
+        raise ConfigError([Problem(f"scheduler.params.{key}", value, expected, hint)])
+    return [float(one) for one in value]
+
+
+def _range(groups: Sequence[Any], given: Mapping[str, Any], low: str, high: str) -> tuple[list[float], list[float]]:
+    """Two numbers for each group. Raises ConfigError where the `low` one is above the `high` one."""
+    lows, highs = _per_group(groups, given, low), _per_group(groups, given, high)
+    if any(small > large for small, large in zip(lows, highs, strict=True)):
+        raise ConfigError([Problem(f"scheduler.params.{low}", lows, f"is more than {high} = {highs}", "swap the two")])
     return lows, highs
 
 
-def _warmup_type(checks: ParameterChecks, kind: WarmupType) -> WarmupType:
-    if kind not in ("log", "linear"):
-        checks.refuse("warmup_type", kind, "expected 'log' or 'linear'")
-    return kind
+def _warmup_range(optimizer: HasParamGroups, given: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    groups = optimizer.param_groups
+    if given["warmup_max_lr"] is None:
+        return _per_group(groups, given, "warmup_min_lr"), [float(group["lr"]) for group in groups]
+    return _range(groups, given, "warmup_min_lr", "warmup_max_lr")
 
 
-def _durations(checks: ParameterChecks, warmup: int, total: int) -> tuple[int, int]:
+def _durations(given: Mapping[str, Any]) -> tuple[int, int]:
     """Iterations of the warmup (at least 2) and of the whole schedule."""
-    warmup = max(2, checks.integer("warmup_num_steps", warmup, least=1))
-    total = checks.integer("total_num_steps", total, least=1)
+    warmup, total = max(2, given["warmup_num_steps"]), given["total_num_steps"]
     if total < warmup:
         _LOG.warning("total_num_steps %d is less than warmup_num_steps %d: it ends while warming up", total, warmup)
     return warmup, total
-
-
-def _iteration(checks: ParameterChecks, iteration: int) -> None:
-    checks.integer("last_batch_iteration", iteration, least=-1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ParamSpec
-from polyaccel.zero.buckets.params import ParamListener
+from polyaccel.zero.buckets.param_listener import ParamListener
 
 
 class ModelAdapter(ParamListener):

@@ -161,16 +161,13 @@ class TrainingRun:
             except CheckpointError as error:
                 raise self._refusal(saved, error) from error
             takeover = found[0]
-            try:
+            with self.zero.consistency.changing(f"loading {tag!r}"):
                 reading.load(f"taking over {tag!r}", takeover.read)
                 self.zero.discard_gradients()
-                if takeover.is_whole:
-                    self.zero.mark_consistent()
                 self.zero.steps.update(takeover.steps)  # before master weights are rounded, which depends on it
                 self.zero.params.all_gather_masters()
-            except BaseException:
-                self.zero.mark_inconsistent(f"loading {tag!r}")
-                raise
+            if takeover.is_whole:
+                self.zero.consistency.mark_consistent()
 
     def _refusal(self, saved: CheckpointReader, error: CheckpointError) -> CheckpointError:
         """`error` with the other checkpoints that there are."""

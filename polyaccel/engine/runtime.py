@@ -35,6 +35,7 @@ from polyaccel.engine.base import EngineParts
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of
+from polyaccel.engine.policies.environment import replaced_values
 from polyaccel.engine.policies.modules import param_dtype_of
 from polyaccel.engine.policies.steps import plan_for, state_tier_options, step_plan_for, step_policy, storage_tier
 from polyaccel.engine.policies.watching import alarms_of, monitors_of, trace_of
@@ -114,14 +115,15 @@ class EngineBuilder:
         return run_metadata(self.config.public_tree(), storage, self.accelerator, self.mesh)
 
     def apply_to_process(self) -> None:
-        """Do what concerns the whole process: keep freed memory for the next step, show the log, log config keys that
-        have no effect, and as it asks switch garbage collection off and show the config."""
+        """Do what concerns the whole process: keep freed memory for the next step, show the log, log written values
+        that have no effect, and as it asks switch garbage collection off and show the config."""
         if self.accelerator.works_on_host_memory:
             keep_freed_memory()
         show_log(self.communicator.rank, self.config.log_level)
         if self.config.disable_python_gc:
             gc.disable()
-        for sentence in self.config.without_effect if self.communicator.rank == 0 else ():
+        replaced = replaced_values(self.config, os.environ)
+        for sentence in (*self.config.without_effect, *replaced) if self.communicator.rank == 0 else ():
             log.info("config: %s", sentence)
         if self.config.dump_state and self.communicator.rank == 0:
             log.info("resolved config:\n%s", self.config.to_json(secrets=False))

@@ -32,7 +32,7 @@ def contents_of(
     """What this rank saves of the whole state of `run`, as it is now, whose layers are cut by `stacking`;
     `client_state` may have bytes if it `allows_bytes`. Collective where there are stages. Raises PolyaccelError after
     half an update."""
-    run.zero.require_consistent()
+    run.zero.consistency.require()
     run.zero.params.wait_all_gathers()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
     steps = {stacking.in_whole(name, (), 0)[0]: count for name, count in run.zero.steps.items()}

@@ -26,10 +26,8 @@ from polyaccel.checkpoint.load.name_map import NameMap
 from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.base import Engine
-from polyaccel.engine.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.resume import TrainingRun
-from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
@@ -37,12 +35,13 @@ from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.operations import BatchWork, first_dtype
 from polyaccel.jax.program.batches import as_inputs, is_weak, looked_up, samples_of, split_batch
 from polyaccel.jax.program.calls import engine_call
-from polyaccel.jax.program.function import LossFn, LossFunction
+from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.homogeneity import require_homogeneous
-from polyaccel.jax.program.units import UnitRecomputation
+from polyaccel.jax.rewrites import REWRITES, RewriteContext
 from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.observability.timing import OUTSIDE
+from polyaccel.zero.plan.policy import Placement
 
 log = getLogger(__name__)
 
@@ -66,38 +65,32 @@ class JaxEngine(Engine):
     value. In native mode, and where parameters are sharded, they are copies.
 
     Args:
-        fn: Function `fn(params, batch, rng)` that returns a scalar loss, or (loss, auxiliary output).
-        params: Pytree of its parameters, whose floating leaves are trained.
-        runtime: Parts that follow from the config.
-        hyperparameters: Hyperparameters of the optimizer's one group.
-        stacked: Names of subtrees of `params` with a leading axis over layers.
+        rewrites: The function `fn(params, batch, rng)`, which returns a scalar loss or (loss, auxiliary output), its
+            parameters, and the rewrites that `polyaccel.initialize` has applied so far.
     """
 
     _beyond: Communicator | None = None
     """Process group of the other pipeline stages, or None without pipeline parallelism."""
 
-    def __init__(
-        self,
-        fn: LossFn,
-        params: Any,
-        runtime: EngineBuilder,
-        hyperparameters: Mapping[str, Any],
-        stacked: Sequence[str] = (),
-    ) -> None:
-        self.runtime = runtime
+    _rewrites: RewriteContext
+
+    def __init__(self, rewrites: RewriteContext) -> None:
+        self._rewrites = rewrites
+        self.runtime = runtime = rewrites.runtime
         self._compose(runtime.engine_parts())
         self.aux: Any = None
         """The function's auxiliary output for the last micro-batch."""
-        self.optimizer = OptimizerGroups([dict(hyperparameters)])
-        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype, stacked)
+        self.optimizer = OptimizerGroups([dict(rewrites.hyperparameters)])
+        stacked = rewrites.stacked if self._are_sharded else ()
+        self.adapter = JaxAdapter(rewrites.params, self.accelerator, rewrites.param_dtype, stacked)
         self._loss_function = LossFunction(
-            fn,
+            rewrites.model,
             self.adapter.structure,
             self.adapter.is_trained,
             self.adapter.views,
             self.adapter.originals,
-            jnp.float16 if runtime.casts_inputs else None,
-            _recomputation_of(recompute_policy_of(runtime.config)),
+            rewrites.cast_inputs,
+            rewrites.recomputation,
         )
         specs = self.adapter.param_specs()
         profile = profile_settings_of(runtime.config) if self.communicator.rank == 0 else None
@@ -111,6 +104,22 @@ class JaxEngine(Engine):
         """The batches that `_look_at_cut` has seen, by their shapes."""
         self._scaled: set[Any] = set()
         """The micro-batches that `_require_scalable` has seen, by their shapes."""
+        rewrites.engine = self
+        rewrites.apply([one for one in REWRITES if one.needs_engine])
+        rewrites.release()
+
+    @property
+    def _are_sharded(self) -> bool:
+        """Whether a rank holds a part of the parameters only."""
+        return self.runtime.policy.params is Placement.SHARDED
+
+    @abstractmethod
+    def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Lay out the parameters in buckets, for `ZeroShards`. Collective.
+
+        Returns:
+            Names of the units whose parameters are gathered apart, and names of all parameters.
+        """
 
     def _traced(self, batch: Any) -> Any:
         """The loss of `batch` as JAX traces it, for shapes alone: a program of parameters, batch and key."""
@@ -425,7 +434,3 @@ def _shapes_key(batch: Any) -> Any:
 
 def _is_iterator(data: Any) -> bool:
     return hasattr(data, "__next__")
-
-
-def _recomputation_of(policy: RecomputePolicy) -> UnitRecomputation | None:
-    return UnitRecomputation(keeps_products="matmul" in policy.keep) if policy.recomputes_blocks else None

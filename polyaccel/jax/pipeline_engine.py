@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
-from zlib import crc32
 
 import jax
 import jax.numpy as jnp
 
 from polyaccel.core.types import DType
-from polyaccel.engine.rank_consistency import require_same_training
-from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import CommError, PolyaccelError
-from polyaccel.jax.pipeline import (
-    ArrayExchange,
-    ChunkProgram,
-    ForwardPass,
-    LayerList,
-    is_float,
-    numels_of,
-    pair_of,
-    shapes_of_params,
-)
+from polyaccel.jax.pipeline import ArrayExchange, ChunkProgram, ForwardPass, is_float, pair_of
 from polyaccel.jax.program.batches import as_inputs, as_weak, cast_floats, is_weak
 from polyaccel.jax.program.calls import engine_call
+from polyaccel.jax.rewrites import RewriteContext, StageCut
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.pipeline.check import check_table
-from polyaccel.pipeline.csv_schedule import write_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
-from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
-from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
-from polyaccel.zero.update.optimizers import SliceOptimizer
+from polyaccel.pipeline.table import PipelineOp, PipelineTable, PipelineTask
 
 _FORWARD, _WEIGHT = PipelineOp.FORWARD, PipelineOp.BACKWARD_WEIGHT
 _INPUT = PipelineOp.BACKWARD_INPUT
@@ -57,47 +43,19 @@ class _Passing:
 
 class JaxPipelineEngine(ViewsEngine):
     """A list of layers in training, of which this rank has those of its stage. `train_batch` does a step, `eval_batch`
-    computes a loss. `params` has the trees of this stage's layers, and None for those of others. `table` is the
-    pipeline schedule, `partition_method` as in the config's section `pipeline`."""
+    computes a loss. `params` has the trees of this stage's layers, and None for those of others."""
 
-    def __init__(
-        self,
-        layers: LayerList,
-        params: Sequence[Any],
-        runtime: EngineBuilder,
-        slice_optimizer: SliceOptimizer | None,
-        hyperparameters: Mapping[str, Any],
-        seed: int,
-        table: PipelineTable,
-        table_for: Callable[[int], PipelineTable],
-        partition_method: str,
-    ) -> None:
-        self._stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
-        weights = layer_weights(partition_method, layers.names(), numels_of(params))
-        self.parts = split_layers(weights, table.chunks)
+    def __init__(self, rewrites: RewriteContext, cut: StageCut) -> None:
+        table, runtime, mine = cut.table, rewrites.runtime, rewrites.params
+        self._stage = cut.stage
+        self.parts = cut.parts
         """The layers of each chunk."""
-        self._placement, self._stages, self._layers = table.placement, table.stages, layers
-        at_home = [part for at, part in zip(table.placement, self.parts, strict=True) if at == self._stage]
-        own = {index for part in at_home for index in part}
-        mine = [tree if index in own else None for index, tree in enumerate(params)]
-        if not jax.tree.leaves(mine):
-            raise PipelineError(
-                f"stage {self._stage} has the layers {sorted(own)}, none of which has parameters",
-                hint='use fewer stages, or another "pipeline": {"partition": ...}',
-                value=self._stage,
-            )
-        described = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
-        names = layers.names()
-        parts = [
-            f"chunk {chunk} on stage {stage} with layers {[(index, names[index]) for index in part]}"
-            for chunk, (stage, part) in enumerate(zip(table.placement, self.parts, strict=True))
-        ]
-        require_same_training(runtime.communicator, [described, *parts])
-        self._shapes_of_params = shapes_of_params(list(params), runtime.param_dtype)
-        super().__init__(layers, mine, runtime, slice_optimizer, hyperparameters, seed)
+        self._placement, self._stages, self._layers = table.placement, table.stages, cut.layers
+        self._shapes_of_params = cut.shapes_of_params
+        super().__init__(rewrites)
         self._line = runtime.process_group_for(("pipe",))
         self._exchange = ArrayExchange(self._line, self.accelerator)
-        self._table_for = table_for
+        self._table_for = cut.table_for
         self._follow(table)
         self._chunks = {
             chunk: _Chunk(self, mine, part)
@@ -127,11 +85,11 @@ class JaxPipelineEngine(ViewsEngine):
         return jax.make_jaxpr(self._layers)(self._shapes_of_params, batch, jax.random.key(0))
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage has the first layers."""
+        """Return whether this rank's stage has the first layers."""
         return self._placement[0] == self._stage
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage has the last layers, and the loss."""
+        """Return whether this rank's stage has the last layers, and the loss."""
         return self._placement[-1] == self._stage
 
     def grad_step(self, batch: Any) -> jax.Array:
@@ -151,8 +109,14 @@ class JaxPipelineEngine(ViewsEngine):
 
     @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:
-        """As that of `JaxEngine`, of pairs (inputs, labels). Every stage's ranks of a place give the same ones; returns
-        the mean loss of these on every stage. `aux` is there on the last stage."""
+        """Run one optimizer step over its micro-batches. `aux` is set on the last stage.
+
+        Args:
+            data_iter: Yields pairs (inputs, labels), the same ones on every stage.
+
+        Returns:
+            Mean loss of the micro-batches, on every stage.
+        """
         self._require_own_process()
         self._require_optimizer()
         self._settle_params()
@@ -165,7 +129,14 @@ class JaxPipelineEngine(ViewsEngine):
 
     @engine_call
     def eval_batch(self, data_iter: Any) -> jax.Array:
-        """The mean loss of as many micro-batches as a step has, on every stage, with None for the random key."""
+        """Compute the loss of as many micro-batches as a step has, with None for the random key.
+
+        Args:
+            data_iter: Yields pairs (inputs, labels), the same ones on every stage.
+
+        Returns:
+            Mean loss, on every stage.
+        """
         self._require_own_process()
         self._settle_params()
         return jnp.mean(self._do_steps(self._pairs(data_iter), trains=False))
@@ -298,11 +269,11 @@ class JaxPipelineEngine(ViewsEngine):
         try:
             with self.timer("reduce"):
                 for fqn, gradient in zip(reversed(names), reversed(gradients), strict=True):
-                    self.zero.add_gradient(fqn, self.accelerator.import_array(gradient))
-                self.zero.end_backward()
+                    self.zero.reducer.add_gradient(fqn, self.accelerator.import_array(gradient))
+                self.zero.reducer.end_backward()
                 self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
-            self.zero.abort_backward()
+            self.zero.reducer.abort_backward()
             raise
 
     def _from_last_stage(self, losses: Sequence[Any]) -> jax.Array:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.program.batches import as_inputs
 from polyaccel.jax.program.calls import engine_call, warn_of_idle_devices
-from polyaccel.jax.program.function import LossFn, LossFunction
+from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
+from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.views import CopyCount
 from polyaccel.zero.engine import ZeroEngine
-from polyaccel.zero.plan.policy import Placement
-from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
 class ViewsEngine(JaxEngine):
@@ -27,35 +24,32 @@ class ViewsEngine(JaxEngine):
 
     zero: ZeroEngine
 
-    def __init__(
-        self,
-        fn: LossFn,
-        params: Any,
-        runtime: EngineBuilder,
-        slice_optimizer: SliceOptimizer | None,
-        hyperparameters: Mapping[str, Any],
-        seed: int,
-        stacked: Sequence[str] = (),
-    ) -> None:
-        are_sharded = runtime.policy.params is Placement.SHARDED
-        super().__init__(fn, params, runtime, hyperparameters, stacked if are_sharded else ())
-        self._stage_runtime = runtime.of_stage()
-        self._beyond = self._stage_runtime.model_parallel_group
-        self._key = jax.random.fold_in(jax.random.key(seed), self._stage_runtime.communicator.rank)
-        groups = self.optimizer.param_groups
-        self.adapter.separate(slice_optimizer)
-        resident = isinstance(slice_optimizer, OptaxOnTree)
-        self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
-        self._function: LossFunction | ShardedFunction = self._loss_function
-        if are_sharded:
-            params_in_programs = ShardedParams(self.zero, self.accelerator)
-            self._function = ShardedFunction(self._loss_function, self.adapter.leaves(), params_in_programs)
-        self.adapter.let_go()
+    def __init__(self, rewrites: RewriteContext) -> None:
+        super().__init__(rewrites)
         arrays = self.adapter.views.arrays()
         self._device = next(iter(arrays[0].devices())) if arrays else jax.local_devices(backend="cpu")[0]
         """The one that this rank computes on."""
         warn_of_idle_devices(self.communicator)
         self._recorder.begin()
+
+    def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        optimizer, seed = self._rewrites.slice_optimizer, self._rewrites.seed
+        self._stage_runtime = self.runtime.of_stage()
+        self._beyond = self._stage_runtime.model_parallel_group
+        self._key = jax.random.fold_in(jax.random.key(seed), self._stage_runtime.communicator.rank)
+        groups = self.optimizer.param_groups
+        self.adapter.separate(optimizer)
+        resident = isinstance(optimizer, OptaxOnTree)
+        self.zero = self._stage_runtime.zero_step(self.adapter, optimizer, groups, self.timer, resident=resident)
+        self._function: LossFunction | ShardedFunction = self._loss_function
+        names = tuple(spec.fqn for spec in self.adapter.param_specs())
+        units: tuple[str, ...] = ()
+        if self._are_sharded:
+            params_in_programs = ShardedParams(self.zero, self.accelerator)
+            self._function = ShardedFunction(self._loss_function, self.adapter.leaves(), params_in_programs)
+            units = tuple(dict.fromkeys(self.adapter.unit_names().values()))
+        self.adapter.let_go()
+        return units, names
 
     @property
     @engine_call
@@ -85,11 +79,11 @@ class ViewsEngine(JaxEngine):
                 loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, self._loss_factor)
             with self.timer("reduce"):
                 for fqn, gradient in self.adapter.gradients(gradients):
-                    self.zero.add_gradient(fqn, gradient)
-                self.zero.end_backward()
+                    self.zero.reducer.add_gradient(fqn, gradient)
+                self.zero.reducer.end_backward()
                 self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
-            self.zero.abort_backward()  # reducing half a pass could leave the other ranks waiting
+            self.zero.reducer.abort_backward()  # reducing half a pass could leave the other ranks waiting
             raise
         self._losses.append(loss)
         return loss
@@ -121,6 +115,7 @@ class ViewsEngine(JaxEngine):
             self._function.close()
         self.adapter.release()
         self.zero.close()
+        self._rewrites.remove()
         self._recorder.close()
 
     def _settle_params(self) -> None:

@@ -126,8 +126,7 @@ def plan_stages(
 ) -> PipelinePlan:
     """Plan a training with pipeline stages, of which each has its `needs`."""
     config, ranks = planned.config, world_size // table.stages
-    section = config.pipeline.model_copy(update={"stages": 1})
-    alone = config.model_copy(update={"pipeline": section, "mesh": config.mesh.model_copy(update={"pipe": 1})})
+    alone = config.model_copy(update={"mesh": config.mesh.model_copy(update={"pipe": 1})})
     stages = tuple(StagePlan(each, forecasts(alone, each.model, ranks)) for each in needs)
     fitting = tuple(
         each[0].setting

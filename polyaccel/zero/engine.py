@@ -1,40 +1,33 @@
 """The ZeRO step on flat buffers: bind parameters to buckets, reduce gradients as they appear, update slices, publish.
 
 Every frontend drives this same object and keeps only what its framework must do: say what the parameters are, see them
-in the buckets (`ParamBuckets`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
+in the buckets (`ParamBuckets`), hand over gradients (`GradReducer`), and mark where a pass begins and ends. Nothing
 here sees a tensor, an array or a device's name; stages are values of `ZeroPolicy`, asked when buffers are allocated.
-
-[Note: Launch order of collectives]
-Collectives must be launched in the same order on every rank. Where parameters are replicated, a backward pass launches
-nothing but reductions, and bucket order is that order. Where they are sharded, gathers come in between, and the arrival
-of gradients does not order them: a rank whose data missed an expert never sees its gradients. So there the frontend
-says when a bucket has had its time on this rank (`release`), and it is launched where the schedule that the ranks
-follow has it ([Note: Schedule of unshard events]); what comes later on some rank is late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
-from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
-from polyaccel.zero.buckets.gradients import GradientBucket, GradientWriter
-from polyaccel.zero.buckets.params import ParamBuckets, ParamListener
+from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.zero.buckets.grad_reducer import GradReducer
+from polyaccel.zero.buckets.param_listener import ParamListener
+from polyaccel.zero.buckets.params import ParamBuckets
+from polyaccel.zero.buckets.unsharder import Unsharder
 from polyaccel.zero.buckets.user_writes import sync_user_writes
 from polyaccel.zero.memory import StepMemory
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
-from polyaccel.zero.plan.policy import Placement
-from polyaccel.zero.plan.pool import InFlight
 from polyaccel.zero.resources import Staging, StepResources
+from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.grad_norm import Flags, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizer_step import OptimizerState, OptimizerStep, StepResult
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
-from polyaccel.zero.update.user_grad_edits import UserGradEdits
 
 WaitingPhase = Literal["reduce", "publish"]
 
@@ -71,53 +64,31 @@ class ZeroEngine:
         self.communicator = communicator
         self.accelerator = parts.accelerator
         self._communicators = parts.communicators
-        self._timed = timed
         self._owner = owner
-        self.params = ParamBuckets(plan, parts, owner, lambda: self._timed("publish"))
-        self.uses = GatherCoordinator(
-            self.params.gathering,
+        self.params = ParamBuckets(plan, parts, owner, partial(timed, "publish"))
+        self._staging = Staging(parts.accelerator.new_stream())
+        self.reducer = GradReducer(
+            plan, parts, self._staging, partial(timed, "reduce"), gathers=self.params.is_any_sharded
+        )
+        self.unsharder = Unsharder(
+            self.params.gathered,
+            self.reducer,
             communicator,
-            self._can_launch,
-            self._launch_released,
             is_active=self.params.is_any_sharded,
             warn=plan.policy.gathering.warn_of_deviations,
         )
-        """What this rank uses of sharded buckets; frontends report it."""
-        self._staging = Staging(parts.accelerator.new_stream())
-        self._in_flight: InFlight[Buffer] = InFlight(communicator.allocate, plan.policy.reduction)
-        self._gradients = [
-            GradientBucket(each, plan.policy.reduction, parts, self._in_flight.pool, self._staging)
-            for each in plan.trained
-        ]
-        self._positions = {gradients.bucket.index: at for at, gradients in enumerate(self._gradients)}
-        self._by_fqn = {
-            slot.param.fqn: (position, index)
-            for position, gradients in enumerate(self._gradients)
-            for index, slot in enumerate(gradients.bucket.slots)
-        }
         self._states = OptimizerState(plan, parts.tiers, self.params, optimizer, groups, self._staging)
-        kept = self.params, self._gradients, self._states, self._in_flight.pool, self._staging
-        self.memory = StepMemory(plan, *kept)
+        self.memory = StepMemory(plan, self.params, self.reducer, self._states, self._staging)
         self._facts = GradNormReducer(
-            plan.layout, self._gradients, communicator, parts.accelerator, parts.communicators.model_parallel_group
+            plan.layout, self.reducer, communicator, parts.accelerator, parts.communicators.model_parallel_group
         )
+        self.consistency = Consistency()
         self._update: OptimizerStep | None = None
         if optimizer is not None:
             self._update = OptimizerStep(
-                *(plan, parts, optimizer, self._states, self.params, self._facts), lambda: self._timed("reduce")
+                *(plan, parts, optimizer, self._states, self.params, self._facts, self.consistency),
+                partial(timed, "reduce"),
             )
-        self._in_backward = False
-        self._reducing = False
-        self._waits_for_end = False
-        self._has_unreduced = False
-        """Gradients accumulated in a pass that did not reduce, and no reducing pass has followed."""
-        self._is_incomplete = False
-        """A pass did not come to its end, and its gradients were not discarded."""
-        self._next_launch = 0
-        self._half = ""
-        """What failed in the middle, an update apart, and left parameters and states of two steps."""
-        self.passes = 0
-        """How many backward passes have begun."""
 
     @property
     def model_parallel_group(self) -> Communicator | None:
@@ -138,137 +109,24 @@ class ZeroEngine:
         """The shards that this rank updates, in layout order."""
         return self._states.shards
 
-    # The backward pass.
-
-    @property
-    def in_backward(self) -> bool:
-        return self._in_backward
+    # Gradients.
 
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients, or a pass has begun, that no update has used yet."""
-        return self._in_backward or any(gradients.has_content for gradients in self._gradients)
+        return self.reducer.holds_gradients
 
     def begin_backward(
         self, *, reduce: bool, names: Collection[str] | None = None, waits_for_end: bool = False
     ) -> None:
-        """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced. `names`: the
-        parameters that may get one in it (None: any); where every pass reduces, buckets without them are left alone,
-        on all ranks. `waits_for_end`: replicated parameters' reductions are launched when the pass ends.
-
-        `ZeroPolicy.reduces_pass` says which passes of an accumulation do. Raises PolyaccelError after an update that
-        failed half-way (`require_consistent`).
-        """
-        self.require_consistent()
-        self._is_incomplete |= self._in_backward
-        self._in_backward, self._reducing, self._next_launch = True, reduce, 0
-        self._waits_for_end = waits_for_end
-        self._has_unreduced = not reduce
-        self.passes += 1
-        self.user_grad_edits.shown.clear()
-        is_partial = names is not None and reduce and self.policy.grads is Placement.SHARDED
-        concerned = {self._by_fqn[fqn][0] for fqn in names or () if fqn in self._by_fqn} if is_partial else None
-        for position, gradients in enumerate(self._gradients):
-            gradients.begin_backward(expects_grads=concerned is None or position in concerned)
-
-    def add_gradient(self, fqn: str, gradient: Buffer | GradientWriter) -> None:
-        """Take over a parameter's gradient, flat, or let it be written into its bucket; the caller may free it at once.
-        Launches the buckets that it completes."""
-        position, index = self._by_fqn[fqn]
-        bucket = self._gradients[position]
-        if self._reducing and bucket.needs_staging():
-            self._in_flight.make_room()
-        bucket.add(index, gradient, reducing=self._reducing)
-        if self._reducing and not self._waits_for_end and not self.params.is_any_sharded:
-            self._launch_ready()
-
-    def release(self, indices: Iterable[int]) -> None:
-        """No more gradients come for these buckets on this rank in this pass. See
-        [Note: Launch order of collectives]."""
-        for index in indices:
-            self.uses.release(index)
-
-    def _can_launch(self, index: int) -> bool:
-        """Whether the reduction of a bucket is still to be launched in this pass; frozen ones have none."""
-        position = self._positions.get(index)
-        return self._reducing and position is not None and not self._gradients[position].is_launched
-
-    def _launch_released(self, index: int) -> None:
-        if self._can_launch(index):
-            self._launch(self._gradients[self._positions[index]])
-
-    def end_backward(self) -> None:
-        """The backward pass is over: launch the remaining buckets, with zeros for gradients that did not appear."""
-        if self._reducing:
-            for gradients in self._gradients:
-                if not gradients.is_launched:
-                    self._launch(gradients)
-        for gradients in self._gradients:
-            gradients.end_backward()
-        self._in_backward = self._reducing = False
-
-    def abort_backward(self) -> None:
-        """The backward pass failed: launch nothing more. The gradients are incomplete; discard them before
-        continuing."""
-        self._in_backward = self._reducing = False
-        self._is_incomplete = True
-
-    def _launch_ready(self) -> None:
-        while self._next_launch < len(self._gradients) and self._gradients[self._next_launch].is_ready:
-            if not self._gradients[self._next_launch].is_launched:
-                self._launch(self._gradients[self._next_launch])
-            self._next_launch += 1
-
-    def _launch(self, gradients: GradientBucket) -> None:
-        if gradients.needs_staging() or gradients.needs_recasting():
-            self._in_flight.make_room()
-        gradients.launch()
-        self._in_flight.add(gradients)
-
-    def finish_reductions(self) -> None:
-        """Wait until every reduction that was launched has settled."""
-        with self._timed("reduce"):
-            for gradients in self._gradients:
-                gradients.finish()
-        self._in_flight.clear()
-
-    def gradients_of(self, fqn: str) -> tuple[GradientBucket, int]:
-        """The bucket with the gradient of a parameter, and its slot there. Raises ShardingError for a frozen one."""
-        if fqn not in self._by_fqn:
-            raise ShardingError(
-                f"parameter {fqn!r} is not trained, so it has no gradient", hint="pass a trained one", value=fqn
-            )
-        position, index = self._by_fqn[fqn]
-        return self._gradients[position], index
-
-    @property
-    def user_grad_edits(self) -> UserGradEdits:
-        """What user code on this rank did to gradients since the last update."""
-        return self._facts.user_grad_edits
-
-    def require_complete(self, fqn: str) -> None:
-        """Raise PolyaccelError where the gradient of a parameter is not there to see: inside a backward pass, and after
-        one that failed."""
-        if self._in_backward:
-            raise PolyaccelError(
-                f"the gradient of {fqn!r} was looked for inside a backward pass, which takes it as it appears",
-                hint="use parameter.register_hook, which is given the gradient and may return another, or look after "
-                "the backward pass",
-                value=fqn,
-            )
-        if self._is_incomplete:
-            raise _incomplete()
-
-    def gradient_buckets(self) -> Sequence[GradientBucket]:
-        """The trainable buckets' gradients, in layout order."""
-        return self._gradients
+        """A backward pass starts; see `GradReducer.begin_backward`. Raises PolyaccelError after an update that failed
+        half-way (`consistency`)."""
+        self.consistency.require()
+        self.reducer.begin_backward(reduce=reduce, names=names, waits_for_end=waits_for_end)
 
     def discard_gradients(self) -> None:
         """Forget all gradients, reduced or not, and the pass that they come from if it did not end."""
-        for gradients in self._gradients:
-            gradients.discard()
-        self.user_grad_edits.forget()
-        self._in_backward = self._reducing = self._has_unreduced = self._is_incomplete = False
+        self.reducer.discard()
 
     # The update.
 
@@ -277,34 +135,30 @@ class ZeroEngine:
 
         Collective. `loss_scale` is the factor that the gradients were multiplied with. Nothing changes on an overflow
         that is skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an
-        update that failed half-way (`require_consistent`), and while sharded parameters are held; and ShardingError, on
+        update that failed half-way (`consistency`), and while sharded parameters are held; and ShardingError, on
         all ranks, where parameters were changed by hand in ways that cannot count (`sync_user_writes`).
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
-        self.require_consistent()
-        self.uses.require_idle()
-        if self._in_backward or self._is_incomplete:
-            raise _incomplete()
-        if self._has_unreduced:
-            self.begin_backward(reduce=True)
-            self.end_backward()
+        self.consistency.require()
+        self.unsharder.require_idle()
+        self.reducer.prepare_update()
         changed = self._owner.changed_params()
-        flags = Flags(has_changes=bool(changed), has_deviated=self.uses.has_deviated)
-        self._is_incomplete = True  # should anything fail before they were used
+        flags = Flags(has_changes=bool(changed), has_deviated=self.unsharder.has_deviated)
+        self.reducer.mark_incomplete()  # should anything fail before they were used
         if self._update.is_early:
             arrivals, norm = self._facts.agree_on_arrivals(flags), None
         else:
-            self.finish_reductions()
+            self.reducer.finish_reductions()
             arrivals, norm = self._facts.all_reduce_norm_and_flags(loss_scale, flags, measure=self._update.measures)
-        self._is_incomplete = False
+        self.reducer.mark_complete()
         if self.plan.policy.require_all and len(arrivals.params) < len(self.steps):
             raise _unused(sorted(self.steps.keys() - arrivals.params))
         if arrivals.flags.has_changes:
             sync_user_writes(self.params, self._owner, self.communicator, changed)
-        self._is_incomplete = True
+        self.reducer.mark_incomplete()
         self.params.wait_all_gathers()
-        self.uses.end_step(learn=arrivals.flags.has_deviated)
+        self.unsharder.end_step(learn=arrivals.flags.has_deviated)
         if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
             self.discard_gradients()
             return StepResult(False, norm.norm, norm.norm, norm.first_nonfinite_param)
@@ -319,27 +173,6 @@ class ZeroEngine:
         """Which parameters have a gradient on some rank; late ones are reduced. Collective."""
         return self._facts.agree_on_arrivals()
 
-    def require_consistent(self) -> None:
-        """Raise PolyaccelError where an update or a load failed half-way: parameters and states belong to two steps."""
-        if self._half:
-            raise PolyaccelError(
-                f"{self._half} failed in the middle: parameters and optimizer states belong to two steps",
-                hint="load a checkpoint, with its optimizer states",
-                value=self._half,
-            )
-        if self._update is not None:
-            self._update.require_consistent()
-
-    def mark_inconsistent(self, what: str) -> None:
-        """`what` failed in the middle: nothing is trained or saved (`require_consistent`) until `mark_consistent`."""
-        self._half = what
-
-    def mark_consistent(self) -> None:
-        """Clear the inconsistent flag after a complete checkpoint load."""
-        self._half = ""
-        if self._update is not None:
-            self._update.mark_consistent()
-
     # Owned state, for checkpoints.
 
     def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
@@ -349,7 +182,7 @@ class ZeroEngine:
         Kind `param` is the parameter in the best precision there is, the others are optimizer states. Raises
         PolyaccelError after an update that failed half-way.
         """
-        self.require_consistent()
+        self.consistency.require()
         for place in self.params:
             shard = self._states.get(place.bucket.index)
             for piece in place.bucket.slices(self._communicators.of(place.bucket).exact.rank):
@@ -372,24 +205,17 @@ class ZeroEngine:
 
     def trim(self) -> None:
         """Give back memory that only waits to be used again."""
-        self._in_flight.pool.trim()
-        self.params.gathering.trim()
+        self.reducer.pool.trim()
+        self.params.gathered.trim()
 
     def close(self) -> None:
         """Release all buffers. Views that frontends hold keep their memory alive."""
-        self.finish_reductions()
+        self.reducer.finish_reductions()
         self.params.close()
-        self._gradients.clear()
+        self.reducer.close()
         self._staging.clear()
         self._states.close()
         self._communicators.close()
-
-
-def _incomplete() -> PolyaccelError:
-    return PolyaccelError(
-        "the gradients are incomplete: a reduction or a backward pass failed",
-        hint="call engine.zero_grad() and start over",
-    )
 
 
 def _unused(names: Sequence[str]) -> ShardingError:

@@ -48,8 +48,8 @@ def flush_reductions(step: ZeroEngine, fqn: str) -> bool:
     _, slot = step.layout.locate(fqn)
     if not slot.param.trainable:
         return False
-    step.finish_reductions()
-    return step.gradients_of(fqn)[0].holds_result and fqn in step.agree_on_arrivals().params
+    step.reducer.finish_reductions()
+    return step.reducer.gradients_of(fqn)[0].holds_result and fqn in step.agree_on_arrivals().params
 
 
 def read_whole(step: ZeroEngine, fqn: str, kind: str) -> Buffer:
@@ -129,8 +129,8 @@ def shown_gradient(step: ZeroEngine, fqn: str) -> ShownGradient | None:
 
     Raises PolyaccelError after a pass that failed, ShardingError while the gradient is not reduced over several ranks.
     """
-    gradients, index = step.gradients_of(fqn)
-    step.require_complete(fqn)
+    gradients, index = step.reducer.gradients_of(fqn)
+    step.reducer.require_complete(fqn)
     is_alone = step.holders(fqn).world_size == 1
     if gradients.holds_unreduced:
         summed = gradients.unreduced(index)
@@ -154,7 +154,7 @@ def shown_gradient(step: ZeroEngine, fqn: str) -> ShownGradient | None:
         gradients.reduce_late()
     if not gradients.holds_result:
         return None
-    step.user_grad_edits.shown.add(gradients.bucket.index)
+    step.reducer.user_edits.shown.add(gradients.bucket.index)
     own = fragment(step, fqn, GRAD) or Fragment(0, gradients.result().view(0, 0))
     place = step.params[gradients.bucket.index]
     return ShownGradient(own.start, own.values, place.master.numel == place.bucket.numel, gradients.touched[index])
@@ -166,7 +166,7 @@ def replace_gradient(step: ZeroEngine, fqn: str, value: Buffer, *, is_part: bool
 
     Raises as `shown_gradient` does.
     """
-    gradients, index = step.gradients_of(fqn)
+    gradients, index = step.reducer.gradients_of(fqn)
     shown = shown_gradient(step, fqn)
     if shown is None and gradients.holds_unreduced:
         gradients.add(index, value, reducing=False)
@@ -180,10 +180,10 @@ def replace_gradient(step: ZeroEngine, fqn: str, value: Buffer, *, is_part: bool
 
 def note_written(step: ZeroEngine, fqn: str, *, counts: bool = True) -> None:
     """User code changed a parameter's gradient. `counts`: the parameter has one now, if it had none."""
-    gradients, index = step.gradients_of(fqn)
+    gradients, index = step.reducer.gradients_of(fqn)
     gradients.touched[index] |= counts
-    step.user_grad_edits.written.add(fqn)
-    step.user_grad_edits.dropped.discard(fqn)
+    step.reducer.user_edits.written.add(fqn)
+    step.reducer.user_edits.dropped.discard(fqn)
 
 
 def drop_gradient(step: ZeroEngine, fqn: str) -> None:
@@ -191,14 +191,14 @@ def drop_gradient(step: ZeroEngine, fqn: str) -> None:
 
     Raises PolyaccelError inside a backward pass.
     """
-    gradients, index = step.gradients_of(fqn)
-    step.require_complete(fqn)
+    gradients, index = step.reducer.gradients_of(fqn)
+    step.reducer.require_complete(fqn)
     gradients.drop(index)
     own = fragment(step, fqn, GRAD) if gradients.holds_result else None
     if own is not None:
         own.values.fill(0.0)
-    step.user_grad_edits.dropped.add(fqn)
-    step.user_grad_edits.written.discard(fqn)
+    step.reducer.user_edits.dropped.add(fqn)
+    step.reducer.user_edits.written.discard(fqn)
 
 
 def _source(step: ZeroEngine, index: int, fqn: str, kind: str) -> Buffer:
@@ -206,7 +206,7 @@ def _source(step: ZeroEngine, index: int, fqn: str, kind: str) -> Buffer:
     if kind == PARAM:
         return step.params[index].master
     if kind == GRAD:
-        gradients, _ = step.gradients_of(fqn)
+        gradients, _ = step.reducer.gradients_of(fqn)
         gradients.finish()
         if not gradients.holds_result:
             raise PolyaccelError(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from polyaccel.core.buffer import Buffer
-from polyaccel.zero.buckets.gradients import GradientBucket
+from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan
 from polyaccel.zero.plan.memory import Purpose, in_words, memory_by_purpose
 from polyaccel.zero.plan.placement import Place
-from polyaccel.zero.plan.pool import BufferPool
 from polyaccel.zero.resources import Staging
 from polyaccel.zero.update.optimizer_step import OptimizerState
 
@@ -29,16 +28,14 @@ class StepMemory:
         self,
         plan: StepPlan,
         params: ParamBuckets,
-        gradients: Sequence[GradientBucket],
+        reducer: GradReducer,
         states: OptimizerState,
-        in_flight: BufferPool[Buffer],
         staging: Staging,
     ) -> None:
         self._plan = plan
         self._params = params
-        self._gradients = gradients
+        self._reducer = reducer
         self._states = states
-        self._in_flight = in_flight
         self._staging = staging
 
     def estimated(self) -> list[tuple[str, int]]:
@@ -62,11 +59,11 @@ class StepMemory:
         for shard in self._states.shards:
             for name, state in shard.states.items():
                 add(Purpose.OPTIM, plans[shard.bucket.index].states.get(name), [state])
-        for gradients in self._gradients:
+        for gradients in self._reducer.buckets:
             add(Purpose.GRADS, plans[gradients.bucket.index].gradient, gradients.resident())
-        gathering = self._params.gathering
-        found[Place.DEVICE, Purpose.SECOND] = gathering.second.nbytes
-        for purpose, pool in ((Purpose.GRADS_IN_FLIGHT, self._in_flight), (Purpose.GATHERED, gathering.pool)):
+        gathered = self._params.gathered
+        found[Place.DEVICE, Purpose.SECOND] = gathered.second.nbytes
+        for purpose, pool in ((Purpose.GRADS_IN_FLIGHT, self._reducer.pool), (Purpose.GATHERED, gathered.pool)):
             found[Place.DEVICE, purpose] = sum(numel * dtype.itemsize for numel, dtype in pool.held())
         for place, nbytes in self._staging.held().items():
             found[place, Purpose.STAGING] += nbytes

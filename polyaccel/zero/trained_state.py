@@ -9,6 +9,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.zero.buckets.replicas import Replica
 from polyaccel.zero.plan.layout import ShardLayout, Slot
+from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
@@ -64,20 +65,15 @@ class TrainedState(Protocol):
     @property
     def memory(self) -> TrainedMemory: ...
 
+    @property
+    def consistency(self) -> Consistency:
+        """Whether an update or a load failed in the middle."""
+
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
         """Use the gradients divided by `loss_scale`, the factor that they hold, and forget them. Collective."""
 
     def discard_gradients(self) -> None:
         """Forget all gradients."""
-
-    def require_consistent(self) -> None:
-        """Raise PolyaccelError after an update or a load that failed in the middle."""
-
-    def mark_inconsistent(self, what: str) -> None:
-        """`what`, such as a load, failed in the middle: parameters and states belong to two steps."""
-
-    def mark_consistent(self) -> None:
-        """Allow training again, after all parameters and states of one step were loaded."""
 
     def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank saves, in global coordinates: (slot, kind, start, buffer)."""

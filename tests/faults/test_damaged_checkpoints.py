@@ -13,9 +13,8 @@ from threading import current_thread
 import pytest
 import torch
 from fault_table import TABLE, Ends, sample
-from parity_models import SMALL_BUCKET, grouped, make_config, on_threads, parity_loss, parity_model
+from parity_models import SMALL_BUCKET, grouped_engine, make_config, on_threads, parity_loss, parity_model
 
-import polyaccel
 from polyaccel.checkpoint import FileStorage
 from polyaccel.checkpoint.format.commit import read_commit
 from polyaccel.errors import CheckpointError, PolyaccelError
@@ -118,7 +117,7 @@ def digest(engine) -> str:
 def engine_of(model, stage, **changes):
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.05}}
     config = make_config(stage, zero={"reduce_bucket_size": SMALL_BUCKET}, scheduler=schedule, **changes)
-    return polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)[0]
+    return grouped_engine(model, config)
 
 
 def go(engine, communicator, steps):

@@ -1,10 +1,10 @@
-"""A sample of small faults in zero/, comm/ and checkpoint/, and how many of them the tests of that room catch.
+"""A sample of small faults in zero/, comm/ and checkpoint/, and how many of them the tests of that package catch.
 
     python tests/mutants --count 300 --seed 12
 
 Cosmic Ray's operators make the mutants, one change each. They are drawn with a seed, every place of the source that can
 be changed being as likely as any other, and run in a copy of the tree: the checkout is never touched. A mutant is
-caught when a test fails or hangs. It survives when all test files of its room pass, which says less than the whole
+caught when a test fails or hangs. It survives when all test files of its package pass, which says less than the whole
 suite would: the share that is printed is a lower bound.
 """
 
@@ -28,7 +28,7 @@ from random import Random
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
-from rooms import ROOT, sources, tests_of
+from packages import ROOT, sources, tests_of
 from sites import Site, mutated, sites_of
 
 SITE = """
@@ -155,14 +155,14 @@ def run_mutant(folder: Path, site: Site, changed: str, baseline_s: float) -> dic
 
 
 def report(results: list[dict[str, Any]]) -> str:
-    """The share by room, and the survivors."""
-    rooms: dict[str, Counter[str]] = {}
+    """The share by package, and the survivors."""
+    packages: dict[str, Counter[str]] = {}
     for result in results:
-        rooms.setdefault("/".join(result["file"].split("/")[:2]), Counter())[result["found"]] += 1
-    lines = ["room | mutants | caught | share", "--- | --- | --- | ---"]
-    for room, found in [*sorted(rooms.items()), ("all", sum(rooms.values(), Counter()))]:
+        packages.setdefault("/".join(result["file"].split("/")[:2]), Counter())[result["found"]] += 1
+    lines = ["package | mutants | caught | share", "--- | --- | --- | ---"]
+    for package, found in [*sorted(packages.items()), ("all", sum(packages.values(), Counter()))]:
         caught = found["caught"] + found["hung"]
-        lines.append(f"{room} | {found.total()} | {caught} | {100 * caught / found.total():.0f} %")
+        lines.append(f"{package} | {found.total()} | {caught} | {100 * caught / found.total():.0f} %")
     lines += ["", "Survivors:"]
     for result in results:
         if result["found"] == "survived":
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--begin", type=int, default=0, help="the first one to run, to go on with an earlier sample")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants.jsonl", help="results are added to it")
     parser.add_argument(
-        "--healthy-s", type=float, help="what a room's tests take without a mutation, rather than to run them first"
+        "--healthy-s", type=float, help="what a package's tests take without a mutation, rather than to run them first"
     )
     options = parser.parse_args()
 

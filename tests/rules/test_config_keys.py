@@ -17,7 +17,6 @@ from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
 from polyaccel.config.unsupported_keys import ABSENT, ABSENT_OPTIMIZERS, BELOW
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "config_keys.txt"
-ABSENT_GOLDEN = GOLDEN.with_name("absent_keys.txt")
 DEEPSPEED = GOLDEN.with_name("deepspeed_keys.txt")
 """Every key of DeepSpeed 0.19.8, without the arguments of optimizers and schedules."""
 NAMED: dict[str, type[Section]] = {f"optimizer[{name}]": model for name, model in OPTIMIZER_PARAMS.items()} | {
@@ -41,22 +40,6 @@ def current_keys() -> str:
     """Every key that exists, with its default and whether it may be "auto"."""
     lines = [*_lines(Config), *(line for name, model in NAMED.items() for line in _lines(model, f"{name}."))]
     return "\n".join(lines) + "\n"
-
-
-def current_absent_keys() -> str:
-    """Every absent pattern with the value that asks for nothing, and its feature, or why it has no effect."""
-    lines = [
-        f"{pattern} = {'removed' if entry.is_removed else json.dumps(value)}"
-        f"{' or any other' if entry.is_tuning else ''}  ({entry.feature})"
-        for entry in ABSENT
-        for pattern, value in entry.keys.items()
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def test_the_absent_keys_are_the_frozen_ones() -> None:
-    """They become fewer with every feature; `python tests/rules/test_config_keys.py` writes the file."""
-    assert current_absent_keys() == ABSENT_GOLDEN.read_text()
 
 
 def test_every_key_of_deepspeed_exists_or_is_absent_by_name() -> None:
@@ -113,4 +96,3 @@ def test_the_config_needs_no_array_framework() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text(current_keys())
-    ABSENT_GOLDEN.write_text(current_absent_keys())

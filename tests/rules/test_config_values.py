@@ -6,6 +6,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from polyaccel.config.spellings import MESH_SPELLINGS
+
 ROOT = Path(__file__).parents[2] / "polyaccel"
 READERS = (
     "config",  # defines the keys
@@ -16,6 +18,7 @@ READERS = (
     "torch/initialize.py",
     "torch/rewrites",
     "jax/initialize.py",
+    "jax/rewrites.py",
 )
 PASSES_ON = {  # Entry points of users that take a config too, and check it.
     "__init__.py",
@@ -29,12 +32,12 @@ NO_CONFIG_OF_OURS = {"jax"}
 
 
 @cache
-def files() -> dict[str, ast.Module]:
+def files(*exempt: str) -> dict[str, ast.Module]:
     """The files that may not read the config, parsed for the test that asks first and not while tests are collected."""
     return {
         name: ast.parse(file.read_text(encoding="utf-8"))
         for file in sorted(ROOT.rglob("*.py"))
-        if not (name := file.relative_to(ROOT).as_posix()).startswith(READERS)
+        if not (name := file.relative_to(ROOT).as_posix()).startswith(exempt or READERS)
     }
 
 
@@ -79,3 +82,14 @@ def test_no_part_reads_a_key() -> None:
 
 def test_each_exception_is_one() -> None:
     assert [name for name in sorted(PASSES_ON) if "polyaccel.config" not in " ".join(imports(files()[name]))] == []
+
+
+def test_the_engine_reads_the_sizes_of_axes_in_mesh_alone() -> None:
+    others = {key.rpartition(".")[2] for keys in MESH_SPELLINGS.values() for key in keys} - {"stages"}
+    found = {
+        f"{name}:{node.lineno}"
+        for name, tree in files("config/").items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and (node.attr in others or ast.unparse(node).endswith(".pipeline.stages"))
+    }
+    assert found == set()

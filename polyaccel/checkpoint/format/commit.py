@@ -45,6 +45,11 @@ class Commit:
     manifest_crc32: int
     saved_at_s: float
 
+    @classmethod
+    def of(cls, tag: str, save: str, manifest: bytes, saved_at_s: float) -> Commit:
+        """The marker of a save with that manifest."""
+        return cls(tag, save, len(manifest), zlib.crc32(manifest), saved_at_s)
+
     @property
     def folder(self) -> str:
         """Where the files of this save are, relative to the storage."""

@@ -15,8 +15,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from secrets import token_hex
 
 from polyaccel.checkpoint.format.commit import MARKER, read_commit, tag_names
@@ -47,25 +46,6 @@ def save_folders(storage: Storage, tag: str) -> tuple[str, ...]:
     return tuple(name for name in storage.names(tag) if _SAVE.fullmatch(name))
 
 
-@contextmanager
-def new_save(storage: Storage, tag: str) -> Iterator[str]:
-    """The name of a new folder for a save of `tag`, which is this process's until the block is left.
-
-    Warns where another living process is saving the same tag.
-    """
-    folder = new_folder(storage, tag)
-    with own_save(storage, tag, folder):
-        yield folder
-
-
-@contextmanager
-def own_save(storage: Storage, tag: str, folder: str) -> Iterator[None]:
-    """A new folder for a save of `tag`, which is this process's until the block is left."""
-    with held(storage, f"{tag}/{folder}"):
-        note_owner(storage, f"{tag}/{folder}", ProcessIdentity.me())
-        yield
-
-
 def save_number(folder: str) -> int:
     """The number in the name of a save's folder; later saves of a tag have higher ones."""
     return int(folder.split("-")[1])
@@ -85,29 +65,20 @@ def new_folder(storage: Storage, tag: str) -> str:
     return f"save-{max(numbers) + 1:04d}-{token_hex(4)}"
 
 
-@contextmanager
-def held(storage: Storage, folder: str) -> Iterator[None]:
-    """This process saves into `folder` until the block is left."""
-    lock_folder(storage, folder)
-    try:
-        yield
-    finally:
-        end_hold(storage, folder)
+def own_save(owned: ExitStack, storage: Storage, tag: str, folder: str, owner: ProcessIdentity) -> None:
+    """Write the note of `owner`, this process or one that writes for it, into a new folder for a save of `tag`. It
+    counts as saving until `owned` is closed."""
+    if owner != ProcessIdentity.me():
+        _writers.add(owner)
+    hold(owned, storage, f"{tag}/{folder}")
+    note_owner(storage, f"{tag}/{folder}", owner)
 
 
-def lock_folder(storage: Storage, folder: str) -> None:
-    """From now on this process, or the one that writes for it, saves into `folder`."""
-    _saving.add((storage.location, folder))
-
-
-def end_hold(storage: Storage, folder: str) -> None:
-    """That save has ended."""
-    _saving.discard((storage.location, folder))
-
-
-def adopt(owner: ProcessIdentity) -> None:
-    """Register `owner` as a writer for this process, whose saves are its own."""
-    _writers.add(owner)
+def hold(owned: ExitStack, storage: Storage, folder: str) -> None:
+    """Register this process, or one that writes for it, as saving into `folder` until `owned` is closed."""
+    key = (storage.location, folder)
+    _saving.add(key)
+    owned.callback(_saving.discard, key)
 
 
 def note_owner(storage: Storage, folder: str, owner: ProcessIdentity) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 
-from polyaccel.checkpoint.collective_call import on_rank_0
-from polyaccel.checkpoint.format.commit import MANIFEST, Commit, write_commit
+from polyaccel.checkpoint.format.commit import Commit, write_commit
 from polyaccel.checkpoint.format.manifest import Manifest
 from polyaccel.checkpoint.format.pieces import RankFile
 from polyaccel.checkpoint.format.save_folders import rank_file
@@ -26,7 +24,7 @@ from polyaccel.checkpoint.in_memory.keepers import HostKeepers
 from polyaccel.checkpoint.in_memory.parts import PartKey, PartNote, begun_of, files_of, parts_of
 from polyaccel.checkpoint.in_memory.storage import KeptStorage
 from polyaccel.checkpoint.save.node_topology import StorageNodes
-from polyaccel.checkpoint.save.protocol import manifest_of, require_files
+from polyaccel.checkpoint.save.protocol import manifest_of, publish
 from polyaccel.errors import CheckpointError
 from polyaccel.job.memory_server.client import KeeperClient
 
@@ -56,7 +54,7 @@ def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[Reco
 
     Raises CheckpointError where a keeper is lost or the note of rank 0's part is damaged wherever it is.
     """
-    gathered = keepers.of_each(
+    gathered = keepers.on_leaders(
         _LOOKING, lambda: (list(keepers.client.names(parts_of(engine))), _last(keepers, engine, attempt))
     )
     last = max(step for _, step in gathered)
@@ -81,16 +79,16 @@ def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) 
 
     Raises CheckpointError, on every rank, for a note that is damaged, and where a keeper is lost.
     """
-    keepers.of_each(_MAKING, lambda: keepers.client.drop(f"{files_of(engine)}/"))
+    keepers.on_leaders(_MAKING, lambda: keepers.client.drop(f"{files_of(engine)}/"))
     notes = _notes(keepers, survivor.parts)
-    storage, ids = keepers.storage(files_of(engine)), ("",) * keepers.places.count
+    storage, ids = keepers.storage(files_of(engine)), ("",) * keepers.nodes.count
     held: Mapping[str, tuple[tuple[str, str], ...]] = {}
     if not storage.is_shared:
         places = StorageNodes.found(storage, keepers.communicator, may_write=True)
         # Places are numbered by their first ranks, and keepers are too.
         ids, held = places.ids, _held(survivor, places)
     tag = f"global_step{survivor.step}"
-    folder = on_rank_0(keepers.communicator, _MAKING, lambda: f"save-0001-{token_hex(4)}")
+    folder = keepers.on_rank_0(_MAKING, lambda: f"save-0001-{token_hex(4)}")
     files, blob_files = list[RankFile](), dict[str, bytes]()
     for key, note in zip(survivor.parts, notes, strict=True):
         entries, blobs = note.blob_entries(_blob_file(key.rank))
@@ -106,22 +104,21 @@ def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) 
         manifest = manifest_of(tag, files, scalars, about, extra_files=lengths, held=held)
         return manifest.to_json(), round(time.time(), 3)
 
-    data, saved_at_s = on_rank_0(keepers.communicator, _MAKING, make_manifest)
+    data, saved_at_s = keepers.on_rank_0(_MAKING, make_manifest)
 
     def write() -> None:
         path = f"{tag}/{folder}"
-        if not survivor.had[keepers.place]:  # a keeper that has begun again
+        if not survivor.had[keepers.node]:  # a keeper that has begun again
             return
-        for rank in survivor.had[keepers.place]:
+        for rank in survivor.had[keepers.node]:
             _link(keepers.client, storage, survivor.parts[rank], f"{path}/{files[rank].name}")
             if _blob_file(rank) in blob_files:
                 storage.write(f"{path}/{_blob_file(rank)}", [blob_files[_blob_file(rank)]])
-        expected = Manifest.from_json(data).expected_at(ids[keepers.place])
-        require_files(storage, path, expected)
-        storage.write(f"{path}/{MANIFEST}", [data])
-        write_commit(storage, Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=saved_at_s))
+        expected = Manifest.from_json(data).expected_at(ids[keepers.node])
+        publish(storage, path, data, expected)
+        write_commit(storage, Commit.of(tag, folder, data, saved_at_s))
 
-    keepers.of_each(_MAKING, write)
+    keepers.on_leaders(_MAKING, write)
     storage.close()
     return tag
 
@@ -148,7 +145,7 @@ def _last(keepers: HostKeepers, engine: str, attempt: str) -> int:
 
 def _notes(keepers: HostKeepers, parts: Sequence[PartKey]) -> list[PartNote]:
     """The notes of parts, each from a keeper that has it whole. Collective. Raises CheckpointError."""
-    gathered = keepers.of_each(_LOOKING, lambda: [_note(keepers.client, key) for key in parts])
+    gathered = keepers.on_leaders(_LOOKING, lambda: [_note(keepers.client, key) for key in parts])
     notes = list[PartNote]()
     for number, key in enumerate(parts):
         problem = CheckpointError(f"{_what(key)} is not there any more", value=str(key))

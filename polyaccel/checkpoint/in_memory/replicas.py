@@ -149,7 +149,7 @@ class Replicas:
             self._attempt,
             self._about,
             self._policy.memory_nbytes,
-            self._keepers.places,
+            self._keepers.nodes,
         )
 
     def _newer_than(self, storage: Storage) -> tuple[RecoverableStep, str] | None:

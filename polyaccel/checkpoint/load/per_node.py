@@ -1,7 +1,7 @@
 """Select the newest checkpoint whose files are all present on the current hosts (node-local storage).
 
 Every place lists what it holds, and all ranks make the same choice from these lists. A marker on one place
-is enough, see [Note: Commit marker per storage] in `places.saving`.
+is enough, see [Note: Commit marker per storage] in `polyaccel.checkpoint.save.per_node`.
 """
 
 from __future__ import annotations

@@ -23,20 +23,23 @@ import os
 import signal
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from threading import Event, Thread, get_ident
-from typing import Any
+from typing import Any, TypeVar
 
+from polyaccel.checkpoint.collective_call import describe
 from polyaccel.checkpoint.format.pieces import RankFile
-from polyaccel.checkpoint.format.save_folders import RANK_NOTES, held
+from polyaccel.checkpoint.format.save_folders import RANK_NOTES, hold
 from polyaccel.checkpoint.parsing import json_object
-from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.save.async_image import Image
 from polyaccel.checkpoint.save.async_job import GIVE_UP, SaveJob, receive, send
-from polyaccel.checkpoint.save.protocol import abandon, commit_files, finish
+from polyaccel.checkpoint.save.protocol import SavePart, SaveTask, run_save
+from polyaccel.checkpoint.save.ranks import Holders
 from polyaccel.checkpoint.storage.base import Storage, open_storage
-from polyaccel.errors import CheckpointError, PolyaccelError
+from polyaccel.errors import CheckpointError
 
+T = TypeVar("T")
 _NICENESS = 5  # training goes first
 _GIVE_UP_AFTER_S = 120.0
 _GIVE_UP_WHEN_ASKED_S = 3.0
@@ -82,10 +85,8 @@ def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> 
             try:
                 _write(job, image, gives_up, ended)
                 outcome: dict[str, Any] = {"error": None}
-            except PolyaccelError as error:
-                outcome = {"error": [error.message, error.hint]}
             except Exception as error:  # whatever it is, the rank has to receive it
-                outcome = {"error": [f"{type(error).__name__}: {error}", ""]}
+                outcome = {"error": describe(error)}
             send(answer, json.dumps(outcome | {"log": log_lines.lines}).encode("ascii"))
     except OSError:
         return  # the rank has ended
@@ -95,70 +96,74 @@ def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> 
 
 def _write(job: SaveJob, descriptor: int, gives_up: Event, ended: Event) -> None:
     storage = open_storage(job.storage, job.location, job.options)
-
-    def abandon_all() -> None:
-        """Remove what was written once no process writes any more: one that does makes the folder again."""
-        for rank in range(1, job.world_size):
-            with suppress(CheckpointError):
-                _received(storage, job, rank, gives_up, ended)
-        abandon(storage, job.tag, job.folder)
-
-    with held(storage, f"{job.tag}/{job.folder}"):
-        try:
-            file = _written(job, storage, descriptor)
-        except Exception as error:
-            with suppress(CheckpointError):
-                _tell(storage, job, {"error": f"{getattr(error, 'message', error)}"})
-            if not job.rank:
-                abandon_all()
-            raise
-        if job.rank:
-            _tell(storage, job, file.to_tree())
-            return
-        try:
-            files = [file, *(_received(storage, job, rank, gives_up, ended) for rank in range(1, job.world_size))]
-            commit = commit_files(storage, job.tag, job.folder, files, job.scalars, job.about)
-        except CheckpointError:
-            abandon_all()
-            raise
-        finish(storage, commit, files, save_latest=job.save_latest)
-        storage.delete_tree(f"{job.tag}/{job.folder}/{RANK_NOTES}")
-        prune(storage, job.retention)
-
-
-def _written(job: SaveJob, storage: Storage, descriptor: int) -> RankFile:
     layout, image = job.layout(), Image(descriptor, job.nbytes)
-    try:
-        written = RankFile(layout.name)
-        storage.write(f"{job.tag}/{job.folder}/{layout.name}", written.chunks(layout, image.reading(layout)))
-        return written
-    finally:
-        image.close()
+    with ExitStack() as owned:
+        owned.callback(image.close)
+        hold(owned, storage, f"{job.tag}/{job.folder}")
+        part = SavePart(layout, (), job.scalars, job.about)
+        task = SaveTask(storage, job.tag, part, image.reading(layout), job.save_latest, job.retention)
+        commit = run_save(_NotingRanks(storage, job, gives_up, ended), task, job.folder)
+        if commit is not None:
+            storage.delete_tree(f"{job.tag}/{job.folder}/{RANK_NOTES}")
 
 
-def _tell(storage: Storage, job: SaveJob, tree: dict[str, Any]) -> None:
-    storage.write(_note(job, job.rank), [json.dumps(tree).encode("ascii")])
+class _NotingRanks:
+    """The processes of ranks, of which rank 0's commits. See [Note: Commit by rank 0's process]."""
 
+    def __init__(self, storage: Storage, job: SaveJob, gives_up: Event, ended: Event) -> None:
+        self._storage, self._job, self._gives_up, self._ended = storage, job, gives_up, ended
+        self._others = range(1, job.world_size)
+        self.is_leader = not job.rank
 
-def _received(storage: Storage, job: SaveJob, rank: int, gives_up: Event, ended: Event) -> RankFile:
-    """Return what another rank wrote, once its note is there."""
-    path, began_s = _note(job, rank), time.monotonic()
-    while (nbytes := storage.size(path)) is None:
-        waited_s = time.monotonic() - began_s
-        pause_s = min(max(_LOOK_AGAIN_S[0], _LOOK_AGAIN * waited_s), _LOOK_AGAIN_S[1])
-        is_late = waited_s > _GIVE_UP_AFTER_S
-        if _asked:
-            is_late = time.monotonic() - max(began_s, _asked[0]) > _GIVE_UP_WHEN_ASKED_S
-        if gives_up.wait(pause_s) or (ended.is_set() and is_late):
-            raise CheckpointError(f"rank {rank} has not written its part of {job.tag!r}", value=rank)
-    tree = json_object(storage.read(path, 0, nbytes), path)
-    if "error" in tree:
-        raise CheckpointError(f"rank {rank}: {tree['error']}", value=rank)
-    return RankFile.from_tree(tree, f"what rank {rank} wrote")
+    def on_rank_0(self, step: str, action: Callable[[], T]) -> T:
+        return action()
 
+    def on_leaders(self, step: str, action: Callable[[], T]) -> list[T]:
+        return [action()]
 
-def _note(job: SaveJob, rank: int) -> str:
-    return f"{job.tag}/{job.folder}/{RANK_NOTES}/rank{rank:05d}.json"
+    def gather(self, step: str, write: Callable[[], RankFile]) -> Sequence[RankFile] | None:
+        try:
+            file = write()
+        except Exception as error:
+            message, hint = describe(error)
+            with suppress(CheckpointError):
+                self._leave_note({"error": message})
+            raise CheckpointError(message, hint=hint) from error
+        if self._job.rank:
+            self._leave_note(file.to_tree())
+            return None
+        return [file, *map(self._received, self._others)]
+
+    def copy(self, storage: Storage, folder: str, files: Sequence[RankFile], step: str) -> Holders:
+        return {}
+
+    def settle(self) -> None:
+        """Wait for the notes of all ranks: a process that still writes makes the folder again."""
+        for rank in self._others:
+            with suppress(CheckpointError):
+                self._received(rank)
+
+    def _leave_note(self, tree: dict[str, Any]) -> None:
+        self._storage.write(self._note(self._job.rank), [json.dumps(tree).encode("ascii")])
+
+    def _received(self, rank: int) -> RankFile:
+        """Return what another rank wrote, once its note is there."""
+        path, began_s = self._note(rank), time.monotonic()
+        while (nbytes := self._storage.size(path)) is None:
+            waited_s = time.monotonic() - began_s
+            pause_s = min(max(_LOOK_AGAIN_S[0], _LOOK_AGAIN * waited_s), _LOOK_AGAIN_S[1])
+            is_late = waited_s > _GIVE_UP_AFTER_S
+            if _asked:
+                is_late = time.monotonic() - max(began_s, _asked[0]) > _GIVE_UP_WHEN_ASKED_S
+            if self._gives_up.wait(pause_s) or (self._ended.is_set() and is_late):
+                raise CheckpointError(f"rank {rank} has not written its part of {self._job.tag!r}", value=rank)
+        tree = json_object(self._storage.read(path, 0, nbytes), path)
+        if "error" in tree:
+            raise CheckpointError(f"rank {rank}: {tree['error']}", value=rank)
+        return RankFile.from_tree(tree, f"what rank {rank} wrote")
+
+    def _note(self, rank: int) -> str:
+        return f"{self._job.tag}/{self._job.folder}/{RANK_NOTES}/rank{rank:05d}.json"
 
 
 def _watch(answer: socket.socket, ended: Event) -> Event:

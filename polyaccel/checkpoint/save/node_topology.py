@@ -31,6 +31,11 @@ class StorageNodes:
     names: tuple[str, ...]
 
     @classmethod
+    def single(cls, world_size: int) -> StorageNodes:
+        """One storage that all ranks see."""
+        return cls((0,) * world_size, ("",), ("",))
+
+    @classmethod
     def found(cls, storage: Storage, communicator: Communicator, *, may_write: bool) -> StorageNodes:
         """Find out which ranks see which storage. `may_write`: give places that have no identity one; without it, hosts
         and locations count as different even where they turn out to be one storage, which does no harm to readers.
@@ -91,6 +96,11 @@ class StorageNodes:
     def is_leader(self, rank: int) -> bool:
         """Whether `rank` is the first that sees its place: it writes what a place has once."""
         return self.of_rank.index(self.of_rank[rank]) == rank
+
+    def kept_by(self, place: int) -> tuple[int, ...]:
+        """The ranks whose files a place has: of those that see it, and of the places that it is the neighbour of."""
+        places = {place, *(other for other in range(self.count) if self.neighbour(other) == place)}
+        return tuple(rank for rank, of_rank in enumerate(self.of_rank) if of_rank in places)
 
     def neighbour(self, place: int) -> int:
         """The place that has the copies of a place's files."""

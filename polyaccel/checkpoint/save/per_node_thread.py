@@ -1,7 +1,7 @@
 """A save on several places while training continues, by a thread of each rank.
 
 A process next to the rank, which writes where all ranks see one storage, cannot take part in collectives, and hosts
-have copies to send each other. So a thread takes the steps of `places.saving` here, with its own communicator and out
+have copies to send each other. So a thread takes the steps of a save here, with its own communicator and out
 of the copy in memory. It leaves the interpreter to training while it reads, writes, sends and computes checksums.
 """
 
@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
 
+from polyaccel.checkpoint.collective_call import describe
 from polyaccel.checkpoint.save.async_client import SaveOutcome, waiting_for_nobody
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
-from polyaccel.errors import PolyaccelError
 
 
 def thread_communicator(communicator: Communicator) -> Communicator | None:
@@ -55,8 +55,6 @@ def _ended(action: Callable[[], Any]) -> SaveOutcome:
     with waiting_for_nobody():
         try:
             action()
-        except PolyaccelError as error:
-            return SaveOutcome(error.message, error.hint)
         except Exception as error:  # whatever it is, the rank has to receive it
-            return SaveOutcome(f"{type(error).__name__}: {error}")
+            return SaveOutcome(*describe(error))
     return SaveOutcome()

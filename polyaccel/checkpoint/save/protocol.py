@@ -1,15 +1,29 @@
-"""The steps of a save, taken by the ranks themselves (`writer`) or processes next to them (`async_process`).
+"""The protocol of a save, which every way to save follows.
 
-The order is everything: see [Note: Commit marker] in `polyaccel.checkpoint.format.commit`.
+[Note: Save protocol]
+The ways differ in how ranks act together (`ranks`): training ranks or a thread of each by collectives, processes next
+to the ranks by notes. The steps are the same; the order is everything, see [Note: Commit marker] in
+`polyaccel.checkpoint.format.commit`.
+
+| step | each rank | the leader of each storage |
+|---|---|---|
+| agree | checks its part, and the tag | |
+| begin | | clears leftovers, agrees on a folder, checks for room, and writes whose it is |
+| write | writes its file, durable | |
+| copy | sends its file to a rank of the neighbour host, where hosts have separate storages | |
+| publish | | checks that all files are there, and writes the manifest, which rank 0 has made |
+| commit | | writes the marker |
+| tidy | | moves `latest`, then deletes what is no longer needed |
+
+A failure before the first marker removes the folder on every storage. After it the save counts, whatever fails.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -24,12 +38,25 @@ from polyaccel.checkpoint.format.commit import (
     write_commit,
     write_latest,
 )
+from polyaccel.checkpoint.format.identity import place_id
 from polyaccel.checkpoint.format.manifest import Manifest
-from polyaccel.checkpoint.format.pieces import FileLayout, RankFile, TensorPiece
-from polyaccel.checkpoint.format.save_folders import clear_leftovers, discard, rank_file
+from polyaccel.checkpoint.format.pieces import FileLayout, RankFile, Read, TensorPiece
+from polyaccel.checkpoint.format.save_folders import (
+    clear_leftovers,
+    discard,
+    new_folder,
+    own_save,
+    rank_file,
+    save_number,
+)
 from polyaccel.checkpoint.format.scalars import encode_plain
 from polyaccel.checkpoint.format.tensors import build_tensors
+from polyaccel.checkpoint.retention.deletion import prune
+from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.save.per_node import complete_markers
+from polyaccel.checkpoint.save.ranks import CollectiveRanks, SaveRanks
 from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
@@ -81,6 +108,18 @@ class SavePart:
         return cls(layout, (*pieces, *blobs.values()), dict(scalars), dict(about))
 
 
+@dataclass(frozen=True, slots=True)
+class SaveTask:
+    """A rank's side of a save: `read` gives what the segments of `part` hold, which may be a copy of its contents."""
+
+    storage: Storage
+    tag: str
+    part: SavePart
+    read: Read
+    save_latest: bool
+    retention: Retention
+
+
 class Intent(NamedTuple):
     """What a rank is about to save: under which tag, how many bytes, and whether there is room to stage them."""
 
@@ -125,24 +164,92 @@ def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
     return tags[0]
 
 
-def commit_files(
+def begin_save(
+    ranks: CollectiveRanks,
     storage: Storage,
     tag: str,
-    folder: str,
-    files: Sequence[RankFile],
-    scalars: Mapping[str, Any],
-    about: Mapping[str, Any],
-    extra_files: Mapping[str, int] = MappingProxyType({}),
-) -> Commit:
-    """Verify that all is there, then write the manifest, then the marker. `extra_files` has the names and lengths of
-    files that hold nothing but blobs."""
-    manifest = manifest_of(tag, files, scalars, about, extra_files=extra_files)
-    require_files(storage, f"{tag}/{folder}", manifest.files)
-    data = manifest.to_json()
-    storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
-    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=next_saved_at_s(storage))
-    write_commit(storage, commit)
+    nbytes: Sequence[int],
+    owned: ExitStack,
+    owner: Callable[[], ProcessIdentity] = ProcessIdentity.me,
+) -> str:
+    """Return the folder to save in, which is the `owner`'s on every storage until `owned` is closed; `nbytes` are the
+    lengths of all ranks' files. Collective.
+
+    Nothing of a checkpoint is deleted to make room, only what will not be finished.
+    """
+    step = f"preparing to save {tag!r}"
+    if ranks.nodes.count > 1:
+        complete_markers(ranks, storage)
+
+    def look() -> str:
+        clear_leftovers(storage)
+        return new_folder(storage, tag)
+
+    folder = max(ranks.on_leaders(step, look), key=save_number)
+
+    def prepare() -> None:
+        storage.check_space(sum(nbytes[rank] for rank in ranks.nodes.kept_by(ranks.node)))
+        own_save(owned, storage, tag, folder, owner())
+
+    ranks.on_leaders(step, prepare)
+    return folder
+
+
+def run_save(ranks: SaveRanks, task: SaveTask, folder: str) -> Commit | None:
+    """Take the steps of a save from the write on. None on a rank whose steps end with that. Raises CheckpointError as
+    `save_checkpoint` does."""
+    storage, tag, part, commit = task.storage, task.tag, task.part, None
+    path, step = f"{tag}/{folder}", f"committing {tag!r}"
+
+    def write() -> RankFile:
+        file = RankFile(part.layout.name)
+        storage.write(f"{path}/{file.name}", file.chunks(part.layout, task.read))
+        return file
+
+    try:
+        files = ranks.gather(f"writing {tag!r}", write)
+        if files is None:
+            return None
+        held = ranks.copy(storage, path, files, f"copying {tag!r} to the neighbours")
+        saved_at_s = max(ranks.on_leaders(step, lambda: next_saved_at_s(storage)))
+        data = ranks.on_rank_0(step, lambda: manifest_of(tag, files, part.scalars, part.about, held=held).to_json())
+
+        def publish_here() -> None:
+            own = place_id(storage) if held else ""
+            here = {file.name: file.nbytes for file in files if not held or own in dict(held[file.name])}
+            publish(storage, path, data, here)
+
+        ranks.on_leaders(step, publish_here)
+        commit = marker = Commit.of(tag, folder, data, saved_at_s)
+        ranks.on_leaders(step, lambda: write_commit(storage, marker))
+    except CheckpointError:
+        # The write of a marker may fail after it took effect.
+        counts = commit is not None and any(ranks.on_leaders(step, lambda: _may_be_committed(storage, tag, folder)))
+        if ranks.is_leader and not counts:
+            ranks.settle()
+            remove(storage, tag, folder)
+        raise
+
+    def tidy() -> None:
+        finish(storage, marker, files, save_latest=task.save_latest)
+        prune(storage, task.retention)
+
+    ranks.on_leaders(f"{tag!r} is saved, but moving 'latest' to it", tidy)
     return commit
+
+
+def save_parts(ranks: CollectiveRanks, task: SaveTask, nbytes: Sequence[int]) -> Commit:
+    """Save what the ranks agreed on: `begin_save`, then `run_save`. Collective."""
+    with ExitStack() as owned:
+        commit = run_save(ranks, task, begin_save(ranks, task.storage, task.tag, nbytes, owned))
+    assert commit is not None  # every rank takes all steps
+    return commit
+
+
+def publish(storage: Storage, folder: str, manifest: bytes, files: Mapping[str, int]) -> None:
+    """Write the manifest once `files`, with these lengths, are there."""
+    require_files(storage, folder, files)
+    storage.write(f"{folder}/{MANIFEST}", [manifest])
 
 
 def manifest_of(
@@ -154,7 +261,8 @@ def manifest_of(
     extra_files: Mapping[str, int] = MappingProxyType({}),
     held: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
 ) -> Manifest:
-    """The manifest of what the ranks wrote, checked. `extra_files` as in `commit_files`, `held` as in `Manifest`."""
+    """The manifest of what the ranks wrote, checked. `extra_files` has the lengths of files that hold nothing but
+    blobs, `held` is as in `Manifest`."""
     manifest = Manifest(
         tag=tag,
         world_size=len(files),
@@ -208,13 +316,17 @@ def finish(storage: Storage, commit: Commit, files: Sequence[RankFile], *, save_
     clear_leftovers(storage, commit.tag)
 
 
-def abandon(storage: Storage, tag: str, folder: str) -> None:
-    """Remove what a failed save wrote, unless the marker came to name it: its write may fail after taking effect."""
+def remove(storage: Storage, tag: str, folder: str) -> None:
+    """Remove what a failed save wrote, which no marker names."""
+    discard(storage, tag, folder)
+    with suppress(CheckpointError):
+        storage.clear_unfinished(tag, if_empty=True)
+
+
+def _may_be_committed(storage: Storage, tag: str, folder: str) -> bool:
+    """Return whether the marker names the save, or cannot be read."""
     try:
         commit = read_commit(storage, tag)
     except CheckpointError:
-        return  # then it is unknown what the marker names
-    if commit is None or commit.save != folder:
-        discard(storage, tag, folder)
-        with suppress(CheckpointError):
-            storage.clear_unfinished(tag, if_empty=True)
+        return True
+    return commit is not None and commit.save == folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.detect import VARIABLES as ACCELERATOR_VARIABLES
 from polyaccel.accelerators.detect import choose_accelerator, get_accelerator, set_accelerator
 from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Communicator, Rendezvous
 from polyaccel.comm.default import (
@@ -65,7 +66,7 @@ def init_distributed(
         dist_init_required: False requires that torch's process group exists already. True and None create a group if
             there is none.
         config: Mapping or config object. Its `comm` (backend, timeout_s, debug, dump_dir) counts less than arguments
-            and variables; its `accelerator` chooses the device.
+            and variables; its `accelerator` chooses the device, unless a variable does.
         rank: This process's rank. Below 0 it is discovered (`comm.discovery`); under a launcher other than torchrun,
             torchrun's variables are then set to what was found.
         world_size: Number of ranks. Below 0 it is discovered.
@@ -107,7 +108,8 @@ def init_distributed(
     debug = bool(_value(section, "debug")) or os.environ.get(DEBUG_VARIABLE) == "1"
     wanted = _value(config, "accelerator")
     probe_s = min(PROBE_LIMIT_S, timeout_s / 2)
-    if wanted is not None:
+    is_named = any(os.environ.get(variable, "").strip() for variable in ACCELERATOR_VARIABLES)
+    if wanted is not None and not is_named:
         set_accelerator(choose_accelerator(wanted, limit_s=probe_s))
     accelerator = get_accelerator(limit_s=probe_s)
     if accelerator.device_count() > rendezvous.local_rank:

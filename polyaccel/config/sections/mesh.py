@@ -15,26 +15,29 @@ def _tuples(value: Any) -> Any:
 
 class MeshConfig(Section):
     """polyaccel's own section: how many ranks stand along each axis. Ranks fill the mesh with the last axis fastest:
-    pipe, data, expert, sequence, tensor."""
+    pipe, data, expert, sequence, tensor. DeepSpeed's keys for these sizes are other spellings of them."""
 
     pipe: PositiveInt = 1
-    """Stages of a pipeline; the same as `pipeline.stages`."""
+    """Stages of a pipeline, a divisor of all ranks; also spelled `pipeline.stages`. A model that sets its own number
+    must have the same one, or this is left out."""
     data: PositiveInt | None = None
-    """Ranks with their own batches; null is as many as there are, divided by the others."""
+    """Ranks with their own batches: training on any other number is an error. Null is as many as there are, divided by
+    the others. Also spelled `data_parallel_size`."""
     expert: PositiveInt = 1
-    """Of the ranks with their own batches, how many share the experts of a layer; the same as
-    `expert_parallel.autoep_size`."""
+    """Ranks that share the experts of each layer, a divisor of the ranks with their own batches; also spelled
+    `expert_parallel.autoep_size`. Experts need not divide: the first ranks have one more."""
     sequence: PositiveInt = 1
-    """Ranks that share the sequences of a batch; the same as `sequence_parallel_size`."""
+    """Ranks that share the sequences of a batch, a divisor of all ranks; also spelled `sequence_parallel_size`."""
     tensor: PositiveInt = 1
-    """Ranks that share the weights of a layer; the same as `tensor_parallel.autotp_size`."""
+    """Ranks that share the weights of each layer, a divisor of all ranks; 1 cuts nothing. Micro-batches are then those
+    of each group of so many ranks. Also spelled `tensor_parallel.autotp_size` and `tensor_parallel.tp.tp_size`."""
 
 
 class TensorParallelSizeConfig(Section):
     """DeepSpeed's section inside `tensor_parallel`."""
 
     tp_size: PositiveInt = 1
-    """Another name of `tensor_parallel.autotp_size`."""
+    """Another spelling of `mesh.tensor`."""
 
 
 class LayerSpecConfig(Section):
@@ -64,8 +67,7 @@ class TensorParallelConfig(Section):
     """Weights that are cut over ranks, layer by layer."""
 
     autotp_size: CountInt = 0
-    """Ranks that share the weights of each layer, a divisor of all ranks; 0 and 1 cut nothing. Micro-batches are then
-    those of each group of so many ranks."""
+    """DeepSpeed's spelling of `mesh.tensor`; 0 cuts nothing either."""
     tp: TensorParallelSizeConfig = TensorParallelSizeConfig()
     """The same number, where DeepSpeed's inference configs have it."""
     partition_config: PartitionConfig | None = None
@@ -80,7 +82,7 @@ class TensorParallelConfig(Section):
 
 
 class SequenceParallelConfig(Section):
-    """polyaccel's own section: how attention is computed where `sequence_parallel_size` ranks share each sequence."""
+    """polyaccel's own section: how attention is computed where `mesh.sequence` ranks share each sequence."""
 
     method: Literal["ulysses", "ring", "manual"] = "ulysses"
     """`ulysses` exchanges heads for tokens, `ring` sends keys and values round; both cut the batches of a model of
@@ -97,8 +99,7 @@ class ExpertParallelConfig(Section):
     enabled: bool = False
     """Whether `autoep_size` counts."""
     autoep_size: PositiveInt = 1
-    """Ranks that share the experts of each layer, a divisor of the ranks with their own batches. Experts need not
-    divide: the first ranks have one more."""
+    """DeepSpeed's spelling of `mesh.expert`."""
     log_load: bool = False
     """polyaccel's own: `engine.metrics.experts` and monitors show how each step's tokens went to the experts of each
     layer, with shared experts or without, for one small exchange a step."""

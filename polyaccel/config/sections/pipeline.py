@@ -13,8 +13,7 @@ class PipelineConfig(Section):
     """Stages, each of which holds some of the layers. Micro-batches pass them one after the other."""
 
     stages: PositiveInt = 1
-    """Places in the pipeline, a divisor of all ranks; the same as `mesh.pipe`. A model that sets its own number must
-    have the same one, or this is left out."""
+    """DeepSpeed's spelling of `mesh.pipe`."""
     schedule: str = "1f1b"
     """polyaccel's own key: who does what when, see `polyaccel plan --pipeline`: a published schedule (`gpipe`, `1f1b`,
     `interleaved`, `zb-h1`, `zb-v`, `dualpipe-v`) or the path of a CSV file. Where it is left out, a `PipelineModule`

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from polyaccel.config import Config, ResolvedConfig
 from polyaccel.core.types import DType
@@ -102,13 +103,27 @@ def recompute_policy_of(config: Config) -> RecomputePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class CutRules:
-    """Which layers tensor ranks share. `layers` has for each entry of the config patterns of names, `column`, `row` or
-    `skip`, the lengths of a fused weight's parts (None: one part) and the dimension that has them (None: that which is
-    cut). `use_defaults`: in addition to those, the model's own plan, or its structure. `gather_logits`: every rank has
-    all logits. `share_tokens`: between these layers each rank has some of the tokens."""
+class LayerRule:
+    """DeepSpeed's `layer_specs`: modules whose weights' names match one of `patterns`, cut by columns or rows or not at
+    all. `shape` are the lengths of the weight's dimensions as a fused layer has them, for example (3, -1) or ((4096,
+    1024, 1024), -1), and `partition_dim` the dimension that is cut."""
 
-    layers: tuple[tuple[Any, ...], ...] = ()
+    patterns: tuple[str, ...]
+    partition_type: Literal["column", "row", "skip"] = "column"
+    shape: tuple[int | tuple[int, ...], ...] | None = None
+    partition_dim: int | None = None
+
+    def matches(self, module: str) -> bool:
+        return any(re.match(pattern, f"{module}.weight") or re.fullmatch(pattern, module) for pattern in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class CutRules:
+    """Which layers tensor ranks share. The first rule of `layers` that matches decides; with `use_defaults` follow the
+    model's own plan, or its structure. `gather_logits`: every rank has all logits. `share_tokens`: between these layers
+    each rank has some of the tokens."""
+
+    layers: tuple[LayerRule, ...] = ()
     use_defaults: bool = True
     gather_logits: bool = True
     share_tokens: bool = False
@@ -118,11 +133,9 @@ def cut_rules_of(config: ResolvedConfig) -> CutRules:
     """The rules of `tensor_parallel`."""
     section = config.tensor_parallel
     partition = section.partition_config
+    specs = partition.layer_specs if partition is not None else ()
     return CutRules(
-        tuple(
-            (each.patterns, each.partition_type, each.shape, each.partition_dim)
-            for each in (partition.layer_specs if partition is not None else ())
-        ),
+        tuple(LayerRule(each.patterns, each.partition_type, each.shape, each.partition_dim) for each in specs),
         partition is None or partition.use_default_specs,
         not section.vocab_parallel_lm_head,
         section.sequence_sharded,

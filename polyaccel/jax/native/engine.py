@@ -6,7 +6,6 @@ in views mode, and so are config, checkpoints and metrics; `params` are copies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
 from polyaccel.core.types import DType
-from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
@@ -24,11 +22,10 @@ from polyaccel.jax.native.program import StepProgram
 from polyaccel.jax.native.step import NativeStep
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.calls import engine_call
-from polyaccel.jax.program.function import LossFn
 from polyaccel.jax.pytree import dtype_of, named_leaves
+from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.views import CopyCount
 from polyaccel.zero.plan.layout import Bucket
-from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
 class NativeEngine(JaxEngine):
@@ -37,42 +34,37 @@ class NativeEngine(JaxEngine):
     zero: NativeStep
     _replicates_in_background = False  # what is copied to the host are arrays of JAX, which an update may use again
 
-    def __init__(
-        self,
-        fn: LossFn,
-        params: Any,
-        runtime: EngineBuilder,
-        slice_optimizer: SliceOptimizer | None,
-        hyperparameters: Mapping[str, Any],
-        seed: int,
-        mesh: DeviceMesh,
-    ) -> None:
-        super().__init__(fn, params, runtime, hyperparameters)
+    def __init__(self, rewrites: RewriteContext, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._loss_function.devices = mesh.world_size
-        specs = tuple(self.adapter.param_specs())
-        self.adapter.separate(slice_optimizer)
-        layout = runtime.plan(specs, self.adapter.unit_names, updates=self.adapter.update_names())
-        update = None if slice_optimizer is None else slice_update(slice_optimizer)
-        program = StepProgram(
-            *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
-        )
-        self._program = program
-
-        def starts(bucket: Bucket) -> dict[str, float]:
-            if slice_optimizer is None:
-                return {}
-            states = {name: allocate_numpy(1, DType.FLOAT32) for name in slice_optimizer.state_names}
-            group = self.optimizer.param_groups[bucket.kind.group]
-            slice_optimizer.initialise_states(states, group, bucket.slots[0].param)
-            return {name: float(state.raw[0]) for name, state in states.items()}
-
-        memory = NativeMemory(mesh, layout, runtime.policy, self._first_values(params), starts, program.publish)
-        self.zero = NativeStep(layout, memory, program, slice_optimizer, update)
-        self.adapter.let_go()
+        super().__init__(rewrites)
         self._recorder.work.ranks_here = len(mesh.local)
         self._recorder.work.streams_of_batches = self.communicator.world_size
         self._recorder.begin()
+
+    def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        optimizer, seed, mesh, runtime = self._rewrites.slice_optimizer, self._rewrites.seed, self._mesh, self.runtime
+        self._loss_function.devices = mesh.world_size
+        specs = tuple(self.adapter.param_specs())
+        self.adapter.separate(optimizer)
+        layout = runtime.plan(specs, self.adapter.unit_names, updates=self.adapter.update_names())
+        update = None if optimizer is None else slice_update(optimizer)
+        program = self._program = StepProgram(
+            *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
+        )
+
+        def starts(bucket: Bucket) -> dict[str, float]:
+            if optimizer is None:
+                return {}
+            states = {name: allocate_numpy(1, DType.FLOAT32) for name in optimizer.state_names}
+            group = self.optimizer.param_groups[bucket.kind.group]
+            optimizer.initialise_states(states, group, bucket.slots[0].param)
+            return {name: float(state.raw[0]) for name, state in states.items()}
+
+        first = self._first_values(self._rewrites.params)
+        memory = NativeMemory(mesh, layout, runtime.policy, first, starts, program.publish)
+        self.zero = NativeStep(layout, memory, program, optimizer, update)
+        self.adapter.let_go()
+        return (), tuple(spec.fqn for spec in specs)
 
     def _first_values(self, params: Any) -> dict[str, np.ndarray[Any, Any]]:
         """Rank 0's parameters, flat in host memory, in the precision that they came in."""
@@ -95,7 +87,7 @@ class NativeEngine(JaxEngine):
     def params(self) -> Any:
         """Copies of the parameters, in the caller's tree, on this process's first device."""
         self._require_own_process()
-        self.zero.require_consistent()
+        self.zero.consistency.require()
         return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
 
     @property
@@ -105,8 +97,15 @@ class NativeEngine(JaxEngine):
 
     @engine_call
     def grad_step(self, batch: Any) -> jax.Array:
-        """The mean loss of one micro-batch of all own devices; its gradients are kept. Auxiliary output is in `aux`,
-        where there are several devices with an axis over them."""
+        """Compute and keep the gradients of one micro-batch of all own devices. Auxiliary output is in `aux`; with
+        several devices it has an axis over them.
+
+        Args:
+            batch: Micro-batch of this process, as a tree of arrays.
+
+        Returns:
+            Its mean loss.
+        """
         self._require_own_process()
         self._require_optimizer()
         cut = self._cut(batch)
@@ -133,7 +132,7 @@ class NativeEngine(JaxEngine):
         return jnp.stack(losses).mean()
 
     def _evaluate(self, batch: Any) -> tuple[Any, Any]:
-        self.zero.require_consistent()
+        self.zero.consistency.require()
         cut = self._cut(batch)
         self._meet("evaluation of JAX")
         losses, aux = self.zero.evaluate(cut)
@@ -141,7 +140,14 @@ class NativeEngine(JaxEngine):
 
     @engine_call
     def program(self, batch: Any) -> jax.stages.Compiled:
-        """The compiled program of a step that is one micro-batch like `batch`, its exchange and its update."""
+        """Compile a step of one micro-batch, its exchange and its update.
+
+        Args:
+            batch: Micro-batch that has the shapes and types.
+
+        Returns:
+            The compiled program.
+        """
         self._require_own_process()
         self._require_optimizer()
         return self.zero.program(self._cut(batch), self.optimizer.param_groups)
@@ -150,6 +156,7 @@ class NativeEngine(JaxEngine):
         """Release arrays and connections. `params` taken before keep their values."""
         self._close_saving()
         self.zero.close()
+        self._rewrites.remove()
         self._recorder.close()
 
     def _step_with(self, batch: Any) -> jax.Array:

@@ -16,12 +16,13 @@ import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, numpy_dtype
 from polyaccel.core.buffer import Buffer
-from polyaccel.errors import InvariantError, PolyaccelError
+from polyaccel.errors import InvariantError
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.program import Held
 from polyaccel.zero.buckets.replicas import Replica
 from polyaccel.zero.plan.layout import Bucket, ShardLayout, Slot
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION, Placement, ZeroPolicy
+from polyaccel.zero.update.consistency import Consistency
 
 PARAM = "param"
 Publish = Callable[[Mapping[int, Any], Mapping[str, int]], tuple[Any, ...]]
@@ -45,8 +46,7 @@ class NativeMemory:
         self._layout = layout
         self._is_cut = policy.optim is Placement.SHARDED
         self._publish = publish
-        self._half = ""
-        """What failed in the middle, an update or a load."""
+        self.consistency = Consistency()
         self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
         """How many updates each parameter has had."""
         self._staged: dict[tuple[int, str], list[NumpyBuffer]] = {}
@@ -80,22 +80,9 @@ class NativeMemory:
 
     @contextmanager
     def given_up(self) -> Iterator[Held]:
-        """Lend the arrays to a program that replaces them; after an error they are gone, see `require_consistent`."""
-        self._half = "an update"
-        yield self.held
-        self._half = ""
-
-    def require_consistent(self) -> None:
-        """Raise PolyaccelError after an update or a load that failed."""
-        if self._half:
-            raise PolyaccelError(
-                f"{self._half} failed: its parameters and optimizer states are lost",
-                hint="load the last checkpoint, with its optimizer states",
-            )
-
-    def mark_inconsistent(self, what: str) -> None:
-        """`what` failed in the middle: `require_consistent` raises until all was loaded."""
-        self._half = what
+        """Lend the arrays to a program that replaces them; after an error they are gone."""
+        with self.consistency.changing("an update"):
+            yield self.held
 
     def wait_all_gathers(self) -> None:
         """Nothing to wait for: an array of JAX is never written to."""
@@ -146,7 +133,6 @@ class NativeMemory:
                 masters[index] = placed
         self._staged.clear()
         self.held = Held(self._publish(weights, self.steps), masters, states)
-        self._half = ""
 
     def close(self) -> None:
         """Release the arrays."""

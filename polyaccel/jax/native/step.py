@@ -15,6 +15,7 @@ from polyaccel.jax.native.optimizers import SliceUpdate, stacked
 from polyaccel.jax.native.program import Gradients, Inputs, Outcome, Recipe, StepProgram
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.zero.plan.layout import ShardLayout, Slot
+from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
@@ -59,9 +60,9 @@ class NativeStep:
         """(losses, auxiliary outputs) of a micro-batch, of each device; its gradients are added to those before.
 
         Collective. `micro_steps` counts the micro-batches before, `factor` multiplies the loss. Raises PolyaccelError
-        as `require_consistent` does.
+        after an update or a load that failed in the middle.
         """
-        self.require_consistent()
+        self.consistency.require()
         self._is_incomplete, gradients = True, self._gradients
         loss, aux, self._gradients = self._program.differentiate(
             self.params.held.params, gradients, batch, np.uint32(micro_steps), np.float32(factor)
@@ -72,10 +73,10 @@ class NativeStep:
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
         """Update the slices and publish them; nothing changes on an overflow that is skipped. Collective.
 
-        Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and as
-        `require_consistent`.
+        Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and after an update or a
+        load that failed in the middle.
         """
-        self.require_consistent()
+        self.consistency.require()
         if self._is_incomplete or self._gradients is None:
             raise PolyaccelError(
                 "the gradients are incomplete: a pass failed, or there was none",
@@ -91,7 +92,7 @@ class NativeStep:
         self, batch: Any, micro_steps: int, factor: float, groups: Sequence[Group], loss_scale: float
     ) -> tuple[Any, Any, StepResult]:
         """`differentiate` of the last micro-batch and `update`, as one program."""
-        self.require_consistent()
+        self.consistency.require()
         recipe, inputs = self._prepare(groups, loss_scale)
         gradients, self._gradients = self._gradients, None
         with self.params.given_up() as held:
@@ -106,7 +107,7 @@ class NativeStep:
 
     def program(self, batch: Any, groups: Sequence[Group]) -> jax.stages.Compiled:
         """The compiled program of `step` for a batch like `batch`, where it is the only micro-batch."""
-        self.require_consistent()
+        self.consistency.require()
         recipe, inputs = self._prepare(groups, 1.0)
         arguments = (self.params.held, None, batch, np.uint32(0), np.float32(1.0), inputs)
         return self._program.step.lower(recipe, *arguments).compile()
@@ -173,20 +174,14 @@ class NativeStep:
         """Forget all gradients."""
         self._gradients, self._is_incomplete = None, False
 
-    def require_consistent(self) -> None:
-        """Raise PolyaccelError where an update failed, and its arrays were given up, or a load."""
-        self.params.require_consistent()
-
-    def mark_inconsistent(self, what: str) -> None:
-        """`what` failed in the middle: nothing is trained or saved until all was loaded."""
-        self.params.mark_inconsistent(what)
-
-    def mark_consistent(self) -> None:
-        """Does nothing: after all parameters and states were loaded, `params.all_gather_masters` makes them whole."""
+    @property
+    def consistency(self) -> Consistency:
+        """Whether an update, which gives the arrays up, or a load failed in the middle."""
+        return self.params.consistency
 
     def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """Like `ZeroEngine.local_shards`: the pieces that this process saves."""
-        self.require_consistent()
+        self.consistency.require()
         return self.params.local_shards()
 
     def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:

@@ -44,22 +44,22 @@ class ShardedParams:
         self._zero = zero
         self.rank = zero.communicator.rank
         self.calls = CallTable(accelerator)
-        self._is_training = False
         self._left: Counter[int] = Counter()
 
     def begin(self, *, is_training: bool) -> None:
         """Get ready for a program that is about to run."""
-        self._is_training = is_training
+        self._zero.unsharder.learns = is_training
         self.calls.failure = None
         self._left.clear()
 
     def end(self) -> None:
         """The program has run to its end on this rank. Returns when it has on all of them."""
-        self._zero.uses.sync(SyncPoint.PROGRAM if self._is_training else SyncPoint.EVALUATION, learn=self._is_training)
+        unsharder = self._zero.unsharder
+        unsharder.sync(SyncPoint.PROGRAM if unsharder.learns else SyncPoint.EVALUATION)
 
     def raise_failure(self, error: BaseException) -> NoReturn:
         """Raise the error of the call that failed, if XLA raised `error` because of it; else `error`."""
-        self._zero.uses.abandon()
+        self._zero.unsharder.abandon()
         failure, self.calls.failure = self.calls.failure, None
         if failure is None:
             raise error
@@ -72,24 +72,24 @@ class ShardedParams:
         held: list[int] = []
         try:
             for index in dict.fromkeys(place.bucket.index for place, _ in places if place.full is None):
-                self._zero.uses.begin(index, learn=self._is_training)
+                self._zero.unsharder.unshard(index)
                 held.append(index)
             for (place, slot), out in zip(places, outs, strict=True):
                 out.copy_from(params.full(place.bucket.index).view(slot.offset, slot.param.numel))
         finally:
             for index in held:
-                self._zero.uses.end(index, learn=self._is_training)
+                self._zero.unsharder.reshard(index)
 
     def reduce(self, names: Sequence[str], gradients: Sequence[Buffer], uses: Counter[int]) -> None:
         """Take gradients over, and reduce the buckets that they complete: `uses` has how often a program uses each.
 
         See [Note: Gradient completion count]."""
         for name, gradient in zip(names, gradients, strict=True):
-            self._zero.add_gradient(name, gradient)
+            self._zero.reducer.add_gradient(name, gradient)
         for index in self.buckets(names):
             self._left[index] += 1
             if self._left[index] == uses[index]:
-                self._zero.release([index])
+                self._zero.unsharder.release(index)
 
     def buckets(self, names: Sequence[str]) -> list[int]:
         """The buckets of these parameters, each once."""

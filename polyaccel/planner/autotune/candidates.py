@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from polyaccel.config import ResolvedConfig
-from polyaccel.config.meshes import data_ranks, shared_axes
+from polyaccel.config.meshes import data_ranks
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.planner.forecast import Setting
@@ -96,7 +96,6 @@ class Candidate:
 def own_candidate(config: ResolvedConfig) -> Candidate:
     """The settings of `config` itself."""
     setting = Setting.of(config)
-    axes = {axis: size for axis, _, size in shared_axes(config)}
     return Candidate(
         stage=setting.stage,
         offload=setting.offload,
@@ -105,8 +104,8 @@ def own_candidate(config: ResolvedConfig) -> Candidate:
         accumulation=config.gradient_accumulation_steps,
         recomputes=config.activation_checkpointing.recomputes_blocks,
         bucket_numel=config.zero_optimization.reduce_bucket_size,
-        tensor=axes.get("tensor", 1),
-        sequence=axes.get("sequence", 1),
+        tensor=config.mesh.tensor,
+        sequence=config.mesh.sequence,
     )
 
 

@@ -21,7 +21,7 @@ from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.comparison import same_numbers
 from polyaccel.testkit.progress import doing
-from polyaccel.zero.buckets.params import ParamListener
+from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.layout import plan_layout
@@ -172,10 +172,11 @@ def train(communicator: Communicator, stage: int, steps: int) -> Trained:
         losses.append(float(np.mean(communicator.all_gather_object(float(loss)))))
         step.begin_backward(reduce=True)
         for fqn, gradient in found.items():
-            step.add_gradient(fqn, _on_device(communicator, gradient))
+            step.reducer.add_gradient(fqn, _on_device(communicator, gradient))
         if is_sharded:
-            step.release(buckets)
-        step.end_backward()
+            for index in buckets:
+                step.unsharder.release(index)
+        step.reducer.end_backward()
         norms.append(float(step.update([GROUP]).grad_norm or 0.0))
     final = unsharded()
     step.close()

@@ -99,7 +99,7 @@ class GatheredParameters:
         self._open.append(openings)
         for opening in openings:
             params = opening.owner.step.params
-            if any(index not in params.gathering for index in opening.buckets):
+            if any(index not in params.gathered for index in opening.buckets):
                 opening.owner.adopt_changes()
             for index in opening.buckets:
                 params.unshard(index)
@@ -144,7 +144,7 @@ class GatheredParameters:
             members = [
                 slot.param.fqn
                 for index in buckets
-                if index in step.params.gathering
+                if index in step.params.gathered
                 for slot in step.layout.buckets[index].slots
             ]
             openings.append(_Opening(owner, fqns, buckets, [fqn for fqn in members if fqn not in names]))

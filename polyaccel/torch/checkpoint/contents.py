@@ -53,7 +53,7 @@ def contents_of(
     """What this rank saves of the whole state of `run`, as it is now. `allows_bytes`: a client state may have bytes.
     Collective. Raises PolyaccelError after half an update, and CheckpointError for a state of a client's optimizer that
     cannot be saved."""
-    run.zero.require_consistent()
+    run.zero.consistency.require()
     run.zero.params.wait_all_gathers()
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()

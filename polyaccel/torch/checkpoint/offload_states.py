@@ -66,7 +66,7 @@ class OffloadedStates:
             raise PolyaccelError(f"states cannot be offloaded to {device!r}", hint='use device="cpu"', value=device)
         zero = self._zero
         zero.adopt_changes()
-        zero.finish_reductions()
+        zero.reducer.finish_reductions()
         zero.params.wait_all_gathers()
         for kind in self._kinds(include):
             if kind is StateKind.LP_PARAMS:
@@ -126,7 +126,7 @@ class OffloadedStates:
             for shard in zero.shards:
                 yield from shard.states.values()
         elif kind is StateKind.LP_GRADS:
-            for gradients in zero.gradient_buckets():
+            for gradients in zero.reducer.buckets:
                 yield from gradients.resident()
         elif kind is not StateKind.CONTIGUOUS_GRAD_BUFFER:
             for place in zero.params:

@@ -107,14 +107,11 @@ def load_whole_state_dict(
     zero.params.wait_all_gathers()
     state_dict = own_blocks(adapter, state_dict)
     require_fitting(adapter.module, state_dict, zero.communicator, strict=strict)
-    try:
+    with zero.consistency.changing("loading a state_dict"):
         adapter.module.load_state_dict(state_dict, strict=strict)
         for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
             if name in state_dict:
                 adapter.write(adapter.names[parameter], state_dict[name])
-    except BaseException:
-        zero.mark_inconsistent("loading a state_dict")
-        raise
     adapter.forget_changes()
     adapter.on_update()
 
@@ -199,7 +196,7 @@ def entries_of_writer(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen
     Collective. One bucket is whole at a time. Tied parameters share one tensor.
     """
     adapter.require_not_handed_over()
-    zero.require_consistent()
+    zero.consistency.require()
     adapter.adopt_changes()
     values = {}
     is_writer = zero.communicator.rank == 0

@@ -14,7 +14,7 @@ logits), with a cache, and where there are fewer tokens than ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.context_parallel.batches import WholeBatch, own_part, target_count
 from polyaccel.torch.context_parallel.huggingface import PREFIX, CutForward, current, registered
+from polyaccel.torch.context_parallel.loss_shift import loss_form
 from polyaccel.torch.context_parallel.losses import IGNORED, mean_of_ranks
 from polyaccel.torch.context_parallel.settings import SequenceSettings
 from polyaccel.torch.context_parallel.shares import TokenShares
@@ -186,16 +187,8 @@ class _Loss:
 
 
 def _loss_of(model: PreTrainedModel) -> _Loss:
-    forward: Callable[..., Any] = inspect.unwrap(type(model).forward)
-    loss_type = getattr(model, "loss_type", None)
-    is_shifted = loss_type in (None, "ForCausalLM") and _is_causal(model)
-    takes_more = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(forward).parameters.values())
-    return _Loss(is_shifted, takes_more and "loss_function" in forward.__code__.co_names)
-
-
-def _is_causal(model: PreTrainedModel) -> bool:
-    name = type(model).__name__
-    return name.endswith(("ForCausalLM", "LMHeadModel")) or getattr(model, "loss_type", None) == "ForCausalLM"
+    form = loss_form(model)
+    return _Loss(form.is_shifted, form.takes_targets)
 
 
 def _with_loss(outputs: Any, loss: Tensor) -> Any:

@@ -45,12 +45,18 @@ _BACKWARD, _INPUT, _WEIGHT = PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT, Pip
 
 
 class PipelineEngine(StagedStates):
-    """An engine whose model is a `PipelineModule`, or was cut by its blocks: `train_batch` does a step, `eval_batch`
-    computes a loss."""
+    """Engine of a `PipelineModule`, or of a model cut by its blocks, with `train_batch` and `eval_batch`."""
 
     def compose_pipeline(self, schedule: str, chunks: int) -> None:
-        """Find this rank's neighbours, and what it does by `schedule`, of `chunks` a stage (0: what that needs).
-        Collective. Raises PipelineError for a schedule for which the model was not cut."""
+        """Find this rank's neighbours and instructions. Collective.
+
+        Args:
+            schedule: Name of the pipeline schedule.
+            chunks: Chunks of the model on each stage; 0 is as many as the schedule needs.
+
+        Raises:
+            PipelineError: The model was not cut for this schedule.
+        """
         self._cut = cut_of(self._own_module)
         module = self._own_module if self._cut is None else self._cut
         assert isinstance(module, (PipelineModule, StageModule))  # what `initialize` makes
@@ -106,11 +112,11 @@ class PipelineEngine(StagedStates):
         return self._stage
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage has the first layers."""
+        """Return whether this rank's stage has the first layers."""
         return self._placement[0] == self._stage
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage has the last layers, and the loss."""
+        """Return whether this rank's stage has the last layers, and the loss."""
         return self._placement[-1] == self._stage
 
     def destroy(self) -> None:
@@ -119,21 +125,31 @@ class PipelineEngine(StagedStates):
         super().destroy()
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """Take micro-batches from `iterator` where `train_batch` and `eval_batch` are given none."""
+        """Set the default source of micro-batches for `train_batch` and `eval_batch`.
+
+        Args:
+            iterator: Yields micro-batches.
+        """
         self._batches.iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take micro-batches from `loader`, from its first on, where `train_batch` and `eval_batch` are given none."""
+        """Set the default source of micro-batches for `train_batch` and `eval_batch`, and start at its first one.
+
+        Args:
+            loader: Iterable of micro-batches.
+        """
         self._batches.iterator = iter(loader)
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Let `fn` make a micro-batch of what the data gives, on the stages that need one. It is given None where a
-        rank has no data."""
+        """Set a function that makes micro-batches on the stages that need one.
+
+        Args:
+            fn: Receives one item of the data, or None on a rank without data, and returns a micro-batch.
+        """
         self._batches.batch_fn = fn
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
-        """The means over the last batch of what `PipelineModule.get_additional_losses` reported, on every stage; None
-        where that is nothing."""
+        """Return the last batch's means of `PipelineModule.get_additional_losses`, on every stage; None without any."""
         return self._more_losses
 
     def reset_activation_shape(self) -> None:
@@ -141,12 +157,35 @@ class PipelineEngine(StagedStates):
         self._exchange.forget()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The output of this rank's layers. Raises PolyaccelError outside of a batch, where other ranks have more."""
+        """Run this rank's layers.
+
+        Args:
+            *inputs: Inputs of the first layer.
+            **named: Inputs of the first layer, by name.
+
+        Returns:
+            The output of the last layer.
+
+        Raises:
+            PolyaccelError: Called outside of a batch, and other ranks have more layers.
+        """
         self._require_batch("engine(...)")
         return super().forward(*inputs, **named)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """As that of `TorchEngine`. Raises PolyaccelError outside of a batch, where other ranks have more layers."""
+        """Compute and reduce the gradients of a loss, as `TorchEngine.backward`.
+
+        Args:
+            loss: Scalar to differentiate.
+            retain_graph: Keep the graph for another backward pass.
+            scale_wrt_gas: Divide by the gradient accumulation steps.
+
+        Returns:
+            The loss, divided as `scale_wrt_gas` says, without a graph.
+
+        Raises:
+            PolyaccelError: Called outside of a batch, and other ranks have more layers.
+        """
         self._require_batch("engine.backward(...)")
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
@@ -159,10 +198,17 @@ class PipelineEngine(StagedStates):
             )
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
-        """One optimizer step over its micro-batches from `data_iter` (None: that of `set_dataiterator`, else the
-        engine's own loader). A micro-batch of a `PipelineModule` is a pair of inputs and labels: the stage of the first
-        layers uses the inputs, that of the last the labels, and stages between them need no data; a model that was cut
-        takes its own. Returns the mean loss of this rank's micro-batches, on every stage."""
+        """Run one optimizer step over its micro-batches.
+
+        A micro-batch of a `PipelineModule` is a pair: inputs for the first stage, labels for the last. Other models
+        take their own. Stages between the first and the last need no data.
+
+        Args:
+            data_iter: Yields micro-batches. None is the iterator of `set_dataiterator`, else the engine's own loader.
+
+        Returns:
+            Mean loss of this rank's micro-batches, on every stage.
+        """
         self._require_optimizer()
         self.train()
         results = Results()
@@ -182,11 +228,20 @@ class PipelineEngine(StagedStates):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of `num_micro_batches` (None: as many as a step has), without gradients, on every stage; the
-        training mode is restored. With `reduce_output` None the losses of all of them, as a list. Without `bcast_loss`
-        the stage of the last layers alone has them, the others None. Without `compute_loss` the outputs of the last
-        layers take their place, and only the stage of these has them, the others None. `return_logits` gives a pair:
-        that, and the outputs by micro-batch as a list, again on that stage alone."""
+        """Compute the loss of micro-batches without gradients. The training mode is restored.
+
+        Args:
+            data_iter: Yields micro-batches. None is the iterator of `set_dataiterator`, else the engine's own loader.
+            return_logits: Also return the outputs.
+            compute_loss: False returns the outputs of the last layers in place of the loss.
+            reduce_output: "avg" for the mean loss, None for a list with the loss of each micro-batch.
+            bcast_loss: False leaves the loss on the last stage.
+            num_micro_batches: How many micro-batches to run; None is as many as a step has.
+
+        Returns:
+            The loss, on every stage. Outputs are on the last stage only, and the other stages have None. With
+            `return_logits` a pair: the same, and a list of outputs by micro-batch.
+        """
         if reduce_output not in (None, "avg"):
             raise PolyaccelError(f"reduce_output {reduce_output!r}", hint='use "avg" or None', value=reduce_output)
         count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches

@@ -21,13 +21,27 @@ class StagedStates(TorchEngine):
     _stages: int
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The state dict of the whole model, on every rank. Every rank calls it."""
+        """Return the state dict of the whole model. Every rank calls it.
+
+        Args:
+            exclude_frozen_parameters: Leave frozen parameters out.
+
+        Returns:
+            Entries of all stages, on every rank.
+        """
         own = super().module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return merged_tensors(own, self._line, self.device) if self._stages > 1 else own
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over the state dict of the whole model, equal on all ranks. Every rank calls it. Raises torch's
-        RuntimeError for other names or shapes."""
+        """Load the state dict of the whole model. Every rank calls it.
+
+        Args:
+            state_dict: Entries of all stages, equal on all ranks.
+            strict: Require the names of the model and no others.
+
+        Raises:
+            RuntimeError: Names or shapes differ, as in torch.
+        """
         if self._stages > 1:
             own = self._own_module.state_dict(keep_vars=True)
             state_dict = own_entries(state_dict, own.keys(), self._line, strict=strict)

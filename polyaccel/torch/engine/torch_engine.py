@@ -33,7 +33,7 @@ from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader, call_with, 
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.profiling.forward_work import ForwardWork
-from polyaccel.torch.rewrites import REWRITES, AppliedRewrite, RewriteContext
+from polyaccel.torch.rewrites import REWRITES, RewriteContext
 from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.torch.sharding.transforms import explaining_refusal, is_transforming
@@ -56,6 +56,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     zero: ZeroEngine
     linears: Linears
+    _rewrites: RewriteContext
     _warned_of_16_bits = _is_closed = False
 
     def __init__(self, rewrites: RewriteContext) -> None:
@@ -87,11 +88,6 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         self._recorder.begin()
 
     # Rewrites of the module. See `polyaccel.torch.rewrites`.
-
-    @property
-    def rewrites(self) -> tuple[AppliedRewrite, ...]:
-        """What was changed of the module, in the order in which it was applied."""
-        return tuple(self._rewrites.applied)
 
     def shard_parameters(self) -> tuple[str, ...]:
         """Lay out the parameters in buckets, for `ZeroShards`. Collective.

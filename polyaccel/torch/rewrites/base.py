@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from logging import getLogger
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
+from polyaccel.engine.rewrites import AppliedRewrite, BaseContext, BaseRewrite
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.api.optimizer import ParamGroups
@@ -23,25 +22,9 @@ from polyaccel.torch.pipeline.stage_module import cut_of
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
-log = getLogger(__name__)
+__all__ = ["AppliedRewrite", "OptimizerLike", "RewritableEngine", "Rewrite", "RewriteContext"]
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppliedRewrite:
-    """One rewrite of a model, as it was applied on this rank."""
-
-    name: str
-    """The section of the config that asks for it."""
-    modules: tuple[str, ...] = ()
-    """Full names of the modules whose class, forward or attributes it replaced."""
-    parameters: tuple[str, ...] = ()
-    """Full names of the parameters whose values it cut, moved or flattened."""
-    remove: Callable[[], object] | None = None
-    """Undoes it; None where this rank no longer has what was before, as after a cut of parameters."""
-    is_collective: bool = False
-    """Whether every rank has to call `remove`."""
 
 
 class RewritableEngine(Protocol):
@@ -63,7 +46,7 @@ class RewritableEngine(Protocol):
 
 
 @dataclass(kw_only=True)
-class RewriteContext:
+class RewriteContext(BaseContext):
     """What rewrites read, and what they leave for the engine."""
 
     model: nn.Module
@@ -80,10 +63,6 @@ class RewriteContext:
     groups: ParamGroups = field(default_factory=list)
     engine: RewritableEngine | None = None
     """The engine, for the rewrites that come after it was made."""
-    without: frozenset[str] = frozenset()
-    """Names of rewrites that are off in a run of a verification."""
-    applied: list[AppliedRewrite] = field(default_factory=list)
-    """What was applied, in order."""
 
     @property
     def rank(self) -> int:
@@ -99,39 +78,6 @@ class RewriteContext:
         """The number of ranks along `axis` of the mesh."""
         return self.runtime.mesh.size_of((axis,))
 
-    def apply(self, rewrites: Sequence[Rewrite]) -> None:
-        """Check all of `rewrites` that are on, then apply them in order. Collective."""
-        wanted = [one for one in rewrites if one.name not in self.without]
-        for one in wanted:
-            if one.is_on(self):
-                one.check(self)
-        for one in wanted:
-            if one.is_on(self) and (done := one.apply(self)) is not None:
-                self.applied.append(done)
-                log.debug("%s: %d modules, %d parameters", done.name, len(done.modules), len(done.parameters))
 
-    def remove(self, *, alone: bool = False) -> None:
-        """Undo what can be undone, the last rewrite first. Collective, unless only what this rank can do `alone`."""
-        while self.applied:
-            one = self.applied.pop()
-            if one.remove is not None and not (alone and one.is_collective):
-                one.remove()
-
-
-class Rewrite(ABC):
-    """One kind of change to a user's model. It holds no state: what was changed is in `AppliedRewrite`."""
-
-    name: ClassVar[str]
-    needs_engine: ClassVar[bool] = False
-    """Whether the engine applies it while it is built."""
-
-    @abstractmethod
-    def is_on(self, context: RewriteContext) -> bool:
-        """Whether the run asks for it."""
-
-    def check(self, context: RewriteContext) -> None:  # noqa: B027 - most have nothing to check
-        """Raise ConfigError or PolyaccelError for a request that cannot be met, before anything is changed."""
-
-    @abstractmethod
-    def apply(self, context: RewriteContext) -> AppliedRewrite | None:
-        """Change the model in place; None where this rank's model has nothing to change. Collective."""
+class Rewrite(BaseRewrite[RewriteContext]):
+    """One kind of change to a torch module, in place."""

@@ -47,7 +47,7 @@ class TensorParallel(Rewrite):
         parallelize_module(context.model, ranks, plan)
         modules = dict.fromkeys([*(one.name for one in plan.modules), *(one.name for one in plan.heads)])
         cut = tuple(f"{one.name}.{parameter}" for one in plan.modules for parameter in one.cuts)
-        return AppliedRewrite(name=self.name, modules=tuple(modules), parameters=cut)
+        return AppliedRewrite(name=self.name, modules=tuple(modules), parameters=cut, unproven=tuple(plan.unproven))
 
 
 class ExpertParallel(Rewrite):

@@ -163,9 +163,9 @@ class BackwardRunner:
                 if not is_ours or weight is None:
                     roots.append(product.root())
                     continue
-                step.add_gradient(weight, product.write)
+                step.reducer.add_gradient(weight, product.write)
                 if bias is not None:
-                    step.add_gradient(bias, product.write_bias)
+                    step.reducer.add_gradient(bias, product.write_bias)
             if roots:
                 torch.autograd.backward([one for one, _ in roots], [one for _, one in roots])
 
@@ -229,7 +229,7 @@ class BackwardRunner:
     def on_user_backward(self) -> None:
         """A backward is under way: begin its pass, or take part in it, unless that has begun. Called inside of
         autograd."""
-        if self._step is None or self._step.in_backward or self._left is not None:
+        if self._step is None or self._step.reducer.in_backward or self._left is not None:
             return
         one = self._registry.running() or self._registry.begin(BackwardPass())
         if self._step.optimizer is None:  # gradients of something else, through parameters that are gathered for it
@@ -273,7 +273,7 @@ class BackwardRunner:
             self.on_user_backward()
             if self._factor != 1.0:
                 gradient.mul_(self._factor)
-            self._step.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
+            self._step.reducer.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
 
         return take
 
@@ -313,12 +313,12 @@ class BackwardRunner:
             return
         with self._timer("reduce"):
             self._on_end(True)
-            self._attached.end_backward()
+            self._attached.reducer.end_backward()
 
     def abort_backward(self) -> None:
         """Autograd raised: launch nothing more, for reducing half a pass could leave the other ranks waiting."""
         self._is_watched = False
-        self._attached.abort_backward()
+        self._attached.reducer.abort_backward()
         self._on_end(False)
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class GradientAccess:
         found = shown_gradient(self._step, fqn)
         if found is None:
             return None
-        if self._dropped.get(fqn) == self._step.passes:
+        if self._dropped.get(fqn) == self._step.reducer.passes:
             return None
         parameter, values = self._trained[fqn], _tensor(found.values.raw)
         if not found.is_whole:
@@ -164,7 +164,7 @@ class GradientAccess:
         if value is None:
             drop_gradient(self._step, fqn)
             self._shown.pop(fqn, None)
-            self._dropped[fqn] = self._step.passes
+            self._dropped[fqn] = self._step.reducer.passes
             self._norms.clear()
             return
         self._require_unscaled(fqn, "set")
@@ -194,9 +194,9 @@ class GradientAccess:
     def norm(self, fqn: str, order: float) -> float:
         """The norm of a sharded gradient over all ranks. Collective, for all parameters at once: the first call after
         a pass or a change exchanges them, and the others have them then."""
-        if self._norms_of != self._step.passes:
+        if self._norms_of != self._step.reducer.passes:
             self._norms.clear()
-            self._norms_of = self._step.passes
+            self._norms_of = self._step.reducer.passes
         if order not in self._norms:
             self._norms[order] = self._exchange_norms(order)
         return self._norms[order][list(self._trained).index(fqn)]
@@ -220,7 +220,7 @@ class GradientAccess:
         """Note which whole gradients user code has written to since it saw them: an update follows."""
         for fqn, (gradient, version) in self._shown.items():
             if gradient._version != version:
-                self._step.user_grad_edits.written.add(fqn)
+                self._step.reducer.user_edits.written.add(fqn)
 
     def forget(self) -> None:
         """The gradients are gone: used by an update, or discarded."""

@@ -109,16 +109,14 @@ class UnshardHooks:
     def __init__(
         self, module: nn.Module, step: ZeroEngine, buckets_of: dict[str, list[int]], begin: Callable[[], None]
     ) -> None:
-        self._step = step
         self._begin = begin
-        self._uses = step.uses
-        self._gathering = step.params.gathering
-        self._saved = SavedViews(self._gathering, self._want)
+        self._unsharder = step.unsharder
+        self._unsharder.learns = self._trains = step.optimizer is not None
+        self._reducer = step.reducer
+        self._saved = SavedViews(self._unsharder)
         self._calls: list[Call] = []
-        self._loose: list[int] = []
-        """Buckets that are held until the backward pass ends, outside of any site."""
         self._unfinished: list[Call] = []
-        """The outermost calls whose backward needs `_loose`, which holds for all of them."""
+        """The outermost calls whose backward needs buckets that stay unsharded until it ends."""
         self._in_backward: list[HookedModule] = []
         self._handles: list[Any] = []
         self._names = {part: name for name, part in module.named_modules()}
@@ -177,22 +175,18 @@ class UnshardHooks:
             self._leave(self._in_backward[-1])
         self._unfinished = [call for call in self._unfinished if not call.has_entered]
         if not self._unfinished:
-            self._drop_loose()
+            self._unsharder.reshard_rest()
         for site in self._sites.values():
             site.usual_entries, site.entries, site.calls = site.entries, 0, 0
         if is_whole:
-            self._uses.sync(SyncPoint.BACKWARD, learn=self._learns)
+            self._unsharder.sync(SyncPoint.BACKWARD)
         else:
-            self._uses.abandon()
+            self._unsharder.abandon()
 
     def before_update(self) -> None:
         """Parameters are about to change: graphs that wait for their backward will be of no use."""
         self._unfinished.clear()
-        self._drop_loose()
-
-    def _drop_loose(self) -> None:
-        while self._loose:
-            self._uses.end(self._loose.pop(), learn=self._step.optimizer is not None)
+        self._unsharder.reshard_rest()
 
     def try_unshard(self, buckets: Iterable[int]) -> bool:
         """Make buckets whole for an operation on a sharded parameter; False outside of forward and backward passes."""
@@ -202,13 +196,13 @@ class UnshardHooks:
                 if index not in call.site.buckets:
                     log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
                     self.add_buckets(call.site.module, [index])
-                    self._uses.will_change_order()
+                    self._unsharder.will_change_order()
                 self._hold(call, [index])
             return True
-        if self._step.in_backward:
+        if self._reducer.in_backward:
             with outside_transforms():
                 for index in buckets:
-                    self._want(index)
+                    self._unsharder.unshard_until_end(index)
             return True
         return False
 
@@ -222,10 +216,12 @@ class UnshardHooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not site.module:  # a copy of the module, which took the hooks along
                 return
-            learns = self._step.optimizer is not None and (torch.is_grad_enabled() or self._step.in_backward)
+            learns = self._trains and (torch.is_grad_enabled() or self._reducer.in_backward)
             call = Call(site, learns=learns, outside=sys.exc_info()[1])
-            if self._is_outermost and self._uses.are_unsharded(self._inside(site)):
+            if self._is_outermost and self._unsharder.are_unsharded(self._inside(site)):
                 call.is_apart, call.learns = True, False
+            if not self._calls:
+                self._unsharder.learns = call.learns
             self._calls.append(call)
             if is_transforming():
                 for outer in self._calls[:-1]:
@@ -243,11 +239,12 @@ class UnshardHooks:
             with outside_transforms():
                 if torch.is_grad_enabled():
                     self._watch(call, output)
-                learns = (self._calls[0] if self._calls else call).learns
                 for index in reversed(call.held):
-                    self._uses.end(index, learn=learns)
+                    self._unsharder.reshard(index)
                 if self._is_outermost and not call.is_apart:
                     self._end_forward(call)
+                if not self._calls:
+                    self._unsharder.learns = self._trains
 
         enter, leave = EngineHook(before), EngineHook(after)
         if self._is_compiled:  # what is around or inside the site, so that its hooks would be compiled too
@@ -259,7 +256,7 @@ class UnshardHooks:
     @property
     def _is_outermost(self) -> bool:
         """Whether no call is under way, nor a backward pass, which may run calls again."""
-        return not self._calls and not self._step.in_backward and not self._in_backward
+        return not self._calls and not self._reducer.in_backward and not self._in_backward
 
     def _inside(self, site: HookedModule) -> Iterable[int]:
         """The buckets that a call of `site` may use."""
@@ -271,9 +268,9 @@ class UnshardHooks:
         """An outermost call is over. If it raised, other ranks may not have come so far, and they are not waited
         for."""
         if sys.exc_info()[1] is not call.outside:
-            self._uses.abandon()
+            self._unsharder.abandon()
         else:
-            self._uses.sync(SyncPoint.FORWARD if call.learns else SyncPoint.EVALUATION, learn=call.learns)
+            self._unsharder.sync(SyncPoint.FORWARD if call.learns else SyncPoint.EVALUATION)
 
     def _hold(self, call: Call, buckets: Iterable[int]) -> None:
         """Hold buckets until the call ends, or the backward pass, should autograd keep the parameters themselves."""
@@ -281,16 +278,11 @@ class UnshardHooks:
         stays = torch.is_grad_enabled() and not has_notes
         with outside_transforms():
             for index in buckets:
-                self._uses.begin(index, learn=self._learns)
+                self._unsharder.unshard(index)
                 call.held.append(index)
-                if stays and index not in self._loose:
-                    self._want(index)
+                if stays and not self._unsharder.stays(index):
+                    self._unsharder.unshard_until_end(index)
                     self._unfinished.append(self._calls[0])
-
-    @property
-    def _learns(self) -> bool:
-        """Whether what is used now is part of a training step."""
-        return self._calls[0].learns if self._calls else self._step.optimizer is not None
 
     # Backward.
 
@@ -302,7 +294,7 @@ class UnshardHooks:
         watched = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
         for leaf in watched:
             leaf.register_hook(lambda gradient: self._enter(call))  # type: ignore[no-untyped-call]
-        if watched and not self._step.in_backward:  # else it is a recomputation, whose call is counted already
+        if watched and not self._reducer.in_backward:  # else it is a recomputation, whose call is counted already
             call.site.calls += 1
 
     def _enter(self, call: Call) -> None:
@@ -319,7 +311,7 @@ class UnshardHooks:
             site.held = []
             self._in_backward.append(site)
             for index in list(site.buckets):
-                self._uses.begin(index, learn=self._learns)
+                self._unsharder.unshard(index)
                 site.held.append(index)
 
     def _leave(self, site: HookedModule) -> None:
@@ -327,10 +319,7 @@ class UnshardHooks:
         held, site.held = site.held or [], None
         self._in_backward.remove(site)
         for index in reversed(held):
-            self._uses.end(index, learn=self._learns)
-        self._step.release(index for index in held if all(one.is_over for one in self._of_bucket[index]))
-
-    def _want(self, index: int) -> None:
-        """Hold a bucket until the backward pass ends."""
-        self._uses.begin(index, learn=self._learns)
-        self._loose.append(index)
+            self._unsharder.reshard(index)
+        for index in held:
+            if all(one.is_over for one in self._of_bucket[index]):
+                self._unsharder.release(index)

@@ -29,13 +29,14 @@ ModuleChoice = type[nn.Module] | str
 
 
 def set_leaf_modules(
-    model: nn.Module, choices: Iterable[ModuleChoice], *, raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Iterable[ModuleChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Make every module that matches a choice a leaf: it is unsharded as one.
 
     Args:
         model: Model, before `initialize`.
-        choices: A class, its short or qualified name, a module's full name, or the end of one (`mlp.experts`).
+        leaf_module_classes: Choices: a class, its short or qualified name, a module's full name, or the end of one
+            (`mlp.experts`).
         raise_if_not_found: Raise ShardingError if no module matches.
 
     Returns:
@@ -44,7 +45,7 @@ def set_leaf_modules(
     Raises:
         ShardingError: No module matches, or the model is already sharded.
     """
-    chosen = list(choices)
+    chosen = list(leaf_module_classes)
     require_unsharded(model)
     found = matching_modules(model, *chosen)
     for module in found:
@@ -85,13 +86,13 @@ def set_configured_leaves(model: nn.Module, leaves: Iterable[nn.Module]) -> None
 
 
 def unset_leaf_modules(
-    model: nn.Module, choices: Iterable[ModuleChoice], *, raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Iterable[ModuleChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Undo `set_leaf_modules`.
 
     Args:
         model: Model, before `initialize`.
-        choices: As in `set_leaf_modules`.
+        leaf_module_classes: Choices, as in `set_leaf_modules`.
         raise_if_not_found: Raise ShardingError if no module matches.
 
     Returns:
@@ -100,7 +101,7 @@ def unset_leaf_modules(
     Raises:
         ShardingError: No module matches, or the model is already sharded.
     """
-    found = set_leaf_modules(model, choices, raise_if_not_found=raise_if_not_found)
+    found = set_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         del module.__dict__[_LEAF]
     return found
@@ -118,35 +119,21 @@ def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_leaf_module(module)]
 
 
-def is_leaf_module(module: nn.Module) -> bool:
-    """Return whether `module` is a leaf.
+def is_leaf_module(model: nn.Module) -> bool:
+    """Return whether one module is a leaf.
 
     Args:
-        module: Module to ask.
+        model: Module to ask.
 
     Returns:
         True if a caller or a config made it a leaf.
     """
-    return bool(module.__dict__.get(_LEAF) or module.__dict__.get(_CONFIGURED_LEAF))
+    return bool(model.__dict__.get(_LEAF) or model.__dict__.get(_CONFIGURED_LEAF))
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[ModuleChoice], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Make every module that matches a choice a leaf. DeepSpeed's name of `set_leaf_modules`.
-
-    Args:
-        model: Model, before `initialize`.
-        leaf_module_classes: Classes, or choices as in `set_leaf_modules`.
-        raise_if_not_found: Raise ShardingError if no module matches.
-
-    Returns:
-        The modules that match.
-
-    Raises:
-        ShardingError: No module matches, or the model is already sharded.
-    """
-    return set_leaf_modules(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
+# DeepSpeed's names.
+set_z3_leaf_modules, unset_z3_leaf_modules = set_leaf_modules, unset_leaf_modules
+get_z3_leaf_modules, z3_leaf_module = get_leaf_modules, is_leaf_module
 
 
 def set_z3_leaf_modules_by_name(
@@ -187,37 +174,6 @@ def set_z3_leaf_modules_by_suffix(
     return set_leaf_modules(model, module_name_suffixes, raise_if_not_found=raise_if_not_found)
 
 
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[ModuleChoice], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules`. DeepSpeed's name.
-
-    Args:
-        model: Model, before `initialize`.
-        leaf_module_classes: Classes, or choices as in `set_leaf_modules`.
-        raise_if_not_found: Raise ShardingError if no module matches.
-
-    Returns:
-        The modules that match.
-
-    Raises:
-        ShardingError: No module matches, or the model is already sharded.
-    """
-    return unset_leaf_modules(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the leaf modules of a model. DeepSpeed's name of `get_leaf_modules`.
-
-    Args:
-        model: Model to search, itself included.
-
-    Returns:
-        Leaf modules, in the order of `modules`.
-    """
-    return get_leaf_modules(model)
-
-
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Make one module a leaf, or no longer one. DeepSpeed's name.
 
@@ -230,18 +186,6 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """
     require_unsharded(model)
     model.__dict__[_LEAF] = flag
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether `model` is a leaf. DeepSpeed's name of `is_leaf_module`.
-
-    Args:
-        model: Module to ask.
-
-    Returns:
-        True if a caller or a config made it a leaf.
-    """
-    return is_leaf_module(model)
 
 
 def require_unsharded(model: nn.Module) -> None:

@@ -127,7 +127,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         """Gather sharded parameters around the modules that use them."""
         buckets_of: dict[str, list[int]] = {}
         for fqn, index in self._bucket_of.items():
-            if index in step.params.gathering:
+            if index in step.params.gathered:
                 unit = step.layout.buckets[index].kind.unit
                 is_unit = unit in self.units  # the root too, if it was made a leaf
                 users = [unit] if is_unit else self._modules_with(self.parameter(fqn))
@@ -185,7 +185,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         """Let each parameter have its values in separate memory. Collective where they are sharded."""
         if self._step is None:
             return
-        self._step.params.gathering.close()
+        self._step.params.gathered.close()
         for parameter, _ in self._owned.whole():  # with what users wrote there last
             bind(parameter, Tensor.data.__get__(parameter).clone())  # type: ignore[attr-defined]
         for place in self._step.params:
@@ -209,7 +209,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     def is_sharded(self, fqn: str) -> bool:
         """Whether a parameter is whole only while it is gathered."""
-        return self._bucket_of[fqn] in self.step.params.gathering
+        return self._bucket_of[fqn] in self.step.params.gathered
 
     @property
     def step(self) -> ZeroEngine:
@@ -330,7 +330,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
     def _differs(self, fqn: str) -> bool:
         """Whether a gathered parameter has other values than this rank's slice, as far as its gather is exact."""
         index = self._bucket_of.get(fqn)
-        if self._step is None or index is None or not self._step.params.gathering.is_exact(index):
+        if self._step is None or index is None or not self._step.params.gathered.is_exact(index):
             return False
         return self._step.params.differs(fqn)
 
@@ -371,14 +371,14 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     def suspend(self) -> None:
         """Parameters are about to be offloaded: a use of one raises."""
-        self.step.params.gathering.suspend()
+        self.step.params.gathered.suspend()
         for fqn in self._specs:
             self._hide(fqn)
 
     def resume(self) -> None:
         """Parameters are back; the sharded ones are sharded still."""
         params = self.step.params
-        params.gathering.is_suspended = False
+        params.gathered.is_suspended = False
         for fqn in self._specs:
             place, slot = params.locate(fqn)
             if place.private_view is not None:
@@ -386,7 +386,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     @property
     def _is_suspended(self) -> bool:
-        return self._step is not None and self._step.params.gathering.is_suspended
+        return self._step is not None and self._step.params.gathered.is_suspended
 
     def _show(self, fqn: str, values: Tensor) -> None:
         show(self.parameter(fqn), self._owned.homes[fqn], values)

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import ShardingError
-from polyaccel.zero.buckets.unshard import ParamUnsharder
+from polyaccel.zero.buckets.unsharder import Unsharder
 
 _MARK = "_polyaccel_saved_views"
 
@@ -37,11 +37,11 @@ class SavedView(NamedTuple):
 
 
 class SavedViews:
-    """Hooks on saved tensors for the buckets of `gathering`. `want(bucket)` makes one whole until the backward ends."""
+    """Hooks on saved tensors that lie in buckets of `unsharder`."""
 
-    def __init__(self, gathering: ParamUnsharder, want: Callable[[int], None]) -> None:
-        self._gathering = gathering
-        self._want = want
+    def __init__(self, unsharder: Unsharder) -> None:
+        self._unsharder = unsharder
+        self._gathered = unsharder.gathered
         self._bucket_at: dict[int, int] = {}
         self._updates = 0
 
@@ -73,7 +73,7 @@ class SavedViews:
             index = self._bucket_of(tensor)
             if index is None:
                 return outer[0](tensor) if outer else tensor
-            full = self._gathering.full(index).raw
+            full = self._gathered.full(index).raw
             is_elsewhere = tensor.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
             if is_elsewhere or tensor.dtype is not full.dtype:  # a view whose elements count otherwise
                 return tensor.clone()
@@ -95,7 +95,7 @@ class SavedViews:
         if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return None
         index = self._bucket_at.get(tensor.untyped_storage().data_ptr())
-        return index if index is not None and self._gathering.is_whole(index) else None
+        return index if index is not None and self._gathered.is_whole(index) else None
 
     def _restore(self, saved: SavedView) -> Tensor:
         if saved.update != self._updates:
@@ -103,7 +103,7 @@ class SavedViews:
                 "a parameter needed for this backward pass was updated since its forward pass",
                 hint="call backward before engine.step(), once for each forward",
             )
-        if not self._gathering.is_whole(saved.bucket):
-            self._want(saved.bucket)
-        full = self._gathering.full(saved.bucket).raw
+        if not self._gathered.is_whole(saved.bucket):
+            self._unsharder.unshard_until_end(saved.bucket)
+        full = self._gathered.full(saved.bucket).raw
         return full.as_strided(saved.size, saved.stride, full.storage_offset() + saved.offset)  # type: ignore[no-any-return]

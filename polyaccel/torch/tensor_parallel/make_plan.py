@@ -8,13 +8,15 @@ the region defines how; only what no region covers is cut evenly, by its style.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
-from polyaccel.engine.policies.modules import CutRules
+from polyaccel.engine.policies.modules import CutRules, LayerRule
 from polyaccel.errors import ShardingError
+from polyaccel.torch.tensor_parallel.comparison import ProvenRegions, proven_regions
 from polyaccel.torch.tensor_parallel.plan import (
     CutHeads,
     CutModule,
@@ -36,7 +38,7 @@ from polyaccel.torch.tensor_parallel.structure import (
     query_heads,
     row,
 )
-from polyaccel.torch.tensor_parallel.styles import LayerRule, ParallelStyle, wishes_of_hugging_face, wishes_of_specs
+from polyaccel.torch.tensor_parallel.styles import ParallelStyle, wishes_of_hugging_face, wishes_of_specs
 
 
 def make_plan(
@@ -47,12 +49,14 @@ def make_plan(
     use_defaults: bool = True,
     gather_logits: bool = True,
     share_tokens: bool = False,
+    compare: bool = True,
 ) -> CutPlan:
     """How to cut `model` over `ranks` ranks; it may be on the meta device.
 
     `specs` come first; with `use_defaults` follows the model's own plan, or the structure where it has none. Without
-    `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. With
-    `share_tokens` ranks share the tokens between the layers too. Raises ShardingError, naming the module, for a model
+    `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. With `share_tokens` ranks
+    share the tokens between the layers too. With `compare` each block is computed whole and cut, and stays whole where
+    the two differ ([Note: Comparison of whole and cut blocks]). Raises ShardingError, naming the module, for a model
     that cannot be cut.
     """
     structure = Structure(model, ranks)
@@ -68,14 +72,15 @@ def make_plan(
         source = "the model's own tp_plan" if own else "by structure"
         wished = {**own, **named} if own else None
     chosen = _Chosen(model, structure, ranks)
-    regions: list[CutRegion] = []
-    for region in structure.regions():
-        if _is_wished(region, wished, named):
-            chosen.add(region.modules, region.heads)
-            regions.append(region)
+    prove = partial(proven_regions, model, ranks=ranks) if compare else _as_planned
+    planned = [region for region in structure.regions() if _is_wished(region, wished, named)]
+    proven = prove(planned)
+    for region in proven.regions:
+        chosen.add(region.modules, region.heads)
     chosen.add_words(wished, gather_logits)
-    if wished:
-        chosen.add_styled(wished)
+    styled = prove(list(chosen.styled(wished or {}, {each.name for region in planned for each in region.modules})))
+    for region in styled.regions:
+        chosen.add(region.modules, region.heads)
     if not chosen.modules:
         raise ShardingError(
             f"nothing of {type(model).__name__} can be cut: neither has it a tp_plan, nor layers recognised as "
@@ -83,10 +88,18 @@ def make_plan(
             hint="name its layers in tensor_parallel.partition_config.layer_specs: patterns, and column or row",
             value=type(model).__name__,
         )
-    plan = chosen.plan(source)
+    plan = replace(
+        chosen.plan(source),
+        whole={**proven.whole, **styled.whole},
+        unproven={**proven.unproven, **styled.unproven},
+    )
     if share_tokens:
-        plan = with_shared_tokens(plan, model, regions)
+        plan = with_shared_tokens(plan, model, proven.regions)
     return plan if gather_logits else replace(plan, loss_sizes=_loss_sizes(model, structure, plan))
+
+
+def _as_planned(regions: Sequence[CutRegion]) -> ProvenRegions:
+    return ProvenRegions(tuple(regions), {}, {})
 
 
 def _loss_sizes(model: nn.Module, structure: Structure, plan: CutPlan) -> tuple[int, ...]:
@@ -116,7 +129,7 @@ def plan_by(model: nn.Module, ranks: int, rules: CutRules) -> CutPlan:
     return make_plan(
         model,
         ranks,
-        specs=[LayerRule(*layer) for layer in rules.layers],
+        specs=rules.layers,
         use_defaults=rules.use_defaults,
         gather_logits=rules.gather_logits,
         share_tokens=rules.share_tokens,
@@ -157,24 +170,23 @@ class _Chosen:
             self.modules[module.name] = module
         self._heads += heads
 
-    def add_styled(self, wished: Mapping[str, ParallelStyle]) -> None:
-        """What no region covers, by its style."""
+    def styled(self, wished: Mapping[str, ParallelStyle], planned: Collection[str]) -> Iterator[CutRegion]:
+        """What no region covers, by its style: of each module its layers. `planned` are those of all regions."""
         by_parent: dict[str, list[str]] = {}
         for name, wish in wished.items():
-            is_done = name in self.modules or name not in self._structure.modules or wish.style == "whole"
-            if not is_done and wish.style not in ("vocabulary", "experts"):
-                by_parent.setdefault(name.rpartition(".")[0], []).append(name)
-        for parent, names in by_parent.items():
-            heads = self._heads_of(parent, names, wished)
-            for name in names:
-                self.add([self._styled(parent, name, wished[name], heads)])
-        for name, wish in wished.items():
-            if wish.style == "experts" and name not in self.modules and name in self._structure.modules:
+            is_done = name in self.modules or name in planned or name not in self._structure.modules
+            if is_done or wish.style in ("whole", "vocabulary"):
+                continue
+            if wish.style == "experts":
                 raise ShardingError(
                     f"the experts {name} are not plain stacks of gate_up_proj and down_proj",
                     hint="leave them whole: tensor_parallel.partition_config with use_default_specs false",
                     value=name,
                 )
+            by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+        for parent, names in by_parent.items():
+            sizes, heads = self._heads_of(parent, names, wished)
+            yield CutRegion(parent, tuple(self._styled(parent, name, wished[name], sizes) for name in names), heads, ())
 
     def _styled(self, parent: str, name: str, wish: ParallelStyle, heads: int) -> CutModule:
         layer = self._structure.modules[name]
@@ -214,21 +226,23 @@ class _Chosen:
             first += length
         return concatenated(*pieces)
 
-    def _heads_of(self, parent: str, names: Sequence[str], wished: Mapping[str, ParallelStyle]) -> int:
+    def _heads_of(
+        self, parent: str, names: Sequence[str], wished: Mapping[str, ParallelStyle]
+    ) -> tuple[int, tuple[CutHeads, ...]]:
         """The heads of an attention module whose layers are cut by their styles; 0 for any other module."""
         module = self._structure.modules.get(parent)
         cut = [wished[name] for name in names if wished[name].style in ("column", "row")]
         is_whole = all(wish.is_gathered or wish.is_split for wish in cut)
         if module is None or is_whole or "attention" not in type(module).__name__.lower():
-            return 0
+            return 0, ()
         heads = query_heads(module) or query_heads(self._structure.config_of(module)) or 0
-        if heads:
-            parts = lengths(even_runs(heads, self._ranks))
-            if 0 in parts:
-                raise _unknown(parent, f"{self._ranks} tensor ranks cannot share {heads} heads")
-            own = {each: parts for each in ("num_heads", "num_attention_heads") if getattr(module, each, 0) == heads}
-            self._heads.append(CutHeads(parent, own, dict.fromkeys(own, parts)))
-        return heads
+        if not heads:
+            return 0, ()
+        parts = lengths(even_runs(heads, self._ranks))
+        if 0 in parts:
+            raise _unknown(parent, f"{self._ranks} tensor ranks cannot share {heads} heads")
+        own = {each: parts for each in ("num_heads", "num_attention_heads") if getattr(module, each, 0) == heads}
+        return heads, (CutHeads(parent, own, dict.fromkeys(own, parts)),)
 
     def add_words(self, wished: Mapping[str, ParallelStyle] | None, gather_logits: bool) -> None:
         """Embeddings and output layers, by words: all that share a weight in the same way."""

@@ -51,7 +51,7 @@ _KINDS: dict[str, type] = {
 }
 
 
-def parallelize_module(model: nn.Module, communicator: Communicator, plan: CutPlan) -> None:
+def parallelize_module(model: nn.Module, communicator: Communicator, plan: CutPlan, *, is_logged: bool = True) -> None:
     """Cut `model` by `plan`, in place, for this rank of `communicator`: blocks of the first rank's values. Collective.
 
     Parameters stay the objects that they are and get separate memory, of the block's size. Of values that every rank
@@ -104,7 +104,7 @@ def parallelize_module(model: nn.Module, communicator: Communicator, plan: CutPl
         setattr(model, "loss_function", VocabularyLoss(ranks, plan.loss_sizes))  # noqa: B010 - a property of theirs
     model.register_forward_hook(lambda *_: regions.leave(), always_call=True)
     sync_rng(ranks)
-    if communicator.ranks[ranks.rank] == 0:
+    if is_logged and communicator.ranks[ranks.rank] == 0:
         _log.info("%s", plan.table())
         if (said := whole.summary()) is not None:
             _log.info("%s", said)

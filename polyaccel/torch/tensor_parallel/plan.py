@@ -80,6 +80,10 @@ class CutPlan:
     """Each rank's words, where logits stay cut and the model's loss takes them so."""
     tokens: TokenPlan | None = None
     """None where every rank has all tokens everywhere."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Blocks that stay whole because they compute something else when they are cut, with the reason."""
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    """Blocks that are cut and were not compared with the whole ones, with the reason."""
 
     def block(self, module: CutModule, parameter: str, rank: int) -> Block:
         """What `rank` has of a parameter of `module`."""
@@ -102,10 +106,13 @@ class CutPlan:
             lines.append(
                 f"tokens are cut too in {len(self.tokens.blocks)} blocks, outside of attention and feed-forward"
             )
+        for text, blocks in (("stays whole", self.whole), ("is cut, and not proven", self.unproven)):
+            found = dict.fromkeys(f"{_pattern(name)} {text}: {reason}" for name, reason in blocks.items())
+            lines += found
         return "\n".join([f"{self.model} over {self.ranks} tensor ranks", *lines])
 
     def _lines(self, module: CutModule) -> Iterable[tuple[str, str, str, str, str]]:
-        pattern = ".".join("*" if part.isdigit() else part for part in module.name.split("."))
+        pattern = _pattern(module.name)
         how = module.how
         if module.sizes is not None and how != "head biases":
             how += ", cut inputs" if module.how == "row" else ", gathered"  # type: ignore[assignment]
@@ -156,6 +163,10 @@ def scaled(runs: RunsOfRanks, by: int) -> RunsOfRanks:
 def lengths(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     """How many indices each rank has."""
     return tuple(sum(length for _, length in one_rank) for one_rank in runs)
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _joined(module: str, parameter: str) -> str:

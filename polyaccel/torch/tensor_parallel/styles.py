@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from polyaccel.engine.policies.modules import LayerRule
 from polyaccel.errors import ShardingError
 
 Style = Literal["column", "row", "vocabulary", "features", "experts", "shared weights", "shared tail", "whole"]
@@ -24,21 +25,6 @@ class ParallelStyle:
     is_gathered: bool = False
     is_split: bool = False
     sections: Sections = (-1,)
-
-
-@dataclass(frozen=True)
-class LayerRule:
-    """DeepSpeed's `layer_specs`: modules whose weights' names match one of `patterns`, cut by columns or rows or not at
-    all. `shape` are the lengths of the weight's dimensions as a fused layer has them, for example (3, -1) or ((4096,
-    1024, 1024), -1), and `partition_dim` the dimension that is cut."""
-
-    patterns: tuple[str, ...]
-    partition_type: Literal["column", "row", "skip"] = "column"
-    shape: tuple[int | tuple[int, ...], ...] | None = None
-    partition_dim: int | None = None
-
-    def matches(self, module: str) -> bool:
-        return any(re.match(pattern, f"{module}.weight") or re.fullmatch(pattern, module) for pattern in self.patterns)
 
 
 def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]) -> dict[str, ParallelStyle]:

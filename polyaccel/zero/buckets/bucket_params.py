@@ -13,7 +13,7 @@ class BucketParams:
     """One bucket's parameters on this rank, and their master weights, in the buffers of `plan`.
 
     `own` is this rank's shard. `full` is the whole bucket where that exists for good; where parameters are sharded it
-    exists only while `ParamUnsharder` makes it, and `own` rests in `tier`. `master` covers the elements that this rank
+    exists only while `GatheredBuckets` makes it, and `own` rests in `tier`. `master` covers the elements that this rank
     updates: its own shard, or everything under a replicated optimizer. It is a view of the parameters when those are
     of the master type already and rest as it would, so that the update needs no copy and no extra byte; else it is in
     the tier of the bucket's states.

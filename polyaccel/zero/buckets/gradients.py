@@ -15,27 +15,39 @@ sharded gradients every pass reduces at once and accumulates in the rank's own s
 from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels
 will update it: it leaves the device when its reduction has settled, on its own stream, so that it waits for nothing
 that the device computes after the launch. Passes that must not reduce (`no_sync`) accumulate in their own full buffer,
-which the next reducing pass takes along.
+which the next reducing pass takes along. So a bucket may accumulate while an earlier reduction is under way: what has
+accumulated (`GradAccumulator`) is no part of its `GradState`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import cached_property
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.core.buffer import Buffer, BufferViews
+from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
+from polyaccel.errors import InvariantError
 from polyaccel.ops.base import REDUCE, SCALE
+from polyaccel.zero.buckets.grad_accumulator import GradAccumulator, GradientWriter, PassArrivals
 from polyaccel.zero.plan.bucket_plan import TrainedBucketPlan
-from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.policy import Placement, ReductionPolicy
 from polyaccel.zero.plan.pool import BufferPool
 from polyaccel.zero.resources import Staging, StepResources
 
-GradientWriter = Callable[[Buffer, bool], None]
-"""Puts a gradient into its place in a bucket: adds it to what is there, or where that is False writes over it."""
+
+class GradState(Enum):
+    """What the update reads of a bucket's gradients, since the last update.
+
+    EMPTY -> REDUCING at `launch`, REDUCING -> REDUCED at `finish`, and so again for each micro-batch of sharded
+    gradients; -> EMPTY at `discard`. A reduction that failed stays REDUCING until then.
+    """
+
+    EMPTY = "nothing was reduced"
+    REDUCING = "a reduction is under way"
+    REDUCED = "the reduced gradient stands where the update reads"
 
 
 class GradientBucket:
@@ -60,37 +72,21 @@ class GradientBucket:
         self._keeps_full = plan.zero.grads is Placement.REPLICATED
         self._tier = parts.tiers.states[Place.DEVICE] if self._keeps_full else parts.tiers.of_update(plan)
         self._is_off_device = self._tier.compute is not parts.accelerator
-        self._slots = BufferViews((slot.offset, slot.param.numel) for slot in bucket.slots)
-        self._gaps = BufferViews(_gaps(bucket))
-
-        self._full: Buffer | None = None
-        """Where gradients of this rank accumulate until they are reduced."""
-        self._full_slots: tuple[Buffer, ...] = ()
-        self._full_is_borrowed = False
-        self._filled: set[int] = set()
-        """Slots of `_full` that hold something; the others have undefined contents."""
-        self._late: Buffer | None = None
-        self._late_slots: set[int] = set()
-        self._own: Buffer | None = None
-        """Sharded gradients: this rank's reduced slice."""
-        self._closed = False
-        """Replicated gradients: the reduction was launched, `_full` takes no more."""
-        self._settled = False
-        """A reduced gradient stands where the update reads."""
+        self._state = GradState.EMPTY
         self._pending: Callable[[], None] | None = None
         """Ends the reduction under way."""
-
-        slots = len(bucket.slots)
-        self._expected = [1] * slots
-        self._most_arrivals = [0] * slots
-        self._arrivals = [0] * slots
-        self._missing = slots
-        self._launched = False
-        self.touched = [False] * slots
+        self.is_launched = False
+        """This pass takes no more gradients for the bucket: its reduction was launched, or no rank has any."""
+        self._arrivals = PassArrivals(len(bucket.slots))
+        self._sums = GradAccumulator(bucket, self._kernels)
+        self._late: GradAccumulator | None = None
+        self._own: Buffer | None = None
+        """Sharded gradients: this rank's reduced slice."""
+        self.touched = [False] * len(bucket.slots)
         """Slots with a gradient on this rank since the last update."""
 
         if self._keeps_full:
-            self._fill_into(self._allocate_full())
+            self._sums.use(self._allocate_full(), borrowed=False)
         else:
             allocate = self._tier.stage if self._is_off_device else parts.accelerator.allocate
             self._own = allocate(plan.gradient.numel, plan.gradient.dtype)
@@ -100,23 +96,18 @@ class GradientBucket:
     def begin_backward(self, *, expects_grads: bool = True) -> None:
         """A backward pass starts: count arrivals again. Unless it `expects_grads`, no rank has a gradient for this
         bucket in the pass; one that comes all the same is late."""
-        self._arrivals = [0] * len(self._arrivals)
-        self._missing = sum(self._expected) if expects_grads else 0
-        self._launched = not expects_grads
+        self._arrivals.begin_pass(expects_grads=expects_grads)
+        has_full_result = self._keeps_full and self._state is not GradState.EMPTY  # so what comes now is late
+        self.is_launched = has_full_result or not expects_grads
 
     def end_backward(self) -> None:
         """A backward pass is over: from now on expect what has ever arrived, as often as it did."""
-        self._most_arrivals = [max(pair) for pair in zip(self._most_arrivals, self._arrivals, strict=True)]
-        self._expected = list(self._most_arrivals)
+        self._arrivals.end_pass()
 
     @property
     def is_ready(self) -> bool:
         """Every expected gradient of this pass has arrived."""
-        return self._missing == 0
-
-    @property
-    def is_launched(self) -> bool:
-        return self._launched
+        return self._arrivals.are_complete
 
     @property
     def is_pending(self) -> bool:
@@ -124,26 +115,24 @@ class GradientBucket:
 
     def needs_staging(self) -> bool:
         """Whether the next arrival of a reducing pass must borrow a buffer."""
-        return self._full is None and not self._launched
+        return self._sums.buffer is None and not self.is_launched
 
     def needs_recasting(self) -> bool:
         """Whether the launch must borrow a buffer, for gradients that travel in another type than they rest in."""
-        return self._full is not None and not self._closed and self._full.dtype is not self._plan.travelling.dtype
+        full = self._sums.buffer
+        return full is not None and full.dtype is not self._plan.travelling.dtype
 
     def add(self, slot_index: int, gradient: Buffer | GradientWriter, *, reducing: bool) -> None:
         """Take a gradient (flat, any floating type) into the bucket, or let it be written there. `reducing`: this pass
         ends in a reduction."""
         self.touched[slot_index] = True
-        if self._arrivals[slot_index] < self._expected[slot_index]:
-            self._missing -= 1
-        self._arrivals[slot_index] += 1
-        if self._launched or self._closed:
-            self._add_late(slot_index, gradient)
-            return
-        if self._full is None:
-            self._full_is_borrowed = reducing
-            self._fill_into(self._borrow() if reducing else self._allocate_full())
-        self._put(self._full_slots[slot_index], self._filled, slot_index, gradient)
+        self._arrivals.count(slot_index)
+        sums = self._sums
+        if self.is_launched:
+            sums = self._late = self._late or self._late_sums()
+        elif sums.buffer is None:
+            sums.use(self._borrow() if reducing else self._allocate_full(), borrowed=reducing)
+        sums.put(slot_index, gradient)
 
     def _allocate_full(self) -> Buffer:
         """A buffer for the whole bucket, in which gradients accumulate."""
@@ -153,41 +142,24 @@ class GradientBucket:
         """A buffer for the whole bucket, in which gradients are reduced."""
         return self._pool.acquire(self._plan.travelling.numel, self._plan.travelling.dtype)
 
-    def _fill_into(self, full: Buffer) -> None:
-        self._full, self._full_slots = full, self._slots.of(full)
-
-    def _add_late(self, slot_index: int, gradient: Buffer | GradientWriter) -> None:
-        if self._late is None:
-            self._late = self._allocate_full()
-        self._put(self._slots.of(self._late)[slot_index], self._late_slots, slot_index, gradient)
-
-    def _put(self, place: Buffer, filled: set[int], slot_index: int, gradient: Buffer | GradientWriter) -> None:
-        if not isinstance(gradient, Buffer):
-            gradient(place, slot_index in filled)
-        elif slot_index in filled:
-            self._kernels[REDUCE](place, gradient, ReduceOp.SUM)
-        else:
-            place.copy_from(gradient)
-        filled.add(slot_index)
+    def _late_sums(self) -> GradAccumulator:
+        sums = GradAccumulator(self.bucket, self._kernels)
+        sums.use(self._allocate_full(), borrowed=False)
+        return sums
 
     # The reduction.
 
     def launch(self) -> None:
-        """Start the reduction of everything that has accumulated; zeros stand for what is missing."""
-        self._launched = True
-        if self._closed:  # a second pass over replicated gradients: what it brought is late
-            return
+        """Start the reduction of everything that has accumulated; zeros stand for what is missing. Raises
+        InvariantError for a bucket that this pass has launched."""
+        if self.is_launched:
+            raise InvariantError("a bucket's reduction was launched twice in a pass", value=self.bucket.index)
+        self.is_launched = True
         self.finish()
-        source = self._full
-        if source is None:
-            source = self._borrow()
-            self._full_is_borrowed = True
-        self._zero_the_rest(source, self._filled)
-        if not self._keeps_full:
-            self._full, self._full_slots = None, ()
-        borrowed, self._full_is_borrowed = self._full_is_borrowed, False
-        self._filled = set()
-        self._closed = self._keeps_full
+        if self._sums.buffer is None:
+            self._sums.use(self._borrow(), borrowed=True)
+        borrowed = self._sums.is_borrowed
+        source = self._sums.take(keep=self._keeps_full)
         self._pending = self._reduce(source, is_late=False, borrowed=borrowed)
 
     def finish(self) -> None:
@@ -199,10 +171,8 @@ class GradientBucket:
     def reduce_late(self) -> None:
         """Reduce what came late on any rank and add it to the result. Every rank calls this for the same buckets."""
         self.finish()
-        late = self._allocate_full() if self._late is None else self._late
-        self._zero_the_rest(late, self._late_slots)
-        self._late, self._late_slots = None, set()
-        self._reduce(late, is_late=True, borrowed=False)()
+        late, self._late = self._late or self._late_sums(), None
+        self._reduce(late.take(keep=False), is_late=True, borrowed=False)()
 
     @property
     def has_late(self) -> bool:
@@ -210,16 +180,24 @@ class GradientBucket:
 
     def result(self) -> Buffer:
         """The reduced gradient that this rank updates with: its own slice, or the whole bucket under a replicated
-        optimizer."""
+        optimizer. Raises InvariantError while a reduction is under way."""
+        if self._state is GradState.REDUCING:
+            raise InvariantError("a gradient was read before its reduction ended", value=self.bucket.index)
         return self._result
+
+    @property
+    def has_whole_result(self) -> bool:
+        """Whether `result` is the whole bucket."""
+        return self._result.numel == self.bucket.numel
 
     @cached_property
     def _result(self) -> Buffer:
         """The same memory in every step."""
         if self._keeps_full:
-            assert self._full is not None  # allocated for good
+            full = self._sums.buffer
+            assert full is not None  # allocated for good
             low, high = self._own_bounds() if self._plan.updates_shard else (0, self.bucket.numel)
-            return self._full.view(low, high - low)
+            return full.view(low, high - low)
         assert self._own is not None  # likewise
         return self._own
 
@@ -237,16 +215,17 @@ class GradientBucket:
 
     @property
     def holds_result(self) -> bool:
-        return self._settled
+        return self._state is GradState.REDUCED
 
     @property
     def has_content(self) -> bool:
         """Gradients are held that no update has used yet."""
-        return any(self.touched) or self._settled or self.is_pending
+        return any(self.touched) or self._state is not GradState.EMPTY
 
     def resident(self) -> Iterator[Buffer]:
         """The buffers that this bucket holds now, apart from borrowed ones."""
-        for buffer in (self._own, None if self._full_is_borrowed else self._full, self._late):
+        own = None if self._sums.is_borrowed else self._sums.buffer
+        for buffer in (self._own, own, None if self._late is None else self._late.buffer):
             if buffer is not None:
                 yield buffer
 
@@ -255,51 +234,48 @@ class GradientBucket:
     @property
     def holds_unreduced(self) -> bool:
         """Gradients of this rank have accumulated, and no reduction of them was launched."""
-        return bool(self._filled)
+        return bool(self._sums.filled)
 
     def unreduced(self, slot_index: int) -> Buffer | None:
         """The sum that has accumulated on this rank for a slot; None if nothing has."""
-        return self._full_slots[slot_index] if slot_index in self._filled else None
+        return self._sums.at(slot_index)
 
     def provide_result(self) -> None:
         """Let there be a reduced gradient to write to: zeros, if nothing of the bucket was reduced or accumulated."""
         self.finish()
-        if not self._settled:
+        if self._state is not GradState.REDUCED:
             self._result.fill(0.0)
-            self._settled, self._closed = True, self._keeps_full
+            self._state = GradState.REDUCED
+            self.is_launched |= self._keeps_full
 
     def drop(self, slot_index: int) -> None:
         """Forget what arrived for a slot. A reduced gradient stays where it is, to be overwritten."""
         self.finish()
         self.touched[slot_index] = False
-        self._filled.discard(slot_index)
-        self._late_slots.discard(slot_index)
+        self._sums.filled.discard(slot_index)
+        if self._late is not None:
+            self._late.filled.discard(slot_index)
 
     def discard(self) -> None:
         """Forget all gradients, reduced or not. The buffers stay."""
         self.finish()
-        if self._full is not None and not self._keeps_full:
-            if self._full_is_borrowed:
-                self._pool.release(self._full)
-            self._full, self._full_slots = None, ()
-        self._full_is_borrowed = False
-        self._filled = set()
-        self._late, self._late_slots = None, set()
-        self._closed = self._settled = self._launched = False
+        full = self._sums.buffer
+        if full is not None and not self._keeps_full:
+            if self._sums.is_borrowed:
+                self._pool.release(full)
+            self._sums.forget_buffer()
+        self._sums.filled = set()
+        self._late = None
+        self._state, self.is_launched = GradState.EMPTY, False
         self.touched = [False] * len(self.touched)
 
     def _own_bounds(self) -> tuple[int, int]:
         return self.bucket.shard_bounds(self._communicator.rank)
 
-    def _zero_the_rest(self, full: Buffer, filled: set[int]) -> None:
-        for gap in self._gaps.of(full):
-            gap.fill(0.0)
-        for index, place in enumerate(self._slots.of(full)):
-            if index not in filled:
-                place.fill(0.0)
-
     def _reduce(self, source: Buffer, *, is_late: bool, borrowed: bool) -> Callable[[], None]:
         """Launch the collective on `source`; the returned function waits for it and settles the result."""
+        adds = self._state is GradState.REDUCED
+        self._state = GradState.REDUCING
         staged = source
         if source.dtype is not self._plan.travelling.dtype:
             staged = self._borrow()
@@ -310,7 +286,7 @@ class GradientBucket:
         overlap = self._reduction.overlap
         label, index = "late gradients" if is_late else "gradients", self.bucket.index
         if self._plan.updates_shard:
-            reduced = self._reduce_scatter_output(staged)
+            reduced = self._reduce_scatter_output(staged, adds=adds)
             work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, label=label, bucket=index)
         else:
             reduced = staged
@@ -324,7 +300,7 @@ class GradientBucket:
                 work.wait()
                 if after != 1.0:
                     self._kernels[SCALE](reduced, after)
-                self._settle(reduced)
+                self._settle(reduced, adds=adds)
             self._accelerator.current_stream().wait(stream.record())
             if staged is not source:
                 self._pool.release(staged)
@@ -333,32 +309,26 @@ class GradientBucket:
 
         return settle
 
-    def _reduce_scatter_output(self, staged: Buffer) -> Buffer:
+    def _reduce_scatter_output(self, staged: Buffer, *, adds: bool) -> Buffer:
         """Where a reduce-scatter writes: straight into the slice that the update reads, if that is empty and of the
         same type, on the device, which saves a copy here and the communicator a buffer for a peer's part; else in
         place."""
         own = self._own
-        if own is not None and not self._settled and not self._is_off_device and own.dtype is staged.dtype:
+        if own is not None and not adds and not self._is_off_device and own.dtype is staged.dtype:
             return own
         low, high = self._own_bounds()
         return staged.view(low, high - low)
 
-    def _settle(self, reduced: Buffer) -> None:
-        target = self.result()
-        staging = self._plan.staged_gradient
-        if self._settled and self._is_off_device and staging is not None:
+    def _settle(self, reduced: Buffer, *, adds: bool) -> None:
+        """Put a reduced gradient where the update reads. `adds`: to an earlier micro-batch's, or to what was not
+        late."""
+        target, staging = self._result, self._plan.staged_gradient
+        if adds and self._is_off_device and staging is not None:
             near = self._staging.borrow(self._tier, "grad", staging, reduced.numel)
             near.copy_from(reduced)
             self._tier.compute.kernels()[REDUCE](target, near, ReduceOp.SUM)
-        elif self._settled:  # an earlier micro-batch, or what was not late
+        elif adds:
             self._kernels[REDUCE](target, reduced, ReduceOp.SUM)
         elif target.data_ptr() != reduced.data_ptr():  # else it was reduced in place
             target.copy_from(reduced)
-        self._settled = True
-
-
-def _gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
-    """The padding: (offset, numel) of every run of the bucket that belongs to no slot."""
-    ends = [0, *(slot.end for slot in bucket.slots)]
-    starts = [*(slot.offset for slot in bucket.slots), bucket.numel]
-    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+        self._state = GradState.REDUCED

@@ -11,7 +11,6 @@ memory (`SharedMemory`), in which each rank's users write for themselves ([Note:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
@@ -22,41 +21,14 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.offload.tier import Tier
 from polyaccel.zero.buckets.bucket_params import BucketParams
+from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
+from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.buckets.replicas import Replica, replicas_of
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Bucket, Slot
 from polyaccel.zero.resources import StepResources
-
-
-class ParamListener(ABC):
-    """The frontend that parameters come from: it has their first values, and sees them wherever they move."""
-
-    @abstractmethod
-    def read_param(self, fqn: str) -> Buffer:
-        """The parameter's present value, flat, in the precision that the model was built with."""
-
-    def on_bound(self, fqn: str, view: Buffer) -> None:  # noqa: B027 - an owner that does not look needs no notice
-        """The parameter stands in `view` from now on."""
-
-    def on_freed(self, fqn: str) -> None:  # noqa: B027 - likewise
-        """The parameter is sharded now and stands nowhere as a whole."""
-
-    def changed_params(self) -> Collection[str]:
-        """The whole parameters that users of this rank may have written to since their values were last adopted."""
-        return ()
-
-    def on_adopted(self, names: Collection[str]) -> None:  # noqa: B027 - an owner without users needs no notice
-        """The values of these parameters are known again."""
-
-    def divergence_hint(self, fqn: str) -> str:
-        """What to do where the ranks' users gave a parameter different values."""
-        return (
-            "change it in the same way on all ranks, or on one of them inside "
-            "`with polyaccel.zero.GatheredParameters([...], modifier_rank=0)`, which all enter"
-        )
 
 
 class ParamBuckets:
@@ -87,12 +59,11 @@ class ParamBuckets:
             self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self._exact(bucket.bucket))))
         self.is_any_sharded = any(place.is_sharded for place in self.buckets)
         """Some bucket is whole only while it is gathered; the same on every rank."""
-        self.gathering = ParamUnsharder(
+        self.gathered = GatheredBuckets(
             [ShardedBucket(place.plan, place.own, self._source(place)) for place in self.buckets if place.is_sharded],
             plan.policy.gathering,
             parts.communicators,
-            self._show,
-            self._hide,
+            owner,
             waiting,
         )
 
@@ -120,7 +91,7 @@ class ParamBuckets:
         """The whole bucket, up to date. Raises ShardingError while it is sharded."""
         self.wait_all_gather(index)
         whole = self.buckets[index].full
-        return whole if whole is not None else self.gathering.full(index)
+        return whole if whole is not None else self.gathered.full(index)
 
     def _seen(self, fqn: str) -> Buffer:
         """The whole parameter as users of this rank see it. Raises ShardingError while it is sharded."""
@@ -149,9 +120,9 @@ class ParamBuckets:
         self._meet(place)  # what the first rank wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
         if place.private_view is not None:
-            self._show(bucket, [place.private_view.view(slot.offset, slot.param.numel) for slot in bucket.slots])
+            self._owner.show(bucket, [place.private_view.view(slot.offset, slot.param.numel) for slot in bucket.slots])
         else:
-            self._hide(bucket)
+            self._owner.hide(bucket)
         return place
 
     def _meet(self, place: BucketParams) -> None:
@@ -171,14 +142,6 @@ class ParamBuckets:
             return whole
         low, high = place.bucket.shard_bounds(self._exact(place.bucket).rank)
         return whole.view(low, high - low)
-
-    def _show(self, bucket: Bucket, views: Sequence[Buffer]) -> None:
-        for slot, view in zip(bucket.slots, views, strict=True):
-            self._owner.on_bound(slot.param.fqn, view)
-
-    def _hide(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            self._owner.on_freed(slot.param.fqn)
 
     # After an update.
 
@@ -211,7 +174,7 @@ class ParamBuckets:
                 window = (piece.shard_offset, piece.length)
                 self.rounding.write(place.master.view(*window), place.out.view(*window), slot.param, piece.start)
         if place.is_sharded:
-            self.gathering.refresh(index)
+            self.gathered.refresh(index)
         self.all_gather_updated(index)
         self.wait_all_gather(index)
 
@@ -231,23 +194,23 @@ class ParamBuckets:
 
     def unshard(self, index: int) -> Buffer:
         """The whole bucket, kept whole until a matching `reshard`. Collective where it is sharded."""
-        if index in self.gathering:
-            self.gathering.unshard(index, exact=True)
+        if index in self.gathered:
+            self.gathered.unshard(index, exact=True)
         return self.full(index)
 
     @contextmanager
     def unsharded_view(self, index: int) -> Iterator[Buffer]:
         """The whole bucket, to be read at once; no parameter is bound to it. Collective where it is sharded."""
-        if index in self.gathering:
-            with self.gathering.unsharded_view(index) as whole:
+        if index in self.gathered:
+            with self.gathered.unsharded_view(index) as whole:
                 yield whole
         else:
             yield self.full(index)
 
     def reshard(self, index: int) -> None:
         """Undo one `unshard`. A sharded bucket without holds is freed, and whatever was written there is lost."""
-        if index in self.gathering:
-            self.gathering.reshard(index, keep=False)
+        if index in self.gathered:
+            self.gathered.reshard(index, keep=False)
 
     def write(self, fqn: str, value: Buffer) -> None:
         """Overwrite a parameter with `value`, flat and equal on all ranks: in the bucket where that is whole, in this
@@ -255,7 +218,7 @@ class ParamBuckets:
         place, slot = self.locate(fqn)
         index = place.bucket.index
         self.wait_all_gather(index)
-        whole = place.full if place.full is not None else self.gathering.unsharded_or_none(index)
+        whole = place.full if place.full is not None else self.gathered.unsharded_or_none(index)
         if whole is not None:
             self.rounding.write(value, whole.view(slot.offset, slot.param.numel), slot.param, 0)
         for start, own, master, part in self._parts(place, slot, value):
@@ -351,7 +314,7 @@ class ParamBuckets:
     def _bump_version(self, place: BucketParams) -> None:
         place.own.bump_version()
         if place.is_sharded:
-            self.gathering.note_change(place.bucket.index)
+            self.gathered.note_change(place.bucket.index)
 
     def differs(self, fqn: str) -> bool:
         """Whether the whole parameter has other values than this rank's slice and master weights know."""
@@ -379,7 +342,7 @@ class ParamBuckets:
     def close(self) -> None:
         """Release all buffers. Views that frontends hold keep their memory alive."""
         self.wait_all_gathers()
-        self.gathering.close()
+        self.gathered.close()
         self.buckets.clear()
 
 

@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
-from polyaccel.zero.buckets.params import ParamBuckets, ParamListener
+from polyaccel.zero.buckets.param_listener import ParamListener
+from polyaccel.zero.buckets.params import ParamBuckets
 
 
 def sync_user_writes(

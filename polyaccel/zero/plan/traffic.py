@@ -3,7 +3,7 @@
 Exact: buckets divide evenly among ranks.
 
 [Note: Gather count of a bucket]
-In an eager framework gathers follow events and bounds (`ParamUnsharder`): a sharded bucket is gathered for each use,
+In an eager framework gathers follow events and bounds (`GatheredBuckets`): a sharded bucket is gathered for each use,
 unless it is kept because its next use is near. So a step gathers everything at least once and at most twice a
 micro-batch. The planned figure is that of units which run once each, in order, where a unit that ends a pass is kept
 for the next one. Buckets of no named unit belong to the root, whose parameters may be used before, between and after

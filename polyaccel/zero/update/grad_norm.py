@@ -26,9 +26,10 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.ops.base import SQUARE_SUMS
+from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.buckets.gradients import GradientBucket
+from polyaccel.zero.buckets.user_grad_edits import require_equal, require_same_edits, require_shown_whole
 from polyaccel.zero.plan.layout import ShardLayout
-from polyaccel.zero.update.user_grad_edits import UserGradEdits, require_equal, require_same_edits, require_shown_whole
 
 
 def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
@@ -151,18 +152,17 @@ class GradNormReducer:
     def __init__(
         self,
         layout: ShardLayout,
-        buckets: Sequence[GradientBucket],
+        reducer: GradReducer,
         communicator: Communicator,
         accelerator: Accelerator,
         beyond: Communicator | None = None,
     ) -> None:
         self._beyond = beyond
         self._layout = layout
-        self.buckets = buckets
+        self.buckets = reducer.buckets
+        self._user_edits = reducer.user_edits
         self._communicator = communicator
         self._accelerator = accelerator
-        self.user_grad_edits = UserGradEdits()
-        """What user code on this rank did to gradients since the last update."""
 
     def agree_on_arrivals(self, flags: Flags = _NO_FLAGS) -> ReadyGrads:
         """Which gradients arrived. Waits for no gradient but late ones, which are reduced on the way.
@@ -227,7 +227,7 @@ class GradNormReducer:
         whether user code did something to gradients."""
         count = len(self._layout.params)
         flags = array("d", bytes(8 * (count + len(self.buckets) + 3)))
-        flags[-3:] = array("d", (own.has_changes, own.has_deviated, bool(self.user_grad_edits)))
+        flags[-3:] = array("d", (own.has_changes, own.has_deviated, bool(self._user_edits)))
         for index, gradients in enumerate(self.buckets):
             for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
                 flags[self._layout.position[slot.param.fqn]] = touched
@@ -244,16 +244,14 @@ class GradNormReducer:
         return ReadyGrads(touched, late, Flags(has_changes, has_deviated))
 
     def _compare_by_hand(self, names: list[str], late: tuple[int, ...]) -> None:
-        """See `zero.update.user_grad_edits`."""
+        """See `zero.buckets.user_grad_edits`."""
         ranks = self._communicator.world_size
-        counts = self._exchange(
-            self.user_grad_edits.counts(names, [each.bucket.index for each in self.buckets]), "by hand"
-        )
+        counts = self._exchange(self._user_edits.counts(names, [each.bucket.index for each in self.buckets]), "by hand")
         require_shown_whole(late, counts[2 * len(names) :], [each.bucket.slots[0].param.fqn for each in self.buckets])
         require_same_edits(counts, names, ranks)
         written = [(each, slot.param.fqn) for each in self.buckets for slot in each.bucket.slots]
-        written = [(each, fqn) for each, fqn in written if fqn in self.user_grad_edits.written]
-        replicated = [(each, fqn) for each, fqn in written if each.result().numel == each.bucket.numel]
+        written = [(each, fqn) for each, fqn in written if fqn in self._user_edits.written]
+        replicated = [(each, fqn) for each, fqn in written if each.has_whole_result]
         if replicated:
             mine = self._squares_of(replicated)
             rows = self._communicator.all_gather_object(mine)

@@ -19,10 +19,6 @@ own type. Copies pass through buffers that the shards of a tier share. Those fro
 which waits for the reduction of their bucket alone, so that the host can update early buckets while the device still
 computes the gradients of late ones. Those to the device are queued behind the backward pass, which may read the
 parameters still. Reading, updating, writing and publishing overlap, bucket by bucket.
-
-[Note: Partial update]
-Something may fail when some buckets have been updated and others not: a rank is lost, a file cannot be read. What is in
-memory then belongs to two steps, and nothing may be trained on or saved from it until a checkpoint has been loaded.
 """
 
 from __future__ import annotations
@@ -32,13 +28,14 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 
 from polyaccel.core.buffer import Buffer
-from polyaccel.errors import OffloadError, PolyaccelError
+from polyaccel.errors import OffloadError
 from polyaccel.offload.tier import Tier
 from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.resources import Staging, StepResources, Tiers
+from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.grad_norm import GradientNorm, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizers import Group, Run, Shard, SliceOptimizer
 
@@ -201,6 +198,7 @@ class OptimizerStep:
         states: OptimizerState,
         params: ParamBuckets,
         facts: GradNormReducer,
+        consistency: Consistency,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._policy = policy = plan.policy
@@ -212,8 +210,9 @@ class OptimizerStep:
         self._facts = facts
         self._gradients = {gradients.bucket.index: gradients for gradients in facts.buckets}
         self._waiting = waiting
-        self._begun = self._updated = 0
-        """Shards of the present update that the optimizer was given, and that are published."""
+        self._consistency = consistency
+        self._updated = 0
+        """Shards of the present update that are published."""
 
         decides = policy.clip_norm > 0.0 or policy.skip_overflow
         self.measures = policy.measure_norm or decides
@@ -223,20 +222,6 @@ class OptimizerStep:
         self.is_early = not (decides or policy.defer_publish or is_queued)
         """Whether the update begins before all gradients have arrived, and the norm is agreed on last: not where the
         norm decides something, where it would wait for what may be published later, or where nothing is gained."""
-
-    def require_consistent(self) -> None:
-        """Raise PolyaccelError after half an update. See [Note: Partial update]."""
-        if self._begun:
-            raise PolyaccelError(
-                f"an update failed when {self._updated} of {len(self._states.shards)} buckets were updated: "
-                "parameters and optimizer states belong to two steps",
-                hint="load the last checkpoint, with its optimizer states",
-                value=self._updated,
-            )
-
-    def mark_consistent(self) -> None:
-        """Parameters and states are one again: all of them were loaded."""
-        self._begun = self._updated = 0
 
     def apply(
         self,
@@ -249,7 +234,7 @@ class OptimizerStep:
         """Update every shard with its gradient and publish its bucket, then discard the gradients. Collective.
 
         `norm` is None where it is not known before. Raises OffloadError where a tier could not write: at the end of
-        the walk, with everything updated and published. After an error in the middle, `require_consistent` raises.
+        the walk, with everything updated and published. After an error in the middle the state is inconsistent.
         """
         before = dict(self._steps)
         for fqn in arrivals.params:
@@ -270,6 +255,7 @@ class OptimizerStep:
             shard.runs = tuple(find_runs(shard, origin, arrivals.params, self._steps, self._params.rounding))
 
         unwritten: OffloadError | None = None
+        self._updated = 0
         try:
             with closing(self._states.iter_shards(prepare)) as walk:
                 lent = self._counted(walk)
@@ -277,6 +263,7 @@ class OptimizerStep:
                     self._states.write_back(shard)
                     self._params.all_gather_updated(shard.bucket.index)
                     self._updated += 1
+                    self._mark()
         except BaseException as error:
             if self._updated < len(self._states.shards) or not isinstance(error, OffloadError):
                 self._steps.update(before)
@@ -288,12 +275,16 @@ class OptimizerStep:
             self._params.wait_all_gathers()
         self._states.forget_gradients()
         discard_gradients()
-        self.mark_consistent()
+        self._consistency.mark_consistent()
         if unwritten is not None:
             raise unwritten
         return StepResult(True, norm.norm, norm.norm * factor, norm.first_nonfinite_param)
 
     def _counted(self, shards: Iterable[Shard]) -> Iterator[Shard]:
         for shard in shards:
-            self._begun += 1
+            self._mark()
             yield shard
+
+    def _mark(self) -> None:
+        what = f"an update, when {self._updated} of {len(self._states.shards)} buckets were updated,"
+        self._consistency.mark_inconsistent(what, self._updated)

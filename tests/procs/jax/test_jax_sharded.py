@@ -106,7 +106,7 @@ def lose_a_rank(communicator):
         def fail(*arguments, **named):
             raise CommError("the cable was pulled")
 
-        engine.zero.params.gathering.unshard = fail
+        engine.zero.params.gathered.unshard = fail
     try:
         engine.train_batch(tokens(1, 0, communicator.rank))
     except CommError as error:

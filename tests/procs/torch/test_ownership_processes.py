@@ -11,7 +11,7 @@ import pytest
 import torch
 from pairwise import combinations
 from parameter_statements import HONOURED, assert_honoured, config_for, in_turn, train_with
-from parity_models import Params, grouped, parity_loss, parity_model
+from parity_models import Params, grouped_engine, parity_loss, parity_model
 
 import polyaccel
 from polyaccel.comm.backends.shm import cow_mapping, page_map
@@ -64,7 +64,7 @@ def test_what_a_script_writes_counts_once(
 def look(communicator: Communicator, config: dict[str, Any]) -> dict[str, Any]:
     """What this rank sees of writes by rank 1, before and after each thing that takes over or drops them."""
     model = parity_model()
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+    engine = grouped_engine(model, config)
     shared = [place.shared is not None for place in engine.zero.params]
     before = model.wide.weight.detach().clone()
     communicator.barrier()
@@ -119,7 +119,7 @@ def test_a_write_is_of_one_rank_until_all_have_made_it(rank_pool: Pools, stage: 
 def bounded_embedding(communicator: Communicator, config: dict[str, Any]) -> str:
     model = parity_model()
     model.embed.max_norm = 0.5
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+    engine = grouped_engine(model, config)
     engine.backward(parity_loss(engine, 0, 0, communicator.rank))
     with pytest.raises(ShardingError) as caught:
         engine.step()

@@ -78,7 +78,7 @@ def soak(communicator, steps, places):
     engine = polyaccel.initialize(
         model=build(), config=make_config(3, zero={"stage3_param_persistence_threshold": 10, **places})
     )[0]
-    gathering = engine.zero.params.gathering
+    gathering = engine.zero.params.gathered
     process = psutil.Process()
     figures = []
     for step in range(steps):

@@ -2,7 +2,7 @@
 recorder is a slice of its rank there.
 
 `make test-traces` runs these. They need Perfetto's program `trace_processor_shell`, which TRACE_PROCESSOR names;
-elsewhere they are skipped, and `tests/unit/watch/test_trace_analysis.py` holds the form of the file.
+elsewhere they are skipped, and `tests/unit/observability/test_trace_analysis.py` holds the form of the file.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from parity_models import Config, ParityModel, Run, grouped, parity_loss, parity_model, snapshot
+from parity_models import Config, ParityModel, Run, grouped_engine, parity_loss, parity_model, snapshot
 from torch import Tensor, nn
 
-import polyaccel
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.core.block import Block
@@ -106,7 +105,7 @@ def train_cut(
 ) -> Run:
     """The run of this rank, one of `tensor` that share a model: `whole`, or one that is built here."""
     model, place = join(communicator, tensor, whole or cut_parity_models(1)[0])
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=mesh_config(config, tensor))
+    engine = grouped_engine(model, mesh_config(config, tensor))
     run = Run({})
     for step in range(steps):
         for micro in range(engine.gradient_accumulation_steps()):

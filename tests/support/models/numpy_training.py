@@ -40,8 +40,8 @@ def accumulate(step: ZeroEngine, found: Arrays, *, is_last: bool = True, factor:
     step.begin_backward(reduce=is_last or step.policy.grads is Placement.SHARDED)
     for fqn, gradient in found.items():
         flat = np.ascontiguousarray(gradient.reshape(-1) * np.float32(factor))
-        step.add_gradient(fqn, step.accelerator.wrap(flat))
-    step.end_backward()
+        step.reducer.add_gradient(fqn, step.accelerator.wrap(flat))
+    step.reducer.end_backward()
 
 
 def train(

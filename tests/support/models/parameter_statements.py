@@ -16,6 +16,7 @@ from parity_models import (
     assert_bitwise,
     assert_close,
     grouped,
+    grouped_engine,
     make_config,
     parity_loss,
     parity_model,
@@ -24,7 +25,6 @@ from parity_models import (
 )
 from torch import nn
 
-import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.zero import GatheredParameters
 
@@ -210,7 +210,7 @@ def state(model: ParityModel, *statements: Statement, gathers: bool) -> None:
 
 def train_with(communicator: Communicator, model: ParityModel, config: dict[str, Any], script: Script) -> Params:
     """Train for as many steps as `script` has entries: the statements after each step."""
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=deepcopy(config))
+    engine = grouped_engine(model, deepcopy(config))
     gathers = engine.zero.params.is_any_sharded
     for step, statements in enumerate(script):
         for micro in range(engine.gradient_accumulation_steps()):

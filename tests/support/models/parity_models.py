@@ -44,6 +44,11 @@ def engine_for(module: nn.Module, config: Config, **arguments: Any) -> Any:
     return engine
 
 
+def grouped_engine(module: nn.Module, config: Config, **arguments: Any) -> Any:
+    """An engine whose optimizer has the groups of `grouped`."""
+    return engine_for(module, config, model_parameters=grouped(module), **arguments)
+
+
 def nothing(model: nn.Module) -> None:
     """A script that leaves the model alone."""
 

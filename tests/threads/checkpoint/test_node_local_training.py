@@ -13,7 +13,7 @@ from parity_models import make_config, parity_loss, parity_model
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import open_checkpoint
-from polyaccel.checkpoint.save import per_node
+from polyaccel.checkpoint.save import ranks
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import CheckpointError
@@ -83,7 +83,7 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_go, self.fails = Event(), False
-        write_copies = per_node.write_copies
+        write_copies = ranks.write_copies
 
         def held(*args: Any) -> None:
             assert self.may_go.wait(100)
@@ -91,7 +91,7 @@ class Held:
                 raise CheckpointError("the network is on fire", hint="pour water on it")
             write_copies(*args)
 
-        monkeypatch.setattr(per_node, "write_copies", held)
+        monkeypatch.setattr(ranks, "write_copies", held)
 
 
 def train_on(engine: Any, steps: int) -> None:

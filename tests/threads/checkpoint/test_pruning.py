@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.format.commit import LATEST, write_latest
-from polyaccel.checkpoint.format.save_folders import new_save
+from polyaccel.checkpoint.format.save_folders import new_folder, own_save
 from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, KeepBest, Retention
+from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
@@ -120,7 +122,8 @@ def test_a_tag_that_somebody_is_saving_again_stays(tmp_path: Path) -> None:
     storage = FileStorage(tmp_path)
     for step in (1, 2, 3):
         save(storage, step)
-    with new_save(storage, "t001"):
+    with ExitStack() as owned:
+        own_save(owned, storage, "t001", new_folder(storage, "t001"), ProcessIdentity.me())
         assert prune(storage, Retention(keep_last=1)) == ("t002",)
     assert tags(tmp_path) == ["t001", "t003"]
 

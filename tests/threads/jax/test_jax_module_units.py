@@ -48,7 +48,7 @@ def train(communicator, kind, stage):
 
 
 def held_in_a_pass(engine):
-    gathering, buckets = engine.zero.params.gathering, engine.zero.layout.buckets
+    gathering, buckets = engine.zero.params.gathered, engine.zero.layout.buckets
     hold, order = gathering.unshard, []
 
     def noted(index, **named):

@@ -211,16 +211,16 @@ def test_ranks_that_are_threads_are_refused():
 def test_what_a_call_raises_is_raised_and_the_engine_goes_on():
     def check(engine):
         first = float(engine.eval_batch(batch(0)))
-        hold = engine.zero.params.gathering.unshard
+        hold = engine.zero.params.gathered.unshard
 
         def fail(*arguments, **named):
             raise CommError("the cable was pulled", hint="plug it in")
 
-        engine.zero.params.gathering.unshard = fail
+        engine.zero.params.gathered.unshard = fail
         with pytest.raises(CommError) as caught:
             engine.train_batch(batch(0))
         assert caught.value.message == "the cable was pulled"
-        engine.zero.params.gathering.unshard = hold
+        engine.zero.params.gathered.unshard = hold
         engine.zero_grad()
         assert float(engine.eval_batch(batch(0))) == first
         assert float(engine.train_batch(batch(0))) == pytest.approx(first, rel=1e-6)  # another program of the same loss

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mesh_models import cut_parity_models, join, mesh_config
 from pairwise import combinations
-from parity_models import SMALL_BUCKET, assert_bitwise, grouped, make_config, parity_loss, parity_model
+from parity_models import SMALL_BUCKET, assert_bitwise, grouped_engine, make_config, parity_loss, parity_model
 
-import polyaccel
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -34,7 +33,7 @@ def _engine(communicator, models, tensor, stage):
     if tensor > 1:
         model, place = join(communicator, tensor, model)
     config = _config(stage) if tensor == 1 else mesh_config(_config(stage), tensor)
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+    engine = grouped_engine(model, config)
     return engine, model, place
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mesh_models import CutParityModel, bounds, cut_parity_models, join, mesh_config
-from parity_models import grouped, make_config, parity_loss, parity_model, train_plainly
+from parity_models import grouped_engine, make_config, parity_loss, parity_model, train_plainly
 
 import polyaccel
 from polyaccel.comm import groups
@@ -54,7 +54,7 @@ def test_groups_of_an_engine_stay_when_another_one_is_destroyed():
         def made(at):
             model, place = join(communicator, 2, models[at][communicator.rank])
             config = mesh_config(make_config(1), 2)
-            return polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)[0], place
+            return grouped_engine(model, config), place
 
         def norm_of(engine, place):
             engine.backward(parity_loss(engine, 0, 0, place))
@@ -90,9 +90,7 @@ def test_a_script_that_shares_sequences_itself_states_its_mesh():
 
     def of_rank(communicator):
         model = models[communicator.rank]
-        engine, *_ = polyaccel.initialize(
-            model=model, model_parameters=grouped(model), config=make_config(2), mesh_param=(2, 2)
-        )
+        engine = grouped_engine(model, make_config(2), mesh_param=(2, 2))
         place = engine.mesh.coordinates(communicator.rank)
         found = engine.train_batch_size()
 
@@ -150,9 +148,7 @@ def test_marks_of_megatron_say_what_is_cut():
 
     def of_rank(communicator):
         model = models[communicator.rank].mark(communicator.split([0, 1]))
-        engine, *_ = polyaccel.initialize(
-            model=model, model_parameters=grouped(model), config=make_config(1), mpu=_Mpu()
-        )
+        engine = grouped_engine(model, make_config(1), mpu=_Mpu())
         engine.backward(parity_loss(engine, 0, 0, 0))
         engine.step()
         state, norm = engine.module_state_dict(), engine.get_global_grad_norm()

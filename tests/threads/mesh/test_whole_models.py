@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from mesh_models import cut_parity_models, join, mesh_config
-from parity_models import SMALL_BUCKET, assert_bitwise, grouped, make_config, parity_loss, parity_model, snapshot
+from parity_models import (
+    SMALL_BUCKET,
+    assert_bitwise,
+    grouped_engine,
+    make_config,
+    parity_loss,
+    parity_model,
+    snapshot,
+)
 
-import polyaccel
 from polyaccel.testkit.ranks.threads import run_threads
 
 TENSOR = 2
@@ -19,7 +26,7 @@ def _on_a_mesh(stage, run):
 
     def of_rank(communicator):
         model, place = join(communicator, TENSOR, models[communicator.rank])
-        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+        engine = grouped_engine(model, config)
         try:
             return run(engine, place)
         finally:

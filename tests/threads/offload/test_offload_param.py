@@ -28,7 +28,7 @@ from polyaccel.offload.state_file import StateFile
 from polyaccel.ops.base import UPDATE, KernelTable, Rule
 from polyaccel.planner.forecast import step_plan
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.zero.buckets.unshard import ParamUnsharder
+from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
 from polyaccel.zero.plan.memory import estimate_memory
 from polyaccel.zero.plan.placement import Place
 
@@ -292,19 +292,19 @@ def test_pieces_on_their_way_to_a_device_take_the_host_memory_that_is_planned(tm
 def test_files_are_read_before_the_hold_that_needs_them(tmp_path, monkeypatch):
     """Within the bounds on what is gathered, and without a descriptor more after some steps."""
     log: list[tuple[str, int]] = []
-    start, hold = StateFile.start_reading, ParamUnsharder.unshard
+    start, hold = StateFile.start_reading, GatheredBuckets.unshard
 
     def noted_start(file: StateFile, *rest: Any) -> Any:
         log.append(("read", int(file.path.name.removeprefix("bucket").partition(".")[0])))
         return start(file, *rest)
 
-    def noted_hold(gathering: ParamUnsharder, index: int, **rest: Any) -> None:
+    def noted_hold(gathering: GatheredBuckets, index: int, **rest: Any) -> None:
         log.append(("hold", index))
         hold(gathering, index, **rest)
         log.append(("held", index))
 
     monkeypatch.setattr(StateFile, "start_reading", noted_start)
-    monkeypatch.setattr(ParamUnsharder, "unshard", noted_hold)
+    monkeypatch.setattr(GatheredBuckets, "unshard", noted_hold)
     build, loss = CASES["gpt"]
 
     def work(communicator: Any, model: nn.Module, settings: Any) -> tuple[int, int, int]:
@@ -320,7 +320,7 @@ def test_files_are_read_before_the_hold_that_needs_them(tmp_path, monkeypatch):
                 log.clear()
         assert open_files == sorted(open_files, reverse=True)  # what another test left may be closed meanwhile
         told = list(log)
-        peak = engine.zero.params.gathering.peak_numel
+        peak = engine.zero.params.gathered.peak_numel
         engine.destroy()
         reads = [index for index, (what, _) in enumerate(told) if what == "read"]
         on_demand = [index for index in reads if told[index - 1] == ("hold", told[index][1])]

@@ -314,8 +314,8 @@ def accumulate(communicator: Any, model: Any, settings: dict[str, Any], look: An
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_gradients_rest_with_offloaded_states_and_add_up_there(tmp_path, far, stage, precision):
     def check(zero: Any) -> None:
-        zero.finish_reductions()
-        for shard, gradients in zip(zero.shards, zero.gradient_buckets(), strict=True):
+        zero.reducer.finish_reductions()
+        for shard, gradients in zip(zero.shards, zero.reducer.buckets, strict=True):
             is_away = stage >= 2 and shard.tier.name != "device"
             assert far.is_the_hosts(gradients.result()) is is_away
             assert far.owns(gradients.result()) is not is_away

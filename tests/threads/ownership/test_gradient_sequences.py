@@ -23,6 +23,7 @@ from parity_models import (
     assert_bitwise,
     assert_close,
     grouped,
+    grouped_engine,
     make_config,
     on_threads,
     parity_loss,
@@ -30,7 +31,6 @@ from parity_models import (
     snapshot,
 )
 
-import polyaccel
 from polyaccel.comm.base import Communicator
 
 VARIABLE = "TESTS_OWNERSHIP"
@@ -89,7 +89,7 @@ def run(model: Any, statements: Sequence[Statement]) -> None:
 
 
 def train(communicator: Communicator, model: ParityModel, config: dict[str, Any], script: Sequence[Step]) -> Params:
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+    engine = grouped_engine(model, config)
     passes = engine.gradient_accumulation_steps()
     for at, step in enumerate(script):
 

@@ -11,12 +11,11 @@ import torch
 from gradient_statements import STATEMENTS, gradients, halve
 from pairwise import combinations
 from parity_models import (
-    SMALL,
     assert_bitwise,
     assert_close,
     batch,
     grouped,
-    make_config,
+    grouped_engine,
     on_threads,
     parity_model,
     relative_distance,
@@ -24,32 +23,25 @@ from parity_models import (
     train_on_threads,
     train_plainly,
 )
+from stage_cases import STAGES, config_at
 from torch.nn.utils import clip_grad_norm_
 
-import polyaccel
 from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
 
 STEPS = 2
-STAGES = {
-    "stage 0": (0, SMALL),
-    "stage 1": (1, SMALL),
-    "stage 2": (2, SMALL),
-    "stage 2, states on the host": (2, {**SMALL, "offload_optimizer": {"device": "cpu"}}),
-    "stage 3": (3, {**SMALL, "stage3_param_persistence_threshold": 20}),
-}
 BF16 = {"bf16": {"enabled": True}}
 
 
 @combinations(
     statement=[pytest.param(statement, id=name) for name, statement in STATEMENTS.items()],
-    stage=[pytest.param(stage, id=name) for name, stage in STAGES.items()],
+    stage=list(STAGES),
     world=[2, 3, 1],
     accumulation=[1, 2],
     precision=[pytest.param({}, id="fp32"), pytest.param(BF16, id="bf16")],
 )
 def test_what_a_script_does_to_gradients_counts(statement, stage, world, accumulation, precision):
-    config = make_config(stage[0], accumulation=accumulation, zero=stage[1], **precision)
+    config = config_at(stage, accumulation=accumulation, **precision)
     dtype = torch.bfloat16 if precision else None
     plain = train_plainly(world, STEPS, accumulation=accumulation, param_dtype=dtype, before_update=statement)
     run = train_on_threads(world, config, STEPS, before_update=statement)
@@ -64,9 +56,7 @@ def test_what_a_script_does_to_gradients_counts(statement, stage, world, accumul
 
 
 def engine_at(model, stage, accumulation=1, **changes):
-    number, zero = STAGES[stage]
-    config = make_config(number, accumulation=accumulation, zero=zero, **changes)
-    return polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)[0]
+    return grouped_engine(model, config_at(stage, accumulation=accumulation, **changes))
 
 
 def run(engine, step=0, micro=0):

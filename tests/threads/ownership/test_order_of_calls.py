@@ -12,34 +12,21 @@ import pytest
 import torch
 from pairwise import combinations
 from parity_models import (
-    SMALL,
     assert_close,
     batch,
     grouped,
-    make_config,
+    grouped_engine,
     on_threads,
     parity_model,
     relative_distance,
     snapshot,
 )
+from stage_cases import STAGES, config_at
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-import polyaccel
 from polyaccel.errors import PolyaccelError, ShardingError
 
-STAGES = {
-    "stage 0": (0, SMALL),
-    "stage 1": (1, SMALL),
-    "stage 2": (2, SMALL),
-    "stage 2, states on the host": (2, {**SMALL, "offload_optimizer": {"device": "cpu"}}),
-    "stage 3": (3, {**SMALL, "stage3_param_persistence_threshold": 20}),
-}
 stages = pytest.mark.parametrize("stage", STAGES)
-
-
-def config_at(stage, **changes):
-    number, zero = STAGES[stage]
-    return make_config(number, zero=zero, **changes)
 
 
 class WithEngine:
@@ -47,7 +34,7 @@ class WithEngine:
 
     def __init__(self, model: Any, config: Any, rank: int) -> None:
         self.model, self._rank = model, rank
-        self.engine = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)[0]
+        self.engine = grouped_engine(model, config)
         self.groups = self.engine.optimizer.param_groups
 
     def loss(self, step: int) -> Any:
@@ -246,7 +233,7 @@ def test_other_parameters_in_the_optimizer_s_groups_are_refused_by_name(change, 
         config = config_at(stage)
         if client:
             del config["optimizer"]
-        engine = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config, **arguments)[0]
+        engine = grouped_engine(model, config, **arguments)
         engine.backward(engine(*batch(0, 0, communicator.rank)))
 
         def train_on():

@@ -6,29 +6,22 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_models import (
-    SMALL,
     assert_bitwise,
     assert_close,
     batch,
     grouped,
-    make_config,
     on_threads,
     parity_model,
     snapshot,
     train_plainly,
 )
+from stage_cases import config_at
 
 import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
 
 STEPS = 3
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
-
-def config_at(stage, **changes):
-    return make_config(
-        stage, zero=SMALL | ({"stage3_param_persistence_threshold": 20} if stage == 3 else {}), **changes
-    )
 
 
 def client_config(stage, **changes):

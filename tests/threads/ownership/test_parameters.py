@@ -11,7 +11,7 @@ import pytest
 import torch
 from pairwise import combinations
 from parameter_statements import HONOURED, REFUSED, assert_honoured, config_for, in_turn, train_with
-from parity_models import grouped, on_threads, parity_loss, parity_model
+from parity_models import grouped_engine, on_threads, parity_loss, parity_model
 from torch import nn
 
 import polyaccel
@@ -32,9 +32,7 @@ def test_what_a_script_writes_counts(script, stage, kind, world, accumulation, t
 @pytest.mark.parametrize("statement", REFUSED)
 def test_what_cannot_count_is_refused_by_name(statement, stage):
     def work(communicator, model):
-        engine, *_ = polyaccel.initialize(
-            model=model, model_parameters=grouped(model), config=config_for(stage, "fp32")
-        )
+        engine = grouped_engine(model, config_for(stage, "fp32"))
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
         statement(model)
         engine.step()
@@ -87,7 +85,7 @@ def test_what_was_written_is_saved_and_what_is_loaded_replaces_it(kind, tmp_path
 
     def work(communicator, model):
         config = config_for(2, kind, folder=tmp_path / "states")
-        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+        engine = grouped_engine(model, config)
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
         engine.step()
         model.wide.weight.data.fill_(0.25)
@@ -110,7 +108,7 @@ def test_sixteen_bits_among_others_have_master_weights_without_a_section():
     def work(communicator, model):
         model.twice.to(torch.bfloat16)
         model.twice.forward = lambda values: nn.Linear.forward(model.twice, values.bfloat16()).float()
-        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config_for(2, "fp32"))
+        engine = grouped_engine(model, config_for(2, "fp32"))
         for step in range(3):
             engine.backward(parity_loss(engine, step, 0, communicator.rank))
             engine.step()

@@ -129,7 +129,7 @@ def trained(change, loss_of, stage: int):
         for step in range(3):
             engine.backward(loss_of(engine, data(step, communicator.rank)))
             engine.step()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
         engine.destroy()
         return snapshot(model)
 

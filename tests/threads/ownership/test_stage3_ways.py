@@ -38,7 +38,7 @@ def trained(case: Case, world: int, *, steps: int = STEPS, prepare=lambda model:
             for micro in range(engine.gradient_accumulation_steps()):
                 engine.backward(loss_of(case)(engine, step, micro, communicator.rank))
                 engine.step()
-        gathering = engine.zero.params.gathering
+        gathering = engine.zero.params.gathered
         assert (gathering.live_numel, gathering.kept_numel, gathering.pool.in_use_count) == (0, 0, 0)
         engine.destroy()
         return snapshot(model)
@@ -120,7 +120,7 @@ def test_evaluation_on_different_ways():
                 engine(inputs, ways[step])
             engine.backward(loss)
             engine.step()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
 
     on_threads(2, work, build)
 
@@ -137,7 +137,7 @@ def test_passes_that_fail_on_one_rank_and_others_go_on():
                     engine(inputs, [0, 1, 9])
             engine.backward(engine(inputs, [0, 1, 2]))
             engine.step()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
 
     on_threads(2, work, seeded(Skipping))
 

@@ -93,7 +93,7 @@ def trained(world: int, how, stage: int, **keys):
             for loss in losses:
                 engine.backward(loss)
             engine.step()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
         engine.destroy()
         return snapshot(model)
 
@@ -116,7 +116,7 @@ def test_a_transform_around_the_engine_gives_the_gradient_of_its_input():
         assert torch.allclose(grad(engine)(inputs), grad(plain)(inputs))
         engine.backward(engine(inputs))
         engine.step()
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
 
     on_threads(2, work, seeded(lambda: Net(Net.energy)))
 
@@ -132,6 +132,6 @@ def test_a_transform_beside_a_modules_own_parameters_says_what_works():
         with pytest.raises(ShardingError) as caught:
             engine(data(0, 0))
         assert all(part in str(caught.value) for part in ("torch.func.grad", "torch.autograd.grad"))
-        assert engine.zero.params.gathering.live_numel == 0
+        assert engine.zero.params.gathered.live_numel == 0
 
     on_threads(2, work, seeded(Owner))

@@ -6,9 +6,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import stage_cases
 import torch
 from pairwise import combinations
-from parity_models import SMALL, assert_bitwise, assert_close, make_config, on_threads, snapshot
+from parity_models import assert_bitwise, assert_close, make_config, on_threads, snapshot
 from stage3_models import WIDTH, Gpt, seeded, token_loss
 from torch import nn
 
@@ -16,18 +17,8 @@ import polyaccel
 from polyaccel.errors import ShardingError
 from polyaccel.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-SHARDED = {**SMALL, "stage3_param_persistence_threshold": 20}
-STAGES = {
-    "stage 0": (0, SMALL),
-    "stage 1": (1, SMALL),
-    "stage 2": (2, SMALL),
-    "stage 2, states on the host": (2, {**SMALL, "offload_optimizer": {"device": "cpu"}}),
-    "stage 3": (3, SHARDED),
-    "stage 3, all on the host": (
-        3,
-        {**SHARDED, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    ),
-}
+ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+STAGES = {**stage_cases.STAGES, "stage 3, all on the host": (3, {**stage_cases.SHARDED, **ON_HOST})}
 OPTIMIZERS = {
     "AdamW": ({"lr": 1e-2, "weight_decay": 0.1}, torch.optim.AdamW),
     "Adagrad": ({"lr": 1e-2, "initial_accumulator_value": 0.5}, torch.optim.Adagrad),

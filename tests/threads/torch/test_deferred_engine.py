@@ -149,10 +149,10 @@ def test_module_apply_sees_whole_parameters_before_initialize_and_never_empty_on
     def work(communicator: Communicator, model: nn.Module) -> None:
         engine, *_ = polyaccel.initialize(model=model, config=config)
         seen: list[nn.Module] = []
-        gathered = engine.zero.params.gathering.peak_numel
+        gathered = engine.zero.params.gathered.peak_numel
         engine.module.apply(seen.append)
         assert len(seen) == 4
-        assert engine.zero.params.gathering.peak_numel == gathered
+        assert engine.zero.params.gathered.peak_numel == gathered
         with pytest.raises(ShardingError) as caught:
             engine.module.apply(lambda part: part.weight.data.zero_() if isinstance(part, nn.Linear) else None)
         assert caught.value.value == "0.weight"

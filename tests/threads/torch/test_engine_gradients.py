@@ -15,7 +15,7 @@ from parity_models import (
     assert_close,
     batch,
     drawn_from,
-    grouped,
+    grouped_engine,
     make_config,
     on_threads,
     parity_loss,
@@ -58,11 +58,6 @@ def inputs(step: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
 
 
-def engine_for(model, config, **arguments):
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config, **arguments)
-    return engine
-
-
 ORDERS = {
     "a branch that is never used": lambda step, micro, rank: (0, 1, 2),
     "branches that come and go": lambda step, micro, rank: [(0, 1, 2), (0, 3), (3, 2, 0)][step],
@@ -95,7 +90,7 @@ def test_branches_that_change(order, world, accumulation, stage):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_plain_backward_equals_the_engine_s(stage, accumulation):
     def plainly(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         for step in range(STEPS):
             for micro in range(accumulation):
                 engine(*batch(step, micro, communicator.rank)).backward()
@@ -117,7 +112,7 @@ def test_several_backward_passes_before_a_step(stage, own_backward):
     """Two losses, one of them over a shared graph twice: their gradients add up."""
 
     def twice(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         for step in range(STEPS):
             first, second = (engine(*batch(step, micro, communicator.rank)) for micro in range(2))
             if own_backward:
@@ -172,7 +167,7 @@ def test_activation_checkpointing(stage, own_backward, reentrant, accumulation):
             return Recomputing(kind)
 
     def recomputing(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         for step in range(STEPS):
             for micro in range(accumulation):
                 loss = engine(inputs(step, micro, communicator.rank))
@@ -191,7 +186,7 @@ def test_activation_checkpointing(stage, own_backward, reentrant, accumulation):
 @stages
 def test_zero_grad_forgets_what_has_accumulated(stage):
     def forgetful(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         for step in range(STEPS):
             for forget in (True, False):
                 for micro in range(2):
@@ -210,7 +205,7 @@ def test_zero_grad_forgets_what_has_accumulated(stage):
 @stages
 def test_zero_grad_forgets_passes_without_sync(stage):
     def forgetful(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         for step in range(STEPS):
             with engine.no_sync():
                 engine.backward(engine(*batch(50 + step, 0, communicator.rank)))
@@ -230,7 +225,7 @@ def test_no_sync_and_then_a_step_without_another_backward(stage, own_backward):
     """Nothing but passes without sync: the update reduces what they left, also on ranks that used other parameters."""
 
     def unsynchronised(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         for step in range(STEPS):
             for micro in range(2):
                 with engine.no_sync():
@@ -254,7 +249,7 @@ def test_boundaries_set_by_hand(stage, synchronised):
     """Two backward passes and one step, each pass with or without sync, and the engine told where the boundary is."""
 
     def user_grad_edits(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         for step in range(STEPS):
             for micro in range(2):
                 engine.set_gradient_accumulation_boundary(micro == 1)
@@ -278,7 +273,7 @@ def test_backward_through_a_graph_from_before_the_step_is_an_error(stage):
     """Parameters change in place; autograd must say so instead of mixing old activations with new weights."""
 
     def stale(communicator, model, config):
-        engine = engine_for(model, config)
+        engine = grouped_engine(model, config)
         old = parity_loss(engine, 0, 0, communicator.rank)
         engine.backward(parity_loss(engine, 1, 0, communicator.rank))
         engine.step()

@@ -12,7 +12,7 @@ import polyaccel
 from polyaccel.errors import OffloadError, PolyaccelError
 from polyaccel.offload.state_file import StateFile
 
-REFUSAL = r"an update failed when 2 of \d+ buckets were updated(.|\n)*hint: load the last checkpoint"
+REFUSAL = r"an update, when 2 of \d+ buckets were updated, failed(.|\n)*hint: load the last checkpoint"
 
 
 def train(engine: Any, steps: range) -> None:

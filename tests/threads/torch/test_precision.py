@@ -12,7 +12,7 @@ from parity_models import (
     assert_close,
     batch,
     drawn_from,
-    grouped,
+    grouped_engine,
     make_config,
     on_threads,
     parity_loss,
@@ -35,11 +35,6 @@ STEPS = 3
 
 def fp16(**settings):
     return {"fp16": {"enabled": True, **settings}}
-
-
-def engine_for(module, config):
-    engine, *_ = polyaccel.initialize(model=module, model_parameters=grouped(module), config=config)
-    return engine
 
 
 def masters(engine):
@@ -69,7 +64,7 @@ def test_fp16_follows_a_reference_with_float32_masters(world, scale, accumulatio
 def test_master_weights_begin_with_the_original_values(precision):
     def begin(communicator, module):
         original = snapshot(module)
-        engine = engine_for(module, make_config(1, **precision))
+        engine = grouped_engine(module, make_config(1, **precision))
         found = masters(engine)
         assert found.keys() == {name for name in original if name != "frozen"}
         assert_bitwise(found, {name: original[name].flatten() for name in found})
@@ -98,7 +93,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, culprit):
     def overflow(communicator, module):
         dynamic = fp16(initial_scale_power=8, hysteresis=1, loss_scale_window=2)
         scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.1}}
-        engine = engine_for(module, make_config(stage, zero=SMALL, scheduler=scheduler, **dynamic))
+        engine = grouped_engine(module, make_config(stage, zero=SMALL, scheduler=scheduler, **dynamic))
         scales, applied = [], []
         for step in range(8):
             bad = step in (1, 2) and communicator.rank == culprit
@@ -129,7 +124,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_update(stage):
     """Training with an overflow in between equals training without that batch."""
 
     def train(communicator, module, skips):
-        engine = engine_for(module, make_config(stage, zero=SMALL, **fp16(loss_scale=64.0)))
+        engine = grouped_engine(module, make_config(stage, zero=SMALL, **fp16(loss_scale=64.0)))
         for step in range(STEPS):
             if skips and step == 1:
                 engine.backward(parity_loss(engine, 99, 0, communicator.rank) * float("nan"))
@@ -224,7 +219,7 @@ def test_plain_float32_lets_what_is_not_finite_through_as_torch_does(clip):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_loss_scaled_by_hand_equals_the_engine_s(stage, accumulation):
     def user_grad_edits(communicator, module, config):
-        engine = engine_for(module, config)
+        engine = grouped_engine(module, config)
         for step in range(STEPS):
             for micro in range(accumulation):
                 engine.scale(parity_loss(engine, step, micro, communicator.rank)).backward()
@@ -242,7 +237,7 @@ def test_a_loss_scaled_by_hand_equals_the_engine_s(stage, accumulation):
 
 def test_backward_on_an_unscaled_fp16_loss_is_an_error():
     def unscaled(communicator, module):
-        engine = engine_for(module, make_config(2, **fp16(loss_scale=64.0)))
+        engine = grouped_engine(module, make_config(2, **fp16(loss_scale=64.0)))
         with pytest.raises(PolyaccelError) as caught:
             parity_loss(engine, 0, 0, 0).backward()
         assert caught.value.value == 1
@@ -284,7 +279,7 @@ def test_autocast_computes_in_16_bits_and_keeps_float32_parameters(stage, dtype)
     def train(communicator, module):
         autocast = {"torch_autocast": {"enabled": True, "dtype": dtype}}
         static = {"fp16": {"loss_scale": 64.0}} if dtype == "float16" else {}
-        engine = engine_for(module, make_config(stage, zero=SMALL, **autocast, **static))
+        engine = grouped_engine(module, make_config(stage, zero=SMALL, **autocast, **static))
         assert engine.get_loss_scale() == (64.0 if dtype == "float16" else 1.0)
         for step in range(STEPS):
             engine.backward(parity_loss(engine, step, 0, communicator.rank))
@@ -312,7 +307,7 @@ def test_an_autocast_around_the_call_is_in_force_as_in_plain_torch(stage, region
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
     def train(communicator, module):
-        engine = engine_for(module, make_config(stage, zero=SMALL))
+        engine = grouped_engine(module, make_config(stage, zero=SMALL))
         each, whole = (outer, nullcontext) if region == "each forward" else (nullcontext, outer)
         losses = []
         with whole():
@@ -384,7 +379,7 @@ def test_a_float32_accumulator_keeps_what_bf16_would_lose(stage):
 
 def test_float32_is_untouched_by_any_of_this():
     def scale(communicator, module):
-        engine = engine_for(module, make_config(1))
+        engine = grouped_engine(module, make_config(1))
         assert engine.get_loss_scale() == 1.0
         assert_close({"loss": engine.scale(torch.tensor(3.0))}, {"loss": torch.tensor(3.0)}, 0.0)
 

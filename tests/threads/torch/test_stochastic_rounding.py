@@ -12,6 +12,7 @@ from parity_models import (
     assert_bitwise,
     batch,
     grouped,
+    grouped_engine,
     make_config,
     on_threads,
     parity_model,
@@ -128,14 +129,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(before: int, after: int, tmp_pat
 
     def first(communicator: Any, model: nn.Module) -> list[dict[str, torch.Tensor]]:
         config = make_config(before, zero=SHARDED, **STOCHASTIC)
-        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+        engine = grouped_engine(model, config)
         middle = steps_of(engine, communicator, range(2))
         engine.save_checkpoint(str(tmp_path))
         return [middle, steps_of(engine, communicator, range(2, 4))]
 
     def second(communicator: Any, model: nn.Module) -> list[dict[str, torch.Tensor]]:
         config = make_config(after, zero=SHARDED, **STOCHASTIC)
-        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+        engine = grouped_engine(model, config)
         engine.load_checkpoint(str(tmp_path))
         return [steps_of(engine, communicator, range(0)), steps_of(engine, communicator, range(2, 4))]
 
@@ -151,7 +152,7 @@ def test_a_look_at_parameters_does_not_touch_their_master_weights(stage: int) ->
 
     def train(communicator: Any, model: nn.Module, looks: bool) -> dict[str, torch.Tensor]:
         config = make_config(stage, zero=SHARDED, **STOCHASTIC)
-        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+        engine = grouped_engine(model, config)
         for number in range(3):
             engine.backward(engine(*batch(number, 0, communicator.rank)))
             engine.step()

@@ -210,7 +210,7 @@ def test_half_an_update_is_neither_trained_on_nor_saved(tmp_path, stage, tier):
             assert str(last) in str(caught.value)
         assert set(step.steps.values()) == {1}
         lost.clear()
-        step.mark_consistent()  # as loading does
+        step.consistency.mark_consistent()  # as loading does
         accumulate(step, ones())
         assert step.update([GROUP]).applied
         assert set(step.steps.values()) == {2}

@@ -16,9 +16,9 @@ from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import CommError, InvariantError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
+from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.buckets.unshard import ParamUnsharder
+from polyaccel.zero.buckets.unsharder import Unsharder
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.gather_schedule import SyncPoint
 from polyaccel.zero.plan.layout import plan_layout
@@ -53,14 +53,13 @@ class Rank:
         self.bound: set[int] = set()
         self.launched: set[int] = set()
         policy = GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **self.policy})
-        self.gathering = ParamUnsharder(
+        self.gathering = GatheredBuckets(
             *(places, policy, Communicators.plain(communicator)),
-            lambda bucket, views: self.bound.add(bucket.index),
-            lambda bucket: self.bound.discard(bucket.index),
+            self,
             nullcontext,
         )
-        self.uses = GatherCoordinator(
-            *(self.gathering, communicator, lambda index: index not in self.launched, self.launch),
+        self.uses = Unsharder(
+            *(self.gathering, self, communicator),
             is_active=True,
             warn=False,
         )
@@ -72,6 +71,15 @@ class Rank:
 
         communicator.all_gather = noted
 
+    def show(self, bucket: Any, views: Any) -> None:
+        self.bound.add(bucket.index)
+
+    def hide(self, bucket: Any) -> None:
+        self.bound.discard(bucket.index)
+
+    def can_launch(self, index: int) -> bool:
+        return index not in self.launched
+
     def launch(self, index: int) -> None:
         if index not in self.launched:
             self.launched.add(index)
@@ -79,12 +87,13 @@ class Rank:
 
     def play(self, text: str, *, learn: bool = True) -> None:
         held: list[int] = []
+        self.uses.learns = learn
         for index, what in zip(text[::2], text[1::2], strict=True):
             if what == "(":
                 held.append(int(index))
-                self.uses.begin(int(index), learn=learn)
+                self.uses.unshard(int(index))
             elif what == ")":  # of the last one that began
-                self.uses.end(held.pop(), learn=learn)
+                self.uses.reshard(held.pop())
             else:
                 self.uses.release(int(index))
             for used in held:
@@ -97,9 +106,9 @@ class Rank:
         self.launched.clear()
         before = len(self.log)
         self.play(forward)
-        self.uses.sync(SyncPoint.FORWARD, learn=True)
+        self.uses.sync(SyncPoint.FORWARD)
         self.play(backward)
-        self.uses.sync(SyncPoint.BACKWARD, learn=True)
+        self.uses.sync(SyncPoint.BACKWARD)
         told = self.communicator.all_gather_object(self.uses.has_deviated)
         self.uses.end_step(learn=any(told))
         assert (self.gathering.live_numel, self.gathering.kept_numel, self.bound) == (0, 0, set())
@@ -107,7 +116,8 @@ class Rank:
 
     def evaluate(self, text: str) -> None:
         self.play(text, learn=False)
-        self.uses.sync(SyncPoint.EVALUATION, learn=False)
+        self.uses.sync(SyncPoint.EVALUATION)
+        self.uses.learns = True
 
 
 def on_ranks(world: int, work: Any, **policy: int) -> list[Any]:
@@ -206,9 +216,9 @@ def test_failed_passes_are_not_learned():
         rank.play(of(0, 3))
         rank.uses.abandon()
         rank.play(of(0, 1))
-        rank.uses.sync(SyncPoint.FORWARD, learn=True)
+        rank.uses.sync(SyncPoint.FORWARD)
         rank.play(back(0, 1))
-        rank.uses.sync(SyncPoint.BACKWARD, learn=True)
+        rank.uses.sync(SyncPoint.BACKWARD)
         assert not rank.uses.has_deviated
         rank.uses.end_step(learn=False)
 
@@ -218,9 +228,10 @@ def test_failed_passes_are_not_learned():
 def test_ranks_at_different_ends_are_told():
     def work(rank: Rank) -> None:
         if rank.communicator.rank == 1:
-            rank.uses.sync(SyncPoint.FORWARD, learn=True)
+            rank.uses.sync(SyncPoint.FORWARD)
         else:
-            rank.uses.sync(SyncPoint.EVALUATION, learn=False)
+            rank.uses.learns = False
+            rank.uses.sync(SyncPoint.EVALUATION)
 
     with pytest.raises(CommError) as caught:
         on_ranks(3, work)
@@ -229,13 +240,14 @@ def test_ranks_at_different_ends_are_told():
 
 def test_mistakes_are_told():
     def work(rank: Rank) -> None:
-        rank.uses.begin(2, learn=False)
+        rank.uses.learns = False
+        rank.uses.unshard(2)
         with pytest.raises(ShardingError) as caught:
             rank.uses.require_idle()
         assert caught.value.value == [2]
-        rank.uses.end(2, learn=False)
+        rank.uses.reshard(2)
         with pytest.raises(InvariantError) as caught:
-            rank.uses.end(2, learn=False)
+            rank.uses.reshard(2)
         assert caught.value.value == 2
 
     on_ranks(2, work)

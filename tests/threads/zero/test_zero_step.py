@@ -77,8 +77,8 @@ def test_gradients_in_any_order_on_any_rank(stage, overlap, in_flight):
                 chosen = [list(SHAPES)[(index + communicator.rank) % 5] for index in order]
                 step.begin_backward(reduce=True)
                 for fqn in chosen:
-                    step.add_gradient(fqn, NUMPY.wrap(np.full(SHAPES[fqn], 0.25, dtype=np.float32).reshape(-1)))
-                step.end_backward()
+                    step.reducer.add_gradient(fqn, NUMPY.wrap(np.full(SHAPES[fqn], 0.25, dtype=np.float32).reshape(-1)))
+                step.reducer.end_backward()
 
         return applied(communicator, stage, passes, overlap=overlap, max_in_flight=in_flight)
 
@@ -173,7 +173,7 @@ def test_an_overflow_is_skipped_by_all_and_named(stage):
         assert (result.applied, result.first_nonfinite_param) == (False, "b1")
         for fqn, value in initial().items():
             np.testing.assert_array_equal(params[fqn], value)
-        assert not any(bucket.has_content for bucket in step.gradient_buckets())
+        assert not any(bucket.has_content for bucket in step.reducer.buckets)
         accumulate(step, ones(4.0))
         result = step.update([GROUP], loss_scale=4.0)
         assert (result.applied, result.first_nonfinite_param) == (True, None)
@@ -231,8 +231,8 @@ def test_a_failed_pass_must_be_discarded():
     def train(communicator):
         step, _ = make_step(communicator, 2, StepPolicy(), bucket_numel=64)
         step.begin_backward(reduce=True)
-        step.add_gradient("w2", NUMPY.wrap(np.ones(41, dtype=np.float32)))
-        step.abort_backward()
+        step.reducer.add_gradient("w2", NUMPY.wrap(np.ones(41, dtype=np.float32)))
+        step.reducer.abort_backward()
         with pytest.raises(PolyaccelError) as caught:
             step.update([GROUP])
         assert "engine.zero_grad()" in str(caught.value)

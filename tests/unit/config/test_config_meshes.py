@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyaccel.config import load_config, resolve_config
+from polyaccel.config import Config, load_config, resolve_config
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import ConfigError
 
@@ -57,6 +57,13 @@ def test_batches_are_counted_by_the_ranks_that_have_their_own(tree, ranks, axes,
             4,
             "data_parallel_size",
         ),
+        ({"mesh": {"data": 2}, "data_parallel_size": 4}, 4, "data_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, 4, "tensor_parallel.tp.tp_size"),
+        (
+            {"mesh": {"expert": 2}, "expert_parallel": {"enabled": True, "autoep_size": 4}},
+            4,
+            "expert_parallel.autoep_size",
+        ),
     ],
     ids=str,
 )
@@ -74,3 +81,28 @@ def test_near_ranks_are_among_those_that_hold_the_same_blocks():
     assert [(problem.key, problem.value) for problem in caught.value.problems] == [
         ("zero_optimization.zero_hpz_partition_size", 4)
     ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "axis"),
+    [
+        ({"pipeline": {"stages": 2}}, "pipe"),
+        ({"data_parallel_size": 2}, "data"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert"),
+        ({"sequence_parallel_size": 2.0}, "sequence"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor"),
+        ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2}}, "mesh": {"tensor": 2}}, "tensor"),
+    ],
+    ids=str,
+)
+def test_every_spelling_of_a_size_is_that_of_mesh(tree, axis):
+    made_by_hand = Config.model_validate({"train_batch_size": 8, **tree})
+    for config in (_resolved(tree, 2), resolve_config(made_by_hand, world_size=2)):
+        assert getattr(config.mesh, axis) == 2
+        assert config.pipeline.stages == config.sequence_parallel_size == config.expert_parallel.autoep_size == 1
+        assert (config.tensor_parallel.autotp_size, config.data_parallel_size) == (0, None)
+
+
+def test_experts_that_are_off_state_no_size():
+    config = _resolved({"expert_parallel": {"autoep_size": 2}}, 2)
+    assert config.mesh.expert == 1

@@ -219,7 +219,7 @@ def test_a_state_that_is_none_is_refused() -> None:
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps"),
         ("WarmupLR", {"warmup_type": "cubic"}, "scheduler.params.warmup_type"),
         ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps"),
-        ("WarmupLR", {"warmup_num_steps": 1e3}, "scheduler.params.warmup_num_steps"),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, "scheduler.params.warmup_num_steps"),
         ("WarmupLR", {"warmup_num_steps": True}, "scheduler.params.warmup_num_steps"),
         ("WarmupLR", {"warmup_max_lr": "1e-3"}, "scheduler.params.warmup_max_lr"),
         ("WarmupLR", {"warmup_max_lr": float("nan")}, "scheduler.params.warmup_max_lr"),

@@ -24,8 +24,9 @@ from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.state_file import StateFile
 from polyaccel.offload.tier import Fetch, TierOptions
 from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
+from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.gather_schedule import EventKind, SyncPoint, event, merge_schedules
 from polyaccel.zero.plan.layout import plan_layout
@@ -59,6 +60,13 @@ class Reading(Fetch):
             self._disk.log.append(f"drop {self.index}")
 
 
+class Ignores(ParamListener):
+    """A frontend that looks at nothing."""
+
+    def read_param(self, fqn: str) -> Buffer:
+        raise NotImplementedError
+
+
 class Disk(DeviceTier):
     """A tier whose contents are elsewhere. `log` has what was done with the shards."""
 
@@ -79,7 +87,7 @@ class Disk(DeviceTier):
         return told
 
 
-def make(communicator: Any, count: int, **policy: int) -> tuple[ParamUnsharder, Disk]:
+def make(communicator: Any, count: int, **policy: int) -> tuple[GatheredBuckets, Disk]:
     """`count` buckets of 64 elements, all of which have the value of their index; the shards are on the disk."""
     disk = Disk()
     params = [ParamSpec(str(index), (NUMEL,), F32) for index in range(count)]
@@ -99,25 +107,23 @@ def make(communicator: Any, count: int, **policy: int) -> tuple[ParamUnsharder, 
 
     communicator.all_gather = noted
     bounds = GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **policy})
-    return ParamUnsharder(
-        places, bounds, Communicators.plain(communicator), lambda *_: None, lambda *_: None, nullcontext
-    ), disk
+    return GatheredBuckets(places, bounds, Communicators.plain(communicator), Ignores(), nullcontext), disk
 
 
-def pass_by(gathering: ParamUnsharder, kind: EventKind, index: int) -> None:
+def pass_by(gathering: GatheredBuckets, kind: EventKind, index: int) -> None:
     """If that is what the course has next."""
     if gathering.schedule.peek() == event(kind, index):
         gathering.schedule.step()
 
 
-def expect(gathering: ParamUnsharder, units: Sequence[Sequence[int]]) -> None:
+def expect(gathering: GatheredBuckets, units: Sequence[Sequence[int]]) -> None:
     """A step begins that is known to use these units."""
     gathering.end_step()
     events = [event(kind, index) for unit in units for kind in (EventKind.UNSHARD, EventKind.RESHARD) for index in unit]
     gathering.schedule.begin_step(merge_schedules((), [[(SyncPoint.FORWARD, tuple(events))]]))
 
 
-def use(gathering: ParamUnsharder, disk: Disk, *indices: int) -> None:
+def use(gathering: GatheredBuckets, disk: Disk, *indices: int) -> None:
     """A unit computes with these buckets."""
     for index in indices:
         pass_by(gathering, EventKind.UNSHARD, index)

@@ -14,19 +14,19 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(autouse=True)
 def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "mutants"))
-    for name in ("rooms", "sites"):
+    for name in ("packages", "sites"):
         sys.modules.pop(name, None)
 
 
-def test_every_file_has_a_room_and_every_room_tests() -> None:
-    import rooms
+def test_every_file_has_a_package_and_every_package_tests() -> None:
+    import packages
 
-    assert all((ROOT / test).exists() for tests in rooms.ROOMS.values() for test in tests)
-    files = rooms.sources()
+    assert all((ROOT / test).exists() for tests in packages.PACKAGES.values() for test in tests)
+    files = packages.sources()
     assert len(files) > 50
     assert {file.split("/")[1] for file in files} == {"zero", "comm", "checkpoint"}
-    assert all(any(rooms.is_in(file, room) for file in files) for room in rooms.ROOMS)
-    tests = rooms.tests_of("polyaccel/comm/wrappers/quantized.py", rooms.ROOT)
+    assert all(any(packages.is_in(file, package) for file in files) for package in packages.PACKAGES)
+    tests = packages.tests_of("polyaccel/comm/wrappers/quantized.py", packages.ROOT)
     assert tests[0] == "tests/threads/comm/test_comm_quantized.py"
     assert len(set(tests)) == len(tests)
     assert all((ROOT / test).is_file() for test in tests)

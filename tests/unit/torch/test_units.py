@@ -290,7 +290,7 @@ def test_units_are_unsharded_one_at_a_time():
         engine = initialize(model)
         with torch.no_grad():
             engine(torch.zeros(1, 16))
-        return engine.zero.params.gathering.peak_numel
+        return engine.zero.params.gathered.peak_numel
 
     (small, _), (large, _) = run_threads(2, work, False), run_threads(2, work, True)
     assert 272 <= small < 2 * 272 + 64

@@ -14,8 +14,8 @@ from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.gather_schedule import EventKind, SyncPoint, event, merge_schedules
 from polyaccel.zero.plan.layout import plan_layout
@@ -31,12 +31,18 @@ class Recorder:
     def __init__(self) -> None:
         self.told: list[str] = []
 
+    def show(self, bucket, views) -> None:
+        self.told.append(f"+{bucket.index}")
+
+    def hide(self, bucket) -> None:
+        self.told.append(f"-{bucket.index}")
+
     def take(self) -> str:
         told, self.told = " ".join(self.told), []
         return told
 
 
-def make(communicator, count: int, **policy) -> tuple[ParamUnsharder, Recorder]:
+def make(communicator, count: int, **policy) -> tuple[GatheredBuckets, Recorder]:
     """`count` buckets of 64 elements, whose elements all have the value of their index."""
     params = [ParamSpec(str(index), (NUMEL,), DType.FLOAT32) for index in range(count)]
     layout = plan_layout(params, mesh=Mesh.flat(communicator.world_size), max_bucket_numel=NUMEL)
@@ -47,25 +53,24 @@ def make(communicator, count: int, **policy) -> tuple[ParamUnsharder, Recorder]:
         own.fill(float(bucket.index))
         places.append(ShardedBucket(plan, own, None))
     recorder = Recorder()
-    gathering = ParamUnsharder(
+    gathering = GatheredBuckets(
         places,
         GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **policy}),
         Communicators.plain(communicator),
-        lambda bucket, full: recorder.told.append(f"+{bucket.index}"),
-        lambda bucket: recorder.told.append(f"-{bucket.index}"),
+        recorder,
         nullcontext,
     )
     return gathering, recorder
 
 
-def hold(gathering: ParamUnsharder, index: int) -> None:
+def hold(gathering: GatheredBuckets, index: int) -> None:
     """As the course says, if it does."""
     if gathering.schedule.peek() == event(EventKind.UNSHARD, index):
         gathering.schedule.step()
     gathering.unshard(index, ahead=True)
 
 
-def use(gathering: ParamUnsharder, *indices: int) -> None:
+def use(gathering: GatheredBuckets, *indices: int) -> None:
     for index in indices:
         hold(gathering, index)
         if gathering.schedule.peek() == event(EventKind.RESHARD, index):
@@ -73,7 +78,7 @@ def use(gathering: ParamUnsharder, *indices: int) -> None:
         gathering.reshard(index)
 
 
-def expect(gathering: ParamUnsharder, *indices: int) -> None:
+def expect(gathering: GatheredBuckets, *indices: int) -> None:
     """A step begins that is known to use these buckets."""
     gathering.end_step()
     events = tuple(event(kind, index) for index in indices for kind in (EventKind.UNSHARD, EventKind.RESHARD))

@@ -255,7 +255,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
         with self.no_sync():
             yield
         self.zero.begin_backward(reduce=True)
-        self.zero.end_backward()
+        self.zero.reducer.end_backward()
 
     # The module.
 

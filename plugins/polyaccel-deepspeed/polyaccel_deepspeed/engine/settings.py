@@ -77,8 +77,8 @@ class Settings(Getters):
 
     def autotp_size(self) -> int:
         """How many ranks share the weights of a layer; 0 where they are not cut."""
-        tensor = self._answers.tensor_parallel
-        return max(tensor.autotp_size, tensor.tp.tp_size if tensor.tp.tp_size > 1 else 0)
+        ranks = self._answers.mesh.tensor
+        return ranks if ranks > 1 else 0
 
     def autotuning_enabled(self) -> bool:
         return self._answers.autotuning.enabled

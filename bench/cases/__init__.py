@@ -1,0 +1,1 @@
+"""Cases: what each benchmark builds and compares, a file each."""

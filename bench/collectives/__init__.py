@@ -1,1 +1,0 @@
-"""Collectives of two processes by backend and size, and a training step over each backend."""

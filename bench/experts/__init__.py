@@ -1,1 +1,0 @@
-"""Steps of a mixture of experts, beside DeepSpeed's and plain torch."""

@@ -1,1 +1,0 @@
-"""The GPTs of the examples in torch and in JAX."""

@@ -1,1 +1,0 @@
-"""Two stages beside what their table promises, torch's own pipelines and data parallelism."""

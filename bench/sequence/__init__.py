@@ -1,1 +1,0 @@
-"""Attention of sequences over ranks."""

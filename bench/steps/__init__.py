@@ -1,1 +1,0 @@
-"""Step times and memory against DDP, FSDP2 and DeepSpeed."""

@@ -1,1 +1,0 @@
-"""A step of transformers' Trainer, with our `deepspeed` and with DeepSpeed's."""

@@ -1,1 +1,0 @@
-"""Planned against measured: what the tuner foretells of settings, and what they are."""

@@ -1,0 +1,350 @@
+"""Rewrites of a user's JAX function and its parameters: one object for each, in the order in which they are applied.
+
+A function is not changed in place: a rewrite leaves in `RewriteContext` what the engine's program is traced from. The
+layers of other stages go first. What the program computes with follows, then the optimizer. ZeRO is last, because it
+lays out the parameters that are left. `REWRITES` is the list, and `polyaccel.torch.rewrites` its counterpart for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+from zlib import crc32
+
+import jax
+import jax.numpy as jnp
+
+from polyaccel.core.types import DType
+from polyaccel.engine.policies.modules import RecomputePolicy, recompute_policy_of
+from polyaccel.engine.rank_consistency import require_same_training
+from polyaccel.engine.rewrites import AppliedRewrite, BaseContext, BaseRewrite
+from polyaccel.engine.runtime import EngineBuilder
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.jax.modules import as_function
+from polyaccel.jax.optax_on_tree import optax_optimizer
+from polyaccel.jax.pipeline import LayerList, numels_of, shapes_of_params
+from polyaccel.jax.program.units import UnitRecomputation
+from polyaccel.jax.pytree import dtype_of, named_leaves
+from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.pipeline.csv_schedule import write_table
+from polyaccel.pipeline.partition import layer_weights, split_layers
+from polyaccel.pipeline.select import select_schedule
+from polyaccel.pipeline.table import PipelineError, PipelineTable
+from polyaccel.zero.plan.policy import Placement
+from polyaccel.zero.update.optimizers import SliceOptimizer
+
+_RECOMPUTATION = frozenset({"enabled", "keep"})
+"""The keys of `activation_checkpointing` that mean something for JAX."""
+
+
+class RewritableEngine(Protocol):
+    """An engine under construction, as `ZeroShards` sees it."""
+
+    def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Lay the parameters out in buckets; returns the units whose parameters are gathered apart, and the names of
+        all parameters. Collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCut:
+    """The layers of a list over pipeline stages. `parts` has those of each chunk."""
+
+    layers: LayerList
+    stage: int
+    parts: Sequence[range]
+    table: PipelineTable
+    table_for: Callable[[int], PipelineTable]
+    """The schedule for so many micro-batches."""
+    shapes_of_params: Any
+    """Shapes of the parameters of all layers."""
+
+
+@dataclass(kw_only=True)
+class RewriteContext(BaseContext):
+    """What rewrites read, and what they leave for the engine."""
+
+    model: Any
+    """The user's model; after `FunctionOfModel`, a function of parameters, batch and key."""
+    params: Any
+    """The tree of its parameters; after `PipelineLayers`, with None for layers of other stages."""
+    runtime: EngineBuilder
+    client: Any = None
+    """The optimizer that the script gave."""
+    seed: int = 0
+    stacked: Sequence[str] = ()
+    """Names of subtrees of `params` with a leading axis over layers."""
+    own_devices: int = 1
+    """Devices of this process in native mode."""
+    param_dtype: DType | None = None
+    """The type in which floating parameters are held; None: as they are."""
+    cast_inputs: Any = None
+    """The type to which floating arrays of a batch are converted; None: as they are."""
+    recomputation: UnitRecomputation | None = None
+    slice_optimizer: SliceOptimizer | None = None
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    cut: StageCut | None = None
+    """The layers of this rank's stage; None without a pipeline."""
+    engine: RewritableEngine | None = None
+    """The engine, for the rewrites that come after it was made."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether JAX exchanges and updates."""
+        return self.runtime.config.jax.execution == "native"
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages."""
+        return self.runtime.mesh.size_of(("pipe",))
+
+    def release(self) -> None:
+        """Drop the caller's arrays, after the engine has read them."""
+        self.params = self.client = self.engine = None
+
+
+class Rewrite(BaseRewrite[RewriteContext]):
+    """One kind of change to a function of JAX and its parameters."""
+
+
+class FunctionOfModel(Rewrite):
+    """A module, or a list of layers, as a function of its parameters."""
+
+    name = "model"
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return True
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite | None:
+        """Raises PolyaccelError for what is not a model with parameters, see `as_function`."""
+        before = context.model
+        if isinstance(before, (list, tuple)):
+            layers = LayerList.of(before, context.params)
+            context.model, context.params = layers, list(context.params)
+            return AppliedRewrite(name=self.name, modules=tuple(map(str, range(len(layers.layers)))))
+        context.model, context.params = as_function(before, context.params)
+        return None if context.model is before else AppliedRewrite(name=self.name, modules=("",))
+
+
+class OptimizerShards(Rewrite):
+    """An optimizer that updates flat shards of the parameters in place of whole ones."""
+
+    name = "optimizer"
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return context.client is not None or context.runtime.config.optimizer is not None
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite | None:
+        """Raises PolyaccelError, ConfigError or ShardingError for an optimizer that cannot be run on shards."""
+        _make_optimizer(context)
+        leaves = named_leaves(context.params)[0]
+        trained = tuple(fqn for fqn, leaf in leaves.items() if dtype_of(fqn, leaf).is_floating)
+        return AppliedRewrite(name=self.name, parameters=trained)
+
+
+class PipelineLayers(Rewrite):
+    """A list of layers, of which this rank has those of its stage."""
+
+    name = "pipeline"
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return context.stages > 1 and not context.is_native
+
+    def check(self, context: RewriteContext) -> None:
+        if problems := list(_pipeline_problems(context)):
+            raise ConfigError(problems)
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        """Raises PipelineError for a stage without parameters, ShardingError where ranks have other layers."""
+        runtime, layers, params = context.runtime, context.model, context.params
+        asked = runtime.config.pipeline
+        table_for = partial(select_schedule, asked.schedule, context.stages, chunks=asked.chunks or None)
+        table = table_for(runtime.config.gradient_accumulation_steps)
+        method = "parameters" if asked.partition == "best" else asked.partition
+        parts = split_layers(layer_weights(method, layers.names(), numels_of(params)), table.chunks)
+        stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
+        own = {index for at, part in zip(table.placement, parts, strict=True) if at == stage for index in part}
+        mine = [tree if index in own else None for index, tree in enumerate(params)]
+        if not jax.tree.leaves(mine):
+            raise PipelineError(
+                f"stage {stage} has the layers {sorted(own)}, none of which has parameters",
+                hint='use fewer stages, or another "pipeline": {"partition": ...}',
+                value=stage,
+            )
+        described = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
+        names = layers.names()
+        placed = [
+            f"chunk {chunk} on stage {at} with layers {[(index, names[index]) for index in part]}"
+            for chunk, (at, part) in enumerate(zip(table.placement, parts, strict=True))
+        ]
+        require_same_training(runtime.communicator, [described, *placed])
+        shapes = shapes_of_params(list(params), runtime.param_dtype)
+        context.cut = StageCut(
+            layers=layers, stage=stage, parts=parts, table=table, table_for=table_for, shapes_of_params=shapes
+        )
+        context.params = mine
+        gone = [fqn for fqn in named_leaves(params)[0] if int(fqn.partition(".")[0]) not in own]
+        others = tuple(str(index) for index in range(len(params)) if index not in own)
+        return AppliedRewrite(name=self.name, modules=others, parameters=tuple(gone))
+
+
+class Precision(Rewrite):
+    """Floating parameters, and with fp16 those of batches, in a type of 16 bits."""
+
+    name = "precision"
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return context.runtime.param_dtype is not None
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        context.param_dtype = context.runtime.param_dtype
+        context.cast_inputs = jnp.float16 if context.runtime.casts_inputs else None
+        dtypes = {fqn: dtype_of(fqn, leaf) for fqn, leaf in named_leaves(context.params)[0].items()}
+        converted = [fqn for fqn, own in dtypes.items() if own.is_floating and own is not context.param_dtype]
+        return AppliedRewrite(name=self.name, parameters=tuple(converted))
+
+
+class ActivationCheckpointing(Rewrite):
+    """Units of the function whose activations are computed again in the backward pass."""
+
+    name = "activation_checkpointing"
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return recompute_policy_of(context.runtime.config) != RecomputePolicy()
+
+    def check(self, context: RewriteContext) -> None:
+        section, key = context.runtime.config.activation_checkpointing, "activation_checkpointing"
+        problems = [
+            Problem(f"{key}.{name}", value, "not available for JAX", "use jax.checkpoint in the function")
+            for name, value in section.model_dump().items()
+            if value and name not in _RECOMPUTATION
+        ]
+        if others := [name for name in section.keep if name != "matmul"]:
+            problems.append(Problem(f"{key}.keep", others, "not available for JAX", 'keep "matmul"'))
+        if problems:
+            raise ConfigError(problems)
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        """A function without units is refused when it is traced."""
+        policy = recompute_policy_of(context.runtime.config)
+        if policy.recomputes_blocks:
+            context.recomputation = UnitRecomputation(keeps_products="matmul" in policy.keep)
+        return AppliedRewrite(name=self.name)
+
+
+class NativeMesh(Rewrite):
+    """The function in one program over all devices, and a batch over those of this process."""
+
+    name = "jax"
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return context.is_native
+
+    def check(self, context: RewriteContext) -> None:
+        if problems := list(_native_problems(context.runtime)):
+            raise ConfigError(problems)
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        return AppliedRewrite(name=self.name, batch_parts=context.own_devices)
+
+
+class Accumulation(Rewrite):
+    """A batch in micro-batches, whose gradients are added up."""
+
+    name = "gradient_accumulation_steps"
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return context.runtime.config.gradient_accumulation_steps > 1
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        return AppliedRewrite(name=self.name, batch_parts=context.runtime.config.gradient_accumulation_steps)
+
+
+class ZeroShards(Rewrite):
+    """Parameters in flat buckets, sharded over the data ranks as the stage says."""
+
+    name = "zero_optimization"
+    needs_engine = True
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return True
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        assert context.engine is not None  # the engine applies the rewrites that need one
+        units, names = context.engine.shard_parameters()
+        return AppliedRewrite(name=self.name, modules=units, parameters=names)
+
+
+REWRITES: tuple[Rewrite, ...] = (
+    FunctionOfModel(),
+    OptimizerShards(),
+    PipelineLayers(),
+    Precision(),
+    ActivationCheckpointing(),
+    NativeMesh(),
+    Accumulation(),
+    ZeroShards(),
+)
+"""Every rewrite, in the order in which they are applied."""
+
+
+def _pipeline_problems(context: RewriteContext) -> Iterator[Problem]:
+    """Settings of the config that stages of JAX do not have."""
+    config, runtime = context.runtime.config, context.runtime
+    section = config.pipeline
+    if not isinstance(context.model, (list, tuple)):
+        expected = "cuts a model that is a list of layers, and this is one function"
+        hint = "give initialize a list of functions layer(params, value, rng), and params as a list of as many"
+        yield Problem(config.mesh_key("pipe"), context.stages, expected, hint)
+    if runtime.policy.params is Placement.SHARDED:
+        zero, expected = config.zero_optimization.stage, "stages of JAX have their parameters whole"
+        yield Problem("zero_optimization.stage", zero, expected, "use stage 0 to 2")
+    if section.partition.lower() == "profiled":
+        expected, hint = "functions of JAX are not tried", 'use "parameters", "uniform" or "type:REGEX"'
+        yield Problem("pipeline.partition", section.partition, expected, hint)
+    if interval := section.activation_checkpoint_interval:
+        hint = "use jax.checkpoint in the layers"
+        yield Problem("pipeline.activation_checkpoint_interval", interval, "not available for JAX", hint)
+    if config.activation_checkpointing.enabled:
+        key, expected = "activation_checkpointing.enabled", "not available for stages of JAX"
+        yield Problem(key, True, expected, "use jax.checkpoint in the layers")
+
+
+def _native_problems(runtime: EngineBuilder) -> Iterator[Problem]:
+    """Settings of the config that native mode does not have."""
+    config, zero = runtime.config, runtime.config.zero_optimization
+    if runtime.policy.params is Placement.SHARDED:
+        expected = "native mode shards no parameters: its one program would hold all of them gathered"
+        yield Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"')
+    if zero.offload_optimizer.device != "none":
+        key = "zero_optimization.offload_optimizer.device"
+        expected = "native mode updates inside one program of JAX's devices, where the states rest"
+        hint = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
+        yield Problem(key, zero.offload_optimizer.device, expected, hint)
+    if config.comms_logger.enabled:
+        expected = "what JAX exchanges inside a program is not seen"
+        yield Problem("comms_logger.enabled", True, expected, "use jax.profiler")
+
+
+def _make_optimizer(context: RewriteContext) -> None:
+    """Set the optimizer on shards and its hyperparameters: the caller's, else the config's."""
+    runtime, client = context.runtime, context.client
+    if client is not None:
+        if not (callable(getattr(client, "init", None)) and callable(getattr(client, "update", None))):
+            kind = type(client).__name__
+            has_one = callable(getattr(getattr(client, "tx", None), "update", None))
+            hint = "pass an optax transformation, or name the optimizer in the config"
+            hint = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else hint
+            raise PolyaccelError(f"a {kind} is not an optax transformation", hint=hint, value=kind)
+        is_replicated = runtime.policy.optim is not Placement.SHARDED or runtime.communicator.world_size == 1
+        may_be_whole = is_replicated and not context.is_native and not context.stacked and context.stages == 1
+        dtype = runtime.param_dtype
+        context.slice_optimizer = optax_optimizer(client, context.params, dtype, may_be_whole=may_be_whole)
+        return
+    section, native = runtime.config.optimizer, runtime.native_optimizer()
+    if native is None:
+        assert section is not None  # else the rewrite is off
+        hint = f"use one of {', '.join(OPTIMIZERS)}, or pass an optax transformation as optimizer="
+        raise ConfigError([Problem("optimizer.type", section.type, "is not available for JAX", hint)])
+    context.slice_optimizer, context.hyperparameters = native

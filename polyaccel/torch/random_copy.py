@@ -1,0 +1,85 @@
+"""Copies of modules with random parameters in host memory, on which rewrites are tried before a user's module changes.
+
+[Note: Copies with random parameters]
+A copy needs the shapes of its original and no values, so parameters may be deferred, on the meta device, cut or on
+another device. Equal shapes give equal values on every rank. A copy has no hooks, which could change a script's state,
+and draws from no default generator. Begin with `random_copy`; this module imports no rewrite.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+
+
+def random_copy(
+    module: nn.Module, *, thin: bool = False, shapes: Mapping[nn.Parameter, tuple[int, ...]] = MappingProxyType({})
+) -> nn.Module:
+    """Return an evaluating float32 copy of `module` with random parameters.
+
+    Args:
+        module: It does not change.
+        thin: Whether each matrix is made of one short vector, as in a copy of a large model.
+        shapes: Other shapes of some parameters.
+
+    Raises:
+        Exception: Whatever a copy of this module raises.
+    """
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        is_float = parameter.is_floating_point()
+        own = _values(shapes.get(parameter, tuple(parameter.shape)), generator, thin=thin)
+        memo[id(parameter)] = nn.Parameter(own if is_float else own.to(parameter.dtype), requires_grad=is_float)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _buffer(buffer)
+    made: nn.Module = copy.deepcopy(module, memo)
+    for one in made.modules():
+        for name in _HOOKS:
+            getattr(one, name).clear()
+        if "forward" in vars(one):
+            raise TypeError(f"{type(one).__name__} has a forward among its attributes")
+    return made.eval()
+
+
+@contextmanager
+def unchanged_generators() -> Iterator[None]:
+    """Give torch's generator of the host, Python's and numpy's back the states that they had."""
+    python, host, arrays = random.getstate(), torch.get_rng_state(), np.random.get_state()
+    try:
+        yield
+    finally:
+        if not torch.equal(torch.get_rng_state(), host):
+            torch.set_rng_state(host)
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+def _values(shape: tuple[int, ...], generator: torch.Generator, *, thin: bool) -> Tensor:
+    """Random values whose products with a vector are of its size; of vectors near 1, as norms have them."""
+    if len(shape) < 2:
+        return torch.rand(shape, generator=generator) + 0.5
+    strides = [0] * (len(shape) - 2) + [1, 1]
+    drawn = torch.randn((shape[-2] + shape[-1],) if thin else shape, generator=generator)
+    drawn.mul_(float(torch.Size(shape[1:]).numel()) ** -0.5)
+    return drawn.as_strided(shape, strides) if thin else drawn
+
+
+def _buffer(buffer: Tensor) -> Tensor:
+    if buffer.is_meta:
+        return torch.full(buffer.shape, 1, dtype=buffer.dtype)
+    own = buffer.detach().cpu().clone()
+    return own.to(torch.float32) if own.is_floating_point() else own

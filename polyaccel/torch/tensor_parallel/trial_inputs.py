@@ -1,0 +1,166 @@
+"""Arguments with which the blocks of a model are called, recorded in one pass of a copy: `recorded_calls`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.torch.random_copy import random_copy
+
+_ROWS, _TOKENS = 2, 6
+_LARGE = 1 << 24
+_log = getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a module. Tensors that are not `drawn` keep their values, as masks do."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    drawn: frozenset[int]
+    """Which of the tensors, counted in order, get random values and have gradients."""
+
+    def drawn_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the drawn tensors; the first has a block's features."""
+        tensors = enumerate(_tensors((self.args, self.kwargs)))
+        return [tuple(one.shape) for place, one in tensors if place in self.drawn]
+
+    def made(
+        self, *, narrowed: tuple[int, int], dtype: torch.dtype, own: Callable[[Tensor], Tensor]
+    ) -> tuple[Any, Any, list[Tensor]]:
+        """Return positional and named arguments, and the drawn ones among them. Of `narrowed`, features are cut from
+        the first number to the second; `own` gives a rank's part of a drawn tensor."""
+        generator, place, drawn = torch.Generator().manual_seed(5), iter(range(1 << 20)), list[Tensor]()
+
+        def one(tensor: Tensor) -> Tensor:
+            shape = list(tensor.shape)
+            is_drawn = next(place) in self.drawn
+            if shape and shape[-1] == narrowed[0]:
+                shape[-1] = narrowed[1]
+            if is_drawn:
+                drawn.append(own(torch.randn(shape, generator=generator)).to(dtype).requires_grad_())
+                return drawn[-1]
+            kept = tensor[..., : shape[-1]].clone() if shape else tensor.clone()
+            return kept.to(dtype) if kept.is_floating_point() else kept
+
+        args, kwargs = mapped((self.args, dict(self.kwargs)), one)
+        return args, kwargs, drawn
+
+
+class _EndOfTrial(Exception):
+    """All calls are recorded."""
+
+
+def recorded_calls(model: nn.Module, names: Sequence[str], widths: Mapping[str, int]) -> dict[str, Call]:
+    """Record the first call of each of the modules `names` in a pass of a copy of `model`. Those that no pass reaches
+    get one random tensor of `widths` features where they take no more."""
+    found: dict[str, Call] = {}
+    for args, kwargs in _inputs(model, max(widths.values(), default=1)):
+        if len(found) == len(names):
+            break
+        try:
+            own = random_copy(model, thin=sum(one.numel() for one in model.parameters()) > _LARGE)
+            _run_recorded(own, [each for each in names if each not in found], found, args, kwargs)
+        except Exception as error:
+            _log.debug("a trial of %s failed: %s: %s", type(model).__name__, type(error).__name__, error)
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in found and _takes_one(modules[name]):
+            found[name] = Call((torch.empty(_ROWS, _TOKENS, widths[name]),), {}, frozenset([0]))
+    return found
+
+
+def _run_recorded(
+    model: nn.Module, names: Sequence[str], found: dict[str, Call], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    left = set(names)
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in left:
+                left.discard(name)
+                found[name] = _call(args, kwargs)
+                if not left:
+                    raise _EndOfTrial
+
+        return hook
+
+    for module in model.modules():
+        theirs: Any = getattr(module, "config", None)
+        if getattr(theirs, "use_cache", False):
+            theirs.use_cache = False
+        if "flash" in str(getattr(theirs, "_attn_implementation", "")):
+            theirs._attn_implementation = "sdpa"
+    modules = dict(model.named_modules())
+    for name in names:
+        modules[name].register_forward_pre_hook(record(name), with_kwargs=True)
+    try:
+        with torch.enable_grad():
+            model(*args, **kwargs)
+    except _EndOfTrial:
+        return
+
+
+def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tensors = list(_tensors((args, kwargs)))
+    drawn = {place for place, one in enumerate(tensors) if one.requires_grad}
+    floats = [place for place, one in enumerate(tensors) if one.is_floating_point()]
+    if not drawn and floats:
+        drawn = {floats[0]}
+    own_args, own_kwargs = mapped((args, kwargs), lambda one: one.detach().clone())
+    return Call(own_args, own_kwargs, frozenset(drawn))
+
+
+def _inputs(model: nn.Module, width: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments that a model may take: its own trial inputs, words, vectors, images."""
+    config = getattr(model, "config", None)
+    generator = torch.Generator().manual_seed(6)
+    largest = next((one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)), 8)
+    ids = torch.randint(largest // 2, max(largest, 2), (_ROWS, _TOKENS), generator=generator)
+    main = getattr(model, "main_input_name", None)
+    if main is not None and config is not None:
+        if main == "pixel_values":
+            size, channels = getattr(config, "image_size", 32), getattr(config, "num_channels", 3)
+            if isinstance(size, int):
+                yield (), {main: torch.randn(_ROWS, channels, size, size, generator=generator)}
+        if getattr(config, "is_encoder_decoder", False):
+            yield (), {main: ids, "decoder_input_ids": ids}
+        yield (), {"input_ids": ids}
+        return
+    if _takes_one(model):
+        yield (ids,), {}
+        yield (torch.randn(_ROWS, _TOKENS, width, generator=generator),), {}
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether a module can be called with a single tensor."""
+    needed = [
+        each
+        for each in signature(module.forward).parameters.values()
+        if each.default is Parameter.empty and each.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.POSITIONAL_ONLY)
+    ]
+    return len(needed) <= 1
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `function` of each tensor in its tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(one, function) for one in value)
+    if type(value) is dict:
+        return {name: mapped(one, function) for name, one in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    mapped(value, lambda one: found.append(one) or one)  # type: ignore[func-returns-value]
+    return iter(found)

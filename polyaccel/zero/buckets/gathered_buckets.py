@@ -1,0 +1,400 @@
+"""Sharded parameters while they are whole: gathered when something needs them, or ahead of that, and freed after use.
+
+[Note: Views after reshard]
+Gathered memory serves the next bucket as soon as it is free. A caller may still hold a view: a state dict made inside
+`GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is left to its holder: its
+number of references shows it.
+
+[Note: Bucket holds]
+The ranks together hold a bucket (`unshard`) and drop it afterwards; holds nest. A bucket without holds is idle: it is
+freed at once, or kept while its next use is near: the schedule of the step gives the targets of prefetching, and the
+elements that will be held before a bucket is needed again. All ranks make the same holds and drops in the same order.
+
+[Note: Rank-local bucket use]
+Which of these buckets a rank itself computes with is its own affair (`begin_use`, `end_use`;
+`zero.buckets.unsharder` makes holds of them that all ranks follow). What the ranks free while one of them
+still uses it stays with that rank, bound to its parameters, until it is done; it counts nowhere.
+
+[Note: Shard read-ahead]
+A shard that rests in a file is read before its bucket can be gathered, and how long that takes is each rank's own
+affair: a gather launched when the file happens to be there would meet other gathers in another order on another rank.
+So prefetching such a bucket has two beginnings, each at a hold. The first reserves its memory and starts to read. The
+gather follows when the next units begin (at the first hold after something was dropped), waiting for its own file only,
+or when the bucket is needed, if that is earlier. The bounds on what is gathered hold from the first beginning on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from polyaccel.comm.work import DoneWork, Work
+from polyaccel.core.buffer import Buffer
+from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.offload.tier import DoneFetch, Fetch
+from polyaccel.zero.buckets.param_listener import ParamListener
+from polyaccel.zero.buckets.secondary_shards import SecondaryShards
+from polyaccel.zero.buckets.sharded_bucket import RetainedBucket, ShardedBucket
+from polyaccel.zero.plan.gather_schedule import GatherSchedule
+from polyaccel.zero.plan.policy import GatherPolicy
+from polyaccel.zero.plan.pool import BufferPool
+from polyaccel.zero.resources import Communicators
+
+
+class GatheredBuckets:
+    """The sharded `buckets` that are whole at present, and their memory.
+
+    `owner` sees where parameters stand. `waiting` is entered around waits for other ranks. `Unsharder` moves on in
+    `schedule`, which is only read here.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        policy: GatherPolicy,
+        communicators: Communicators,
+        owner: ParamListener,
+        waiting: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._buckets = {place.bucket.index: place for place in buckets}
+        self._policy = policy
+        self._communicators = communicators
+        self.second = SecondaryShards(communicators)
+        self._owner = owner
+        self._waiting = waiting
+        self.pool = BufferPool(communicators.world.allocate, policy.max_live_numel)
+        self.schedule = GatherSchedule({index: place.bucket.numel for index, place in self._buckets.items()})
+        self.live_numel = 0
+        """Elements gathered at present, those under way included; the same on all ranks."""
+        self.kept_numel = 0
+        """Further elements that this rank keeps."""
+        self._apart_numel = 0
+        """The most further elements that any rank keeps, where the ranks have just exchanged them."""
+        self.peak_numel = 0
+        self.is_suspended = False
+        """The ranks' slices are elsewhere; nothing can be gathered."""
+        self._ahead_numel = 0
+        self._period = 0
+        """Grows with every hold that follows a drop: each period works on other units than the one before."""
+        self._has_dropped = False
+        if not buckets:
+            communicators.log_ignored_gather_options()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._buckets
+
+    def __getitem__(self, index: int) -> ShardedBucket:
+        return self._buckets[index]
+
+    def full(self, index: int) -> Buffer:
+        """The whole bucket. Raises ShardingError while it is sharded."""
+        place = self._buckets[index]
+        whole = place.full if place.kept is None else place.kept.full
+        if whole is None or not self.is_whole(index):
+            raise ShardingError(f"bucket {index} is sharded at present", hint="hold it first", value=index)
+        return whole
+
+    def is_whole(self, index: int) -> bool:
+        """Whether this rank has the bucket."""
+        place = self._buckets[index]
+        return place.kept is not None or place.is_whole
+
+    def is_exact(self, index: int) -> bool:
+        """Whether a gathered bucket has the values of the slices, not what a quantised gather leaves of them."""
+        place = self._buckets[index]
+        return place.is_exact if place.kept is None else place.kept.is_exact
+
+    def unsharded_or_none(self, index: int) -> Buffer | None:
+        """The whole bucket if there is one, held or not. Waits for a gather under way and cancels a fetch."""
+        place = self._buckets[index]
+        whole = self._common_or_none(place)
+        return whole if place.kept is None else place.kept.full
+
+    def _common_or_none(self, place: ShardedBucket) -> Buffer | None:
+        """The same of what the ranks have gathered together."""
+        if place.fetch is not None:
+            self._free(place)
+        if place.work is not None:
+            self._settle(place)
+        return place.full
+
+    # Uses by this rank.
+
+    def begin_use(self, index: int) -> bool:
+        """This rank uses a bucket until a matching `end_use`. Returns whether it has it: a gather under way is waited
+        for, none is launched. Raises ShardingError while gathering is suspended."""
+        place = self._buckets[index]
+        self._require_active(index)
+        if place.work is not None and place.kept is None:
+            self._settle(place)
+        place.uses += 1
+        return self.is_whole(index)
+
+    def end_use(self, index: int) -> None:
+        """Undo one `begin_use`. What the ranks have freed in the meantime goes with the last one."""
+        place = self._buckets[index]
+        if place.uses == 0:
+            raise InvariantError(f"the use of bucket {index} ended more often than it began", value=index)
+        place.uses -= 1
+        if place.uses == 0 and place.kept is not None:
+            self._let_go(place, place.kept)
+
+    # Holds by all ranks.
+
+    def unshard(self, index: int, *, ahead: bool = False, exact: bool = False) -> None:
+        """Make bucket `index` whole until a matching `reshard`. Collective. `ahead`: then gather what the schedule has
+        next. `exact`: a user reads or changes values, so that quantised ones will not do. Raises ShardingError while
+        gathering is suspended."""
+        place = self._buckets[index]
+        self._require_active(index)
+        self._period += self._has_dropped
+        self._has_dropped = False
+        if place.full is None:
+            self._make_room(place.bucket.numel)
+            self._begin(place, exact=exact)
+        if place.fetch is not None:
+            self._launch(place)
+        place.holds += 1
+        self._end_ahead(place)
+        try:
+            if place.work is not None:
+                self._settle(place)
+            if exact and place.full is not None and not place.is_exact:
+                place.is_exact = True
+                self._gather(place, place.full, self._start_fetch(place, place.full), exact=True, async_op=False)
+            if ahead:
+                self._prefetch()
+        except BaseException:
+            place.holds -= 1  # a caller that failed to get it will not drop it
+            raise
+
+    def reshard(self, index: int, *, keep: bool = True) -> None:
+        """Undo one `unshard`. The last one frees the bucket, unless it may be kept and its next use is near."""
+        place = self._buckets[index]
+        if place.holds == 0:
+            raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
+        place.holds -= 1
+        self._has_dropped = True
+        if place.holds == 0 and not (keep and self._is_worth_keeping(index)):
+            self._free(place)
+
+    def lend_once(self, indices: Iterable[int], apart_numel: int) -> None:
+        """Gather buckets for ranks that use them, each of which keeps at most `apart_numel` for itself. Collective."""
+        self._apart_numel = apart_numel
+        try:
+            for index in indices:
+                self.unshard(index)
+                self.reshard(index)
+        finally:
+            self._apart_numel = 0
+
+    def refresh(self, index: int) -> None:
+        """This rank's slice has new values: free the bucket, or gather it again if it is held. Collective."""
+        place = self._buckets[index]
+        self.second.forget(index)
+        if place.full is None:
+            return
+        if place.holds == 0:
+            self._free(place)
+        elif not place.is_own:
+            fetch = self._start_fetch(place, place.full)
+            self._gather(place, place.full, fetch, exact=place.is_exact, async_op=False)
+
+    def note_change(self, index: int) -> None:
+        """A user changed values of the bucket, equally on all ranks."""
+        self.second.forget(index)
+
+    @contextmanager
+    def unsharded_view(self, index: int) -> Iterator[Buffer]:
+        """The whole bucket in exact values, to be read at once, while the frontend sees its parameters where they are.
+        Collective, unless it is whole already."""
+        place = self._buckets[index]
+        self._require_active(index)
+        whole = self._common_or_none(place)
+        if (whole is not None and place.is_exact) or place.is_own:
+            yield place.own if whole is None else whole
+            return
+        self._make_room(place.bucket.numel)
+        self._count_live(place.bucket.numel)
+        full = self.pool.acquire(place.bucket.numel, place.own.dtype)
+        try:
+            self._gather(place, full, self._start_fetch(place, full), exact=True, async_op=False)
+            yield full
+        finally:
+            self._count_live(-place.bucket.numel)
+            self.pool.release(full)
+
+    def free_idle(self) -> None:
+        """Free every bucket without holds, prefetched ones too."""
+        for place in self._buckets.values():
+            if place.holds == 0 and place.full is not None:
+                self._free(place)
+
+    def suspend(self) -> None:
+        """Free everything and gather nothing while `is_suspended`. Raises ShardingError if a bucket is held."""
+        self.require_idle()
+        self.free_idle()
+        self.second.trim()
+        self.is_suspended = True
+
+    def trim(self) -> None:
+        """Free every bucket without holds, and give the memory back."""
+        self.free_idle()
+        self.pool.trim()
+        self.second.trim()
+
+    def end_step(self) -> None:
+        """The optimizer step is over: what was gathered is stale. Raises ShardingError if a bucket is still held."""
+        self.require_idle()
+        self.free_idle()
+        self.second.forget_all()
+
+    def require_idle(self) -> None:
+        """Raise ShardingError if a bucket is held, or used by this rank."""
+        held = [index for index, place in self._buckets.items() if place.holds or place.uses]
+        if held:
+            raise ShardingError(
+                f"buckets {held} are gathered and in use",
+                hint="leave GatheredParameters (and forward or backward passes) first",
+                value=held,
+            )
+
+    def close(self) -> None:
+        """Free everything, also what is held or used."""
+        for place in self._buckets.values():
+            place.holds = place.uses = 0
+            if place.kept is not None:
+                self._let_go(place, place.kept)
+        self.free_idle()
+
+    def _is_worth_keeping(self, index: int) -> bool:
+        near = self.schedule.distance(index) <= self._policy.max_reuse_numel
+        return near and self.live_numel + self._apart_numel <= self._policy.max_live_numel
+
+    def _make_room(self, numel: int) -> None:
+        """Free idle buckets, those needed last first, until `numel` more elements fit; what is held stays."""
+        idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
+        idle.sort(key=self.schedule.distance)
+        while idle and self.live_numel + self._apart_numel + numel > self._policy.max_live_numel:
+            self._free(self._buckets[idle.pop()])
+
+    def _prefetch(self) -> None:
+        """Start fetches, then all-gathers, of the units that follow. See [Note: Shard read-ahead]."""
+        begun = [self._buckets[index] for index in self.schedule.upcoming() if self._buckets[index].fetch is not None]
+        for index in self.schedule.upcoming():
+            place = self._buckets[index]
+            if place.full is not None:
+                continue
+            numel = place.bucket.numel
+            within = self._ahead_numel + numel <= self._policy.prefetch_numel
+            if not within or self.live_numel + numel > self._policy.max_live_numel:
+                break
+            self._begin(place, exact=False)
+            self._ahead_numel += numel
+            place.is_ahead = True
+            if not place.is_slow:
+                self._launch(place)
+        for place in begun:
+            if place.fetch is not None and place.began_in < self._period:
+                self._launch(place)
+
+    def _require_active(self, index: int) -> None:
+        if self.is_suspended:
+            raise ShardingError("parameters are offloaded", hint="call engine.reload_states() first", value=index)
+
+    def _count_live(self, numel: int) -> None:
+        self.live_numel += numel
+        self.peak_numel = max(self.peak_numel, self.live_numel + self.kept_numel)
+
+    def _begin(self, place: ShardedBucket, *, exact: bool) -> None:
+        """Give a bucket its memory, and start to fetch this rank's part of it."""
+        place.is_exact = exact or place.is_own or self._communicators.of(place.bucket).are_exact(place.bucket)
+        if place.is_own:
+            place.full, place.fetch = place.own, DoneFetch()
+        else:
+            place.full = self.pool.acquire(place.bucket.numel, place.own.dtype)
+            place.slots.of(place.full)  # made here if at all: they are references too
+            place.references = place.full.use_count()
+            place.fetch = self._start_fetch(place, place.full)
+        place.began_in = self._period
+        self._count_live(place.bucket.numel)
+
+    def _launch(self, place: ShardedBucket) -> None:
+        """Gather a bucket that was begun. If that fails, it is as if it had not been."""
+        assert place.fetch is not None  # the callers' condition
+        assert place.full is not None
+        try:
+            place.work = self._gather(place, place.full, place.fetch, exact=place.is_exact, async_op=True)
+        except BaseException:
+            self._free(place)
+            raise
+        place.fetch = None
+
+    def _start_fetch(self, place: ShardedBucket, full: Buffer) -> Fetch:
+        """Start to bring this rank's slice to where `_gather` expects it: a slice off the device to its place in
+        `full`, so that it needs no other memory."""
+        if place.source is None:
+            return DoneFetch()
+        return place.source.fetch(place.own, place.own_part(full, self._communicators.of(place.bucket).exact.rank))
+
+    def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
+        fetch.finish()
+        if place.is_own:
+            return DoneWork()
+        work = self.second.gather(place.bucket, full, exact=exact, async_op=async_op)
+        if work is not None:
+            return work
+        group = self._communicators.of(place.bucket)
+        communicator = group.exact if exact else group.of_passes(place.bucket)
+        own = place.own if place.source is None else place.own_part(full, communicator.rank)
+        return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=place.bucket.index)
+
+    def _settle(self, place: ShardedBucket) -> None:
+        """Finish the gather under way and let the frontend see the parameters; what this rank kept is released."""
+        assert place.work is not None  # the callers' condition
+        assert place.full is not None
+        with self._waiting():
+            place.work.wait()
+        place.work = None
+        if place.is_exact is self._communicators.of(place.bucket).are_exact(place.bucket):  # as passes see it
+            self.second.keep(place.plan, place.full, is_exact=place.is_exact)
+        if place.kept is not None:
+            self._let_go(place, place.kept)
+        self._owner.show(place.bucket, place.slots.of(place.full))
+
+    def _end_ahead(self, place: ShardedBucket) -> None:
+        """Not when a rank finds the bucket there, which others may do later, but when the ranks hold or free it."""
+        self._ahead_numel -= place.bucket.numel * place.is_ahead
+        place.is_ahead = False
+
+    def _free(self, place: ShardedBucket) -> None:
+        """Release a bucket; what is under way is waited for."""
+        assert place.full is not None  # the callers' condition
+        self._end_ahead(place)
+        if place.work is not None:
+            self._settle(place)
+        if place.fetch is not None:
+            place.fetch.cancel()
+            place.fetch = None
+            self._give_back(place, place.full, place.references)
+        elif place.uses:
+            place.kept = RetainedBucket(place.full, place.references, place.is_exact)
+            self.kept_numel += place.bucket.numel
+        else:
+            self._owner.hide(place.bucket)
+            self._give_back(place, place.full, place.references)
+        place.full = None
+        self._count_live(-place.bucket.numel)
+
+    def _let_go(self, place: ShardedBucket, kept: RetainedBucket) -> None:
+        """This rank no longer uses what it kept."""
+        self._owner.hide(place.bucket)
+        place.kept = None
+        self.kept_numel -= place.bucket.numel
+        self._give_back(place, kept.full, kept.references)
+
+    def _give_back(self, place: ShardedBucket, full: Buffer, references: int) -> None:
+        """See [Note: Views after reshard]."""
+        if not place.is_own:
+            is_viewed = full.use_count() > references
+            (self.pool.forget if is_viewed else self.pool.release)(full)

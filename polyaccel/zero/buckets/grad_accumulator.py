@@ -1,0 +1,108 @@
+"""Gradients of one bucket on one rank before a reduction takes them: their sums, and how many of them arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from polyaccel.core.buffer import Buffer, BufferViews
+from polyaccel.core.types import ReduceOp
+from polyaccel.ops.base import REDUCE, KernelTable
+from polyaccel.zero.plan.layout import Bucket
+
+GradientWriter = Callable[[Buffer, bool], None]
+"""Puts a gradient into its place in a bucket: adds it to what is there, or where that is False writes over it."""
+
+
+class GradAccumulator:
+    """A buffer for a whole bucket, in which gradients of this rank add up slot by slot.
+
+    Slots that are not in `filled` have undefined contents until `take` zeroes them.
+    """
+
+    def __init__(self, bucket: Bucket, kernels: KernelTable) -> None:
+        self._kernels = kernels
+        self._slots = BufferViews((slot.offset, slot.param.numel) for slot in bucket.slots)
+        self._gaps = BufferViews(_gaps(bucket))
+        self.buffer: Buffer | None = None
+        self.is_borrowed = False
+        """`buffer` belongs to a pool."""
+        self._places: tuple[Buffer, ...] = ()
+        self.filled: set[int] = set()
+
+    def use(self, buffer: Buffer, *, borrowed: bool) -> None:
+        """Accumulate in `buffer` from now on."""
+        self.buffer, self.is_borrowed, self._places = buffer, borrowed, self._slots.of(buffer)
+
+    def put(self, index: int, gradient: Buffer | GradientWriter) -> None:
+        """Add a gradient, flat and of any floating type, to slot `index`, or let it be written there."""
+        place = self._places[index]
+        if not isinstance(gradient, Buffer):
+            gradient(place, index in self.filled)
+        elif index in self.filled:
+            self._kernels[REDUCE](place, gradient, ReduceOp.SUM)
+        else:
+            place.copy_from(gradient)
+        self.filled.add(index)
+
+    def at(self, index: int) -> Buffer | None:
+        """Return the sum of slot `index`, or None if the slot holds nothing."""
+        return self._places[index] if index in self.filled else None
+
+    def take(self, *, keep: bool) -> Buffer:
+        """Return the buffer with zeros in empty slots and padding, and forget the sums; unless `keep`, it too."""
+        taken = self.buffer
+        assert taken is not None  # the caller's condition
+        for gap in self._gaps.of(taken):
+            gap.fill(0.0)
+        for index, place in enumerate(self._places):
+            if index not in self.filled:
+                place.fill(0.0)
+        self.filled = set()
+        if not keep:
+            self.forget_buffer()
+        return taken
+
+    def forget_buffer(self) -> None:
+        """Accumulate nowhere until the next `use`."""
+        self.buffer, self.is_borrowed, self._places = None, False, ()
+
+
+class PassArrivals:
+    """How many gradients of a bucket arrived in the present pass, and how many are expected in each.
+
+    A pass is expected to bring what any earlier pass brought, as often.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._expected = [1] * slots
+        self._most = [0] * slots
+        self._present = [0] * slots
+        self._missing = slots
+
+    @property
+    def are_complete(self) -> bool:
+        """Every gradient that this pass expects has arrived."""
+        return self._missing == 0
+
+    def begin_pass(self, *, expects_grads: bool) -> None:
+        """Count from 0 again."""
+        self._present = [0] * len(self._present)
+        self._missing = sum(self._expected) if expects_grads else 0
+
+    def count(self, index: int) -> None:
+        """A gradient of slot `index` arrived."""
+        if self._present[index] < self._expected[index]:
+            self._missing -= 1
+        self._present[index] += 1
+
+    def end_pass(self) -> None:
+        """Expect from now on what any pass brought."""
+        self._most = [max(pair) for pair in zip(self._most, self._present, strict=True)]
+        self._expected = list(self._most)
+
+
+def _gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """The padding: (offset, numel) of every run of the bucket that belongs to no slot."""
+    ends = [0, *(slot.end for slot in bucket.slots)]
+    starts = [*(slot.offset for slot in bucket.slots), bucket.numel]
+    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
