@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -57,15 +58,17 @@ def random_copy(
 
 @contextmanager
 def unchanged_generators() -> Iterator[None]:
-    """Give torch's generator of the host, Python's and numpy's back the states that they had."""
-    python, host, arrays = random.getstate(), torch.get_rng_state(), np.random.get_state()
-    try:
-        yield
-    finally:
-        if not torch.equal(torch.get_rng_state(), host):
-            torch.set_rng_state(host)
-        random.setstate(python)
-        np.random.set_state(arrays)
+    """Compute with real tensors, also within an estimate on fake ones, and give torch's generator of the host, Python's
+    and numpy's back the states that they had."""
+    with unset_fake_temporarily():
+        python, host, arrays = random.getstate(), torch.get_rng_state(), np.random.get_state()
+        try:
+            yield
+        finally:
+            if not torch.equal(torch.get_rng_state(), host):
+                torch.set_rng_state(host)
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 def _values(shape: tuple[int, ...], generator: torch.Generator, *, thin: bool) -> Tensor:
@@ -79,7 +82,7 @@ def _values(shape: tuple[int, ...], generator: torch.Generator, *, thin: bool) -
 
 
 def _buffer(buffer: Tensor) -> Tensor:
-    if buffer.is_meta:
+    if buffer.is_meta or isinstance(buffer, FakeTensor):
         return torch.full(buffer.shape, 1, dtype=buffer.dtype)
     own = buffer.detach().cpu().clone()
     return own.to(torch.float32) if own.is_floating_point() else own

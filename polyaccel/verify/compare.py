@@ -5,9 +5,9 @@ absolute difference counts.
 
 [Note: Derived tolerances]
 The spread of a quantity is the largest difference of the moved plain runs from the plain one, and at least one unit in
-the last place of its largest value, or of the parameter's for an update. The limit in spreads is `MARGIN` times the ratio of the farthest to the second
-farthest moved run, which nine in ten quantities do not exceed. Right programs reach a few spreads, and wrong ones begin
-in the thousands.
+the last place of its largest value, or of the parameter's for an update. The limit in spreads is `MARGIN` times the
+ratio of the farthest to the second farthest moved run, which nine in ten quantities do not exceed. Right programs reach
+a few spreads, and wrong ones begin in the thousands.
 """
 
 from __future__ import annotations
@@ -67,16 +67,22 @@ class Tolerances:
     plain: Values
     spreads: Mapping[str, float]
     limit: float
+    exact: frozenset[str] = frozenset()
+    """Keys that have to be equal, as they are in all plain runs; generators that a script does not seed are not."""
     loss_noise: float = 0.0
     """The largest spread of a loss, as a share of the loss."""
 
     @staticmethod
     def of_runs(plain: Values, moved: Sequence[Values]) -> Tolerances:
         """Return the tolerances that follow from a plain run and at least two moved ones."""
-        spreads, ratios = {}, [1.0]
+        spreads, ratios, exact = {}, [1.0], set[str]()
         for key, value in plain.items():
             step, kind, name = key.split("/", 2)
-            if kind in EXACT or kind == MAGNITUDE:
+            if kind == MAGNITUDE:
+                continue
+            if kind in EXACT:
+                if all(key in run and np.array_equal(value, run[key]) for run in moved):
+                    exact.add(key)
                 continue
             magnitude = plain.get(f"{step}/{MAGNITUDE}/{name}") if kind == "update" else None
             largest = _largest(value) if magnitude is None else max(_largest(value), float(magnitude))
@@ -87,7 +93,7 @@ class Tolerances:
                 ratios.append(ranked[-1] / ranked[-2])
         losses = [key for key in spreads if key.split("/", 2)[1] == "loss"]
         noise = max((spreads[key] / max(_largest(plain[key]), 1e-30) for key in losses), default=0.0)
-        return Tolerances(plain, spreads, MARGIN * float(np.quantile(ratios, _QUANTILE)), noise)
+        return Tolerances(plain, spreads, MARGIN * float(np.quantile(ratios, _QUANTILE)), frozenset(exact), noise)
 
     def findings(self, run: Values, names: Sequence[str] = ()) -> list[Finding]:
         """Return what differs in `run`, the first cause first.
@@ -100,7 +106,7 @@ class Tolerances:
             Findings by step, kind and place in `names`. A quantity that one of the two runs lacks is not one.
         """
         at = {name: index for index, name in enumerate(names)}
-        shared = [key for key in self.plain if key in run and key.split("/", 2)[1] != MAGNITUDE]
+        shared = [key for key in run if key in self.spreads or key in self.exact]
         found = [one for key in shared if (one := self._finding(key, run[key])) is not None]
         return sorted(found, key=lambda one: (one.step, KINDS.index(one.kind), at.get(one.name, len(at)), one.name))
 

@@ -104,7 +104,7 @@ def _builder(name: str, stages: int) -> Callable[[], nn.Module]:
     if ":" in name:
         return lambda: model_of_function(name, "on tensors without values")
     raise PolyaccelError(
-        f"nothing says along which blocks {name!r} is cut into {stages} stages",
+        f"it is unknown along which blocks {name!r} is cut into {stages} stages",
         hint='give a directory with a config.json or module:function, or leave "pipeline" out; polyaccel plan '
         "--pipeline says what stages do and how long",
         value=name,

@@ -61,6 +61,7 @@ class PlainEngine(nn.Module):
             model,
             gradient_of=lambda _, parameter: parameter.grad,
             value_of=lambda _, parameter: parameter,
+            groups=lambda: self.optimizer.param_groups,
             records_draws=records_draws,
         )
 
@@ -120,9 +121,12 @@ class PlainEngine(nn.Module):
         factor = 1.0
         if self.runtime.config.gradient_allreduce_op == "sum":
             factor = len(self.mesh.group(("data",), self.communicator.rank))
-        for parameter in self.module.parameters():
-            if not parameter.requires_grad:
-                continue
+        trained = [one for one in self.module.parameters() if one.requires_grad]
+        arrived = torch.tensor([float(one.grad is not None) for one in trained], device=self.device)
+        self.communicator.all_reduce(wrap_torch(arrived), ReduceOp.MAX)
+        for parameter, is_there in zip(trained, arrived.tolist(), strict=True):
+            if not is_there:
+                continue  # no rank has one: the optimizer leaves it as it is
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             flat = gradient.detach().contiguous().reshape(-1)
             self.communicator.all_reduce(wrap_torch(flat), ReduceOp.SUM)

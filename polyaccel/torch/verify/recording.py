@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from polyaccel.verify.compare import MAGNITUDE
 from polyaccel.verify.variant import ActiveRun
 
+_LEAST_LR = 1e-3
+"""Learning rates below it, such as those of a warm-up, are raised: an update of zero would show no error."""
 Whole = Callable[[str, nn.Parameter], Tensor | None]
 """Full name and parameter to a whole tensor. Collective."""
 
@@ -33,6 +35,7 @@ class StepRecording:
         *,
         gradient_of: Whole,
         value_of: Whole,
+        groups: Callable[[], Sequence[dict[str, Any]]],
         records_draws: bool,
     ) -> None:
         self._run, self._rank, self._module = run, rank, module
@@ -42,6 +45,7 @@ class StepRecording:
         self._record.engines += 1
         self._record.unfinished += 1
         self._prefix = f"{index}:" if index else ""
+        self._groups = groups
         self._records_draws = records_draws and threading.current_thread() is threading.main_thread()
         self._step = 0
         self._attributes = dict(_attributes(module))
@@ -56,6 +60,9 @@ class StepRecording:
         """Record whole gradients, and keep the parameters that the update changes. Collective."""
         if self._step >= self._run.variant.steps:
             return
+        for group in self._groups():
+            if group.get("lr") is not None and float(group["lr"]) < _LEAST_LR:
+                group["lr"] = _LEAST_LR
         for name, parameter in self._trained():
             gradient, value = self._gradient_of(name, parameter), self._value_of(name, parameter)
             if value is None:

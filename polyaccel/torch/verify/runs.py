@@ -81,6 +81,7 @@ def record_engine(run: ActiveRun, engine: TorchEngine) -> None:
         engine.module,
         gradient_of=lambda name, parameter: whole(name, safe_get_full_grad(parameter)),
         value_of=lambda name, parameter: whole(name, safe_get_full_fp32_param(parameter)),
+        groups=lambda: engine.optimizer.param_groups,
         records_draws=not _shares_samples(engine.runtime),
     )
     acted = run.record_of(engine.communicator.rank).acted

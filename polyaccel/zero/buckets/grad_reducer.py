@@ -3,9 +3,9 @@
 [Note: Launch order of collectives]
 Collectives must be launched in the same order on every rank. Where parameters are replicated, a backward pass launches
 nothing but reductions, and bucket order is that order. Where they are sharded, gathers come in between, and the arrival
-of gradients is no guide: a rank whose data missed an expert never sees its gradients. So there the frontend says when a
-bucket has had its time on this rank (`Unsharder.release`), and it is launched where the schedule that the ranks follow
-has it ([Note: Schedule of unshard events]); what comes later on some rank is late.
+of gradients does not order them: a rank whose data missed an expert never sees its gradients. So there the frontend
+says when a bucket has had its time on this rank (`Unsharder.release`), and it is launched where the schedule that the
+ranks follow has it ([Note: Schedule of unshard events]); what comes later on some rank is late.
 """
 
 from __future__ import annotations

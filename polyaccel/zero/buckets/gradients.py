@@ -16,7 +16,7 @@ from a pool only while the bucket is under way. That slice is on the device, or 
 will update it: it leaves the device when its reduction has settled, on its own stream, so that it waits for nothing
 that the device computes after the launch. Passes that must not reduce (`no_sync`) accumulate in their own full buffer,
 which the next reducing pass takes along. So a bucket may accumulate while an earlier reduction is under way: what has
-accumulated (`GradAccumulator`) is no part of its `GradState`.
+accumulated (`GradAccumulator`) is not part of its `GradState`.
 """
 
 from __future__ import annotations

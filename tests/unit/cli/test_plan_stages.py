@@ -87,7 +87,7 @@ def test_experts_are_counted_where_they_are(tmp_path: Path, capsys: pytest.Captu
     assert whole[1] - spread[1] >= experts * 16
     shared = CONFIG | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     assert plan(tmp_path, shared, "--sequence-length", "64") == 1
-    assert "are not estimated where 2 ranks share experts" in capsys.readouterr().err
+    assert "are not estimated for 2 expert ranks" in capsys.readouterr().err
 
 
 def test_a_function_makes_a_model_that_is_cut(
