@@ -80,7 +80,8 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Write the record to a file of `folder` that only this rank writes."""
-        np.savez(folder / f"rank{self.rank}.npz", **self.values, acted=np.array(json.dumps(self.acted)))
+        arrays: dict[str, Any] = {**self.values, "acted": np.array(json.dumps(self.acted))}
+        np.savez(folder / f"rank{self.rank}.npz", **arrays)
 
     @staticmethod
     def read(file: Path) -> Record:

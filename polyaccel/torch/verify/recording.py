@@ -84,9 +84,9 @@ class StepRecording:
         for name, buffer in self._module.named_buffers():
             if buffer.layout is torch.strided and not buffer.is_meta:
                 self._add("buffer", name, buffer)
-        for name, value in _attributes(self._module):
-            if self._attributes.get(name) != value:
-                self._add("attribute", name, torch.tensor(float(value), dtype=torch.float64))
+        for name, number in _attributes(self._module):
+            if self._attributes.get(name) != number:
+                self._add("attribute", name, torch.tensor(number, dtype=torch.float64))
         if self._records_draws:
             for name, digest in _generators():
                 self._record.add(self._step, "random", name, np.frombuffer(digest, np.uint8))

@@ -105,4 +105,4 @@ def _shares_samples(runtime: EngineBuilder) -> bool:
 def _enter_mode(runtime: EngineBuilder) -> None:
     """Switch dropout off on this thread, for the rest of the run, where ranks draw other numbers by design."""
     if _shares_samples(runtime):
-        WithoutDropout().__enter__()
+        WithoutDropout().__enter__()  # type: ignore[no-untyped-call]

@@ -10,7 +10,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polyaccel.config import Config
-from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 
 _BUCKETS = 7
 _TILE_TOKENS = 4
@@ -24,10 +23,10 @@ def shadow_config(config: Config, model: nn.Module) -> Config:
     bucket = min(zero.reduce_bucket_size, max(64, numel // _BUCKETS))
     exact = {"zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"}
     changes: dict[str, Any] = {
-        "fp16": Fp16Config(),
-        "bf16": Bf16Config(),
-        "torch_autocast": TorchAutocastConfig(),
-        "data_types": DataTypesConfig(),
+        "fp16": type(config.fp16)(),
+        "bf16": type(config.bf16)(),
+        "torch_autocast": type(config.torch_autocast)(),
+        "data_types": type(config.data_types)(),
         "communication_data_type": None,
         "zero_optimization": zero.model_copy(
             update={"param_persistence_threshold": 0, "reduce_bucket_size": bucket, **dict.fromkeys(exact, False)}
