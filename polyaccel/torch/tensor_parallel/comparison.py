@@ -42,7 +42,7 @@ from polyaccel.torch.tensor_parallel.trial_inputs import Call, mapped, recorded_
 
 _SPREADS = 64.0
 """Right cuts reach about 2 spreads, faults begin at 4,000 (issue 45)."""
-_LARGE = 1 << 22
+_LARGE = 1 << 18
 """Elements of a block from which on it is narrowed."""
 _TOO_LARGE = 1 << 26
 _NARROW = 64

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from polyaccel.torch.random_copy import random_copy
 
 _ROWS, _TOKENS = 2, 6
-_LARGE = 1 << 24
+_LARGE = 1 << 20
 _log = getLogger(__name__)
 
 

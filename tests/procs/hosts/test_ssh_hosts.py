@@ -200,7 +200,7 @@ def test_a_shell_on_the_host_reads_the_script_of_an_environment(two_hosts: Hosts
     done = two_hosts.run(script, "--venv-script", str(tmp_path / "bad"))
     assert done.returncode == 3
     assert "without a word of the ranks on host" in done.stderr
-    assert two_hosts.left() == []
+    two_hosts.wait_until_nothing_is_left()  # the system reaps what ssh ended
 
 
 def test_an_ssh_that_is_killed_ends_the_job(running: WaitingJob) -> None:

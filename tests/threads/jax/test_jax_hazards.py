@@ -141,7 +141,7 @@ def test_a_pass_waits_for_the_devices_own_streams_on_both_sides(monkeypatch):
         for owner, name in [
             (engine.accelerator, "synchronize"),
             (engine.adapter.views, "arrays"),
-            (engine.zero, "end_backward"),
+            (engine.zero.reducer, "end_backward"),
         ]:
             monkeypatch.setattr(owner, name, noted(order, name, getattr(owner, name)))
         engine.grad_step(batch())
