@@ -19,7 +19,7 @@ import numpy as np
 
 from polyaccel.verify.variant import Array, Record
 
-MARGIN = 8.0
+MARGIN = 16.0
 _QUANTILE = 0.9  # of ratios: one moved run that agrees with the plain one by chance says nothing
 EXACT = frozenset({"attribute", "random"})
 MAGNITUDE = "magnitude"
