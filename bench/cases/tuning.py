@@ -117,7 +117,7 @@ def measured(every: Sequence[Candidate], plan: TrialPlan, folder: Path) -> list[
 def paired(answer: TuneResult, rounds: Sequence[Sequence[TrialRecord]]) -> list[Pair]:
     """Return each prediction with the shortest step and the highest peak of all rounds, without what failed in all."""
     pairs = []
-    for each in answer.foretold:
+    for each in answer.estimates:
         good = [one for records in rounds for one in records if one.candidate == each.candidate and one.is_good]
         if good:
             step_s, peak = min(one.step_s or 0.0 for one in good), max(one.peak_nbytes or 0 for one in good)

@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
             hint="measure it: polyaccel comm bench --json FILE, then --comm FILE",
             value=args.compute,
         )
-    from polyaccel.cli.plan.stages import foretold
+    from polyaccel.cli.plan.stages import estimated_activations
     from polyaccel.cli.plan.tables import print_plan
     from polyaccel.comm.benchmark import CollectiveTimings
     from polyaccel.config.meshes import mesh_of
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         Limits(device_nbytes=args.limit_device, host_nbytes=args.limit_host),
         speeds=None if args.comm is None else CollectiveTimings.read(args.comm),
         compute_s=args.compute,
-        activations=foretold(args, planned.config),
+        activations=estimated_activations(args, planned.config),
     )
     if args.json:
         print(json.dumps(_as_json(plan), indent=2))

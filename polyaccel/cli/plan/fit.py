@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from polyaccel.cli.plan.stages import foretold
+from polyaccel.cli.plan.stages import estimated_activations
 from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
 from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.planner.assumptions import PlannedConfig
@@ -33,7 +33,9 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
             speeds=None if args.comm is None else CollectiveTimings.read(args.comm),
             compute_s=args.compute,
             sequence_length=args.sequence_length,
-            peaks=lambda rows: {each.way: each.peak_nbytes for each in foretold(args, planned.config, rows)},
+            peaks=lambda rows: {
+                each.way: each.peak_nbytes for each in estimated_activations(args, planned.config, rows)
+            },
             product_speed=_product_speed,
         )
     )

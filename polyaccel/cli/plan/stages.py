@@ -21,7 +21,9 @@ from polyaccel.planner.plan import Limits, PipelinePlan, plan_stages, table_of
 from polyaccel.zero.plan.placement import Place
 
 
-def foretold(args: argparse.Namespace, config: ResolvedConfig, rows: int | None = None) -> tuple[ActivationNeeds, ...]:
+def estimated_activations(
+    args: argparse.Namespace, config: ResolvedConfig, rows: int | None = None
+) -> tuple[ActivationNeeds, ...]:
     """Return the needs of the model that `args.model` names, on `rows` (those of the arguments or the config) of
     `args.sequence_length` tokens; empty where that is None. Only for that torch is needed. Raises PolyaccelError for a
     model without a config.json, and for ranks that share other things than layers or sequences."""

@@ -38,7 +38,7 @@ def front_picture(answer: TuneResult) -> str:
     known = {one.candidate for one, _, _ in tried}
     guessed = [
         (each, each.device_nbytes, each.step_s)
-        for each in answer.foretold
+        for each in answer.estimates
         if each.candidate not in known and each.step_s is not None
     ]
     across = [nbytes / 2**20 for _, nbytes, _ in (*tried, *guessed)] + (

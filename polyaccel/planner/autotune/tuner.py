@@ -60,7 +60,7 @@ class TuneResult:
 
     best: TrialRecord | None
     records: tuple[TrialRecord, ...]
-    foretold: tuple[CostEstimate, ...]
+    estimates: tuple[CostEstimate, ...]
     limit_nbytes: int | None
     why: str
 
@@ -101,7 +101,7 @@ class _Search:
         return TuneResult(
             best=self._best(),
             records=tuple(self._log.records),
-            foretold=tuple(self._in_order(self._every)),
+            estimates=tuple(self._in_order(self._every)),
             limit_nbytes=self._limit_nbytes,
             why=why,
         )
@@ -205,11 +205,11 @@ class _Search:
         assert self._cost_model is not None
         return in_order([self._cost_model.predict(each) for each in every], self._limit_nbytes)
 
-    def _will_oom(self, foretold: CostEstimate) -> bool:
+    def _will_oom(self, estimate: CostEstimate) -> bool:
         """Whether a trial that needed no more has failed for want of memory."""
         assert self._cost_model is not None
         return any(
-            foretold.device_nbytes >= self._cost_model.predict(record.candidate).device_nbytes
+            estimate.device_nbytes >= self._cost_model.predict(record.candidate).device_nbytes
             for record in self._log.records
             if _OUT_OF_MEMORY.search(record.failure)
         )
@@ -236,11 +236,11 @@ class _Search:
     def _best(self) -> TrialRecord | None:
         return best_of(self._log.records, self._limit_nbytes)
 
-    def _try(self, candidate: Candidate, foretold: CostEstimate | None) -> TrialRecord:
+    def _try(self, candidate: Candidate, estimate: CostEstimate | None) -> TrialRecord:
         number = len(self._log.records) + 1
         record, told = run_trial(self._question.plan, candidate, self._question.trials_folder / f"trial{number}")
-        if foretold is not None:
-            record = replace(record, foretold_s=foretold.step_s, foretold_nbytes=foretold.device_nbytes)
+        if estimate is not None:
+            record = replace(record, foretold_s=estimate.step_s, foretold_nbytes=estimate.device_nbytes)
         if told is not None and record.is_good:
             self._log.keep_model(told)
         self._log.add(record)
@@ -259,7 +259,7 @@ def fitting(records: Sequence[TrialRecord], limit_nbytes: int | None) -> list[Tr
 
 
 def in_order(
-    foretold: Sequence[CostEstimate], limit_nbytes: int | None, host_nbytes: int | None = None
+    estimates: Sequence[CostEstimate], limit_nbytes: int | None, host_nbytes: int | None = None
 ) -> list[CostEstimate]:
     """Those that fit first, and of them the fastest; of equally fast ones what offloads less, then what needs less.
     What does not fit follows by its needs."""
@@ -269,7 +269,7 @@ def in_order(
         seconds = 0.0 if is_too_large else each.step_s or 0.0
         return is_too_large, seconds, each.candidate.setting.offloaded, each.device_nbytes
 
-    return sorted(foretold, key=place)
+    return sorted(estimates, key=place)
 
 
 def in_words(record: TrialRecord) -> str:

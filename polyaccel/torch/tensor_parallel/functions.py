@@ -3,7 +3,7 @@
 [Note: Replicated and split tensors]
 A *replicated* tensor is the same on all ranks, and so is its gradient: each rank has the whole one, as if it were
 alone. A *part* is a rank's own piece of a tensor along one dimension, and its gradient is the same piece of the
-gradient. What every rank uses for computations of its own is *shared*: its gradient is the sum of what the ranks find.
+gradient. What every rank uses for its own computations is *shared*: its gradient is the sum of what the ranks find.
 Each function says which of the three it takes and gives, and its gradient goes the other way. (Megatron's f and g are
 `to_shared` and `summed`: Shoeybi et al., 2019; along the sequence: Korthikanti et al., 2022.)
 

@@ -94,7 +94,7 @@ def test_the_best_of_all_is_found_in_a_few_trials(
     assert tried[0] == own_candidate(asked.config)
     assert len(tried) == len(answer.records) <= 8
     assert max(tried.count(each) for each in tried) <= 2
-    assert len(answer.foretold) == len(every)
+    assert len(answer.estimates) == len(every)
 
 
 def test_what_the_trials_told_foretells_the_rest(
@@ -105,7 +105,7 @@ def test_what_the_trials_told_foretells_the_rest(
     assert len(tried) == 8
     assert "tuner_num_trials = 8" in answer.why
     assert tried[1].recomputes, "what keeps activations does not tell what recomputation costs"
-    for each in answer.foretold:
+    for each in answer.estimates:
         if each.candidate.stage > 1:
             continue
         truth = measured(each.candidate)
@@ -232,5 +232,5 @@ def test_the_files_of_an_answer(question: Callable[..., TuneRequest], tried: lis
 
 
 def test_a_picture_of_nothing_is_one_too(question: Callable[..., TuneRequest]) -> None:
-    answer = tuner.TuneResult(best=None, records=(), foretold=(), limit_nbytes=None, why="")
+    answer = tuner.TuneResult(best=None, records=(), estimates=(), limit_nbytes=None, why="")
     assert "Nothing fits" in ElementTree.fromstring(front_picture(answer))[0].text  # type: ignore[operator]

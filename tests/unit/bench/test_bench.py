@@ -180,7 +180,7 @@ def test_the_shortest_of_all_rounds_counts_and_what_failed_is_left_out() -> None
     second[1] = replace(second[1], step_s=None, failure="it hung")
     first[2] = second[2] = replace(first[2], step_s=None, failure="it hung")
     best = TrialRecord(candidate=every[1].candidate, step_s=1.0, peak_nbytes=1)
-    answer = TuneResult(best=best, records=(best,), foretold=tuple(every), limit_nbytes=None, why="")
+    answer = TuneResult(best=best, records=(best,), estimates=tuple(every), limit_nbytes=None, why="")
     pairs = tuning.paired(answer, [first, second])
     assert [(one.step_s, one.peak_nbytes) for _, one in pairs] == [(1.0, 120), (pytest.approx(2.2), 100), (4.0, 120)]
     assert tuning.verdict(pairs, answer, 1 << 30)[1] == pytest.approx(1.2)

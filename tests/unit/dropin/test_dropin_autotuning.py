@@ -50,7 +50,7 @@ def test_run_trains_with_the_best_config_and_tune_does_not(
         one = Candidate(stage=2, micro_batch=4, accumulation=1, bucket_numel=1)
         record = TrialRecord(candidate=one, step_s=1.0, peak_nbytes=1) if best else None
         (tmp_path / BEST_FILE).write_text("{}")
-        return TuneResult(best=record, records=(), foretold=(), limit_nbytes=None, why=""), tmp_path
+        return TuneResult(best=record, records=(), estimates=(), limit_nbytes=None, why=""), tmp_path
 
     monkeypatch.setattr(tuned_job, "tune_job", tune_job)
     monkeypatch.setattr(
