@@ -12,21 +12,25 @@ SUMMED = tl.constexpr(1024)
 
 
 @triton.jit
-def partial_square_sums(piece, partials, numel, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """`partials[i]` (float64) is the sum of the squares of the i-th BLOCK elements."""
+def partial_square_sums(base, starts, counts, partials, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """`partials[i]` (float64) is the sum of the squares of `counts[i]` elements, at most BLOCK, from `starts[i]`."""
     block = tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    wide = load(piece, at, at < numel, KIND).to(tl.float64)
+    lane = tl.arange(0, BLOCK)
+    wide = load(base, tl.load(starts + block) + lane, lane < tl.load(counts + block), KIND).to(tl.float64)
     tl.store(partials + block, tl.sum(wide * wide, axis=0))
 
 
-@triton.jit(do_not_specialize=["index", "count"])
-def add_up(partials, out, index, count):
-    """`out[index] += sum(partials)`, in one program and so always in the same order."""
+@triton.jit
+def add_up(partials, out, indices, firsts, counts):
+    """`out[indices[i]]` grows by `counts[i]` partial sums from `firsts[i]`, in one program, so always in one order."""
+    piece = tl.program_id(0).to(tl.int64)
+    first, count, index = tl.load(firsts + piece), tl.load(counts + piece), tl.load(indices + piece)
     total = tl.zeros([SUMMED], tl.float64)
-    for start in range(0, count, SUMMED):
+    start = count * 0
+    while start < count:  # Triton's interpreter takes no loaded number as the end of a range
         at = start + tl.arange(0, SUMMED)
-        total += tl.load(partials + at, mask=at < count, other=0.0)
+        total += tl.load(partials + first + at, mask=at < count, other=0.0)
+        start += SUMMED
     tl.store(out + index, tl.load(out + index) + tl.sum(total, axis=0))
 
 

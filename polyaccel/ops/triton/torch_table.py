@@ -8,10 +8,12 @@ torch's kernels stay.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -91,6 +93,40 @@ def _kind(buffer: Buffer) -> int:
     return _KINDS.get(buffer.dtype, PLAIN.value)
 
 
+def _groups(pieces: Sequence[tuple[int, Buffer]]) -> list[list[tuple[int, Buffer]]]:
+    """`pieces` that are not empty in groups for one launch: of one allocation and type, each sum once, in the order of
+    their memory."""
+    found: dict[tuple[int, DType, int], list[tuple[int, Buffer]]] = {}
+    seen: Counter[int] = Counter()
+    for index, piece in pieces:
+        if piece.numel:
+            found.setdefault((piece.raw.untyped_storage().data_ptr(), piece.dtype, seen[index]), []).append(
+                (index, piece)
+            )
+            seen[index] += 1
+    return [sorted(group, key=lambda one: int(one[1].raw.storage_offset())) for group in found.values()]
+
+
+@lru_cache(maxsize=4096)
+def _sum_plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The work of the two kernels of a sum, as int64 on the device: start and length of every block, then index, first
+    block and number of blocks of every piece. `places` has index, start and numel of every piece.
+
+    The gradients of a bucket lie in the same places in every step, so that nothing is sent to the device again.
+    """
+    numels = np.array([numel for _, _, numel in places])
+    counts = -(-numels // _SUM_BLOCK_NUMEL)
+    firsts = np.cumsum(counts) - counts
+    piece = np.repeat(np.arange(len(places)), counts)
+    offsets = (np.arange(counts.sum()) - firsts[piece]) * _SUM_BLOCK_NUMEL
+    starts = np.array([start for _, start, _ in places])[piece] + offsets
+    lengths = np.minimum(numels[piece] - offsets, _SUM_BLOCK_NUMEL)
+    indices = np.array([index for index, _, _ in places])
+    parts = [starts, lengths, indices, firsts, counts]
+    plan = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    return plan.split([len(part) for part in parts])
+
+
 class _TritonKernels(FusedKernels):
     """The kernels as methods; each has the signature of its op."""
 
@@ -140,16 +176,18 @@ class _TritonKernels(FusedKernels):
         if out.dtype is not DType.FLOAT64 or not all(p.dtype.is_floating and self._is_here(p) for _, p in pieces):
             self._fallback[SQUARE_SUMS](out, pieces)
             return
-        most = max((triton.cdiv(piece.numel, _SUM_BLOCK_NUMEL) for _, piece in pieces), default=0)
-        partials = torch.empty(most, dtype=torch.float64, device=out.raw.device)
         for index, piece in pieces:
             if not 0 <= index < out.numel:
                 raise ShardingError(f"{out!r} has no place {index} for the sum of {piece!r}", value=index)
-            if piece.numel:
-                count = triton.cdiv(piece.numel, _SUM_BLOCK_NUMEL)
-                constants = {"KIND": _kind(piece), "BLOCK": _SUM_BLOCK_NUMEL}
-                _launch(partial_square_sums, count, _pointer(piece), partials, piece.numel, **constants)
-                _launch(add_up, 1, partials, out.raw, index, count)
+        for group in _groups(pieces):
+            base, kind = group[0][1], _kind(group[0][1])
+            origin: int = base.raw.storage_offset()
+            places = tuple((index, piece.raw.storage_offset() - origin, piece.numel) for index, piece in group)
+            starts, lengths, indices, firsts, counts = _sum_plan(places, base.raw.device)
+            partials = torch.empty(starts.numel(), dtype=torch.float64, device=base.raw.device)
+            constants = {"KIND": kind, "BLOCK": _SUM_BLOCK_NUMEL}
+            _launch(partial_square_sums, starts.numel(), _pointer(base), starts, lengths, partials, **constants)
+            _launch(add_up, len(places), partials, out.raw, indices, firsts, counts)
         out.bump_version()
 
     def quantize(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:

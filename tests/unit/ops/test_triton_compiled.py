@@ -57,11 +57,12 @@ def test_updates_round_each_operation_once(formula: str, target: GPUTarget) -> N
 
 
 def test_sums_are_in_float64() -> None:
-    pointers = {"piece": "*i16", "partials": "*fp64", "numel": "i64"}
+    pointers = {"base": "*i16", "partials": "*fp64", "starts": "*i64", "counts": "*i64"}
     ptx = compile_to(H100, partial_square_sums, pointers, {"KIND": BFLOAT16.value, "BLOCK": 4096})
     assert "f64" in ptx
     assert not arithmetic(ptx)
-    assert compile_to(H100, add_up, {"partials": "*fp64", "out": "*fp64", "index": "i32", "count": "i32"}, {})
+    plan = dict.fromkeys(("indices", "firsts", "counts"), "*i64")
+    assert compile_to(H100, add_up, {"partials": "*fp64", "out": "*fp64", **plan}, {})
 
 
 @pytest.mark.parametrize("packed", [True, False])
