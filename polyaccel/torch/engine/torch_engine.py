@@ -268,10 +268,25 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         if not self.counters.is_boundary:
             self.counters.advance()
             return
+        mean_loss = self._copy_mean_loss()  # asked for after the update, it would keep the host until that has ended
         self.optimizer.step()
-        loss = float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None
         self._losses.clear()
-        self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
+        self._end_step(self.optimizer.param_groups, mean_loss(), lr_kwargs or {})
+
+    def _copy_mean_loss(self) -> Callable[[], float | None]:
+        """Queue a copy of the mean loss to the host. The result waits for the copy and nothing later."""
+        if not self._losses:
+            return lambda: None
+        mean = torch.stack([loss.float() for loss in self._losses]).mean().to("cpu", non_blocking=True)
+        is_queued = self.accelerator.capabilities().streams
+        copied = self.accelerator.current_stream().record() if is_queued else None
+
+        def read() -> float:
+            if copied is not None:
+                copied.synchronize()
+            return float(mean)
+
+        return read
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten. `closure` is
