@@ -109,11 +109,9 @@ class TorchBackend(CommBackend):
         from polyaccel.comm.wrappers.staged import StagedCommunicator
 
         ranks = tuple(range(rendezvous.world_size))
-        on_host = self.name == "gloo" and accelerator.torch_device_type == "cpu"
-        # gloo itself copies what NVIDIA's and AMD's devices hold, and knows no other device.
-        is_staged = self.name == "gloo" and accelerator.torch_device_type not in ("cpu", "cuda")
+        is_staged = self.name == "gloo" and accelerator.torch_device_type != "cpu"
         worker = host_accelerator(accelerator) if is_staged else accelerator
-        kind = ExchangeCommunicator if on_host or is_staged else TorchCommunicator
+        kind = ExchangeCommunicator if self.name == "gloo" else TorchCommunicator
 
         def make() -> Any:
             enter()
