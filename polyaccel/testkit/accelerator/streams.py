@@ -23,6 +23,7 @@ from polyaccel.testkit.progress import doing
 _NUMEL = 1 << 20
 _ATTEMPTS = 7
 _WORK = 16  # fills of 4 MiB
+_FILLS = 4 * _WORK
 
 
 class StreamsContract(ABC):
@@ -100,11 +101,13 @@ class StreamsContract(ABC):
         if not accelerator.capabilities().streams:
             raise SkipTest("does not claim streams")
         present, other = accelerator.current_stream(), accelerator.new_stream()
-        much, little = (accelerator.allocate(_NUMEL, DType.FLOAT32) for _ in range(2))
-        accelerator.synchronize()
+        little = accelerator.allocate(_NUMEL, DType.FLOAT32)
         for attempt in range(_ATTEMPTS):
+            # More memory and not more fills: a device may end a small fill before the host has queued the next.
+            much = accelerator.allocate(_NUMEL << attempt, DType.FLOAT32)
+            accelerator.synchronize()
             with other.use():
-                keep_busy(much, _WORK << attempt)
+                keep_busy(much, _FILLS)
             end = other.record()
             little.view(0, 1).fill(1)
             present.record().synchronize()
@@ -114,7 +117,7 @@ class StreamsContract(ABC):
                 return
         raise AssertionError(
             "streams=True is claimed, but work on one stream waits for all work on another: expected one fill to end "
-            f"before {_WORK << _ATTEMPTS - 1} fills of 4 MiB on another stream, got it after them"
+            f"before {_FILLS} fills of {4 << _ATTEMPTS - 1} MiB on another stream, got it after them"
         )
 
     def test_events_measure_time(self) -> None:

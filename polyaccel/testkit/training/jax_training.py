@@ -63,12 +63,13 @@ def _train(stage: int, is_native: bool, ranks: Any) -> list[float]:
     params = {fqn: value for fqn, value in initial().items() if fqn != "idle"}
     engine: Any = polyaccel.initialize(model=_loss, params=params, config=config)
     norms = []
-    for step in range(_STEPS):
-        doing(f"step {step} of a function of JAX at stage {stage}")
-        parts = [batch(step, 0, rank) for rank in ranks]
-        inputs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
-        engine.train_batch((inputs, targets))
-        norms.append(float(engine.get_global_grad_norm()))
+    with jax.default_matmul_precision("highest"):  # GPUs multiply float32 matrices in fewer bits otherwise
+        for step in range(_STEPS):
+            doing(f"step {step} of a function of JAX at stage {stage}")
+            parts = [batch(step, 0, rank) for rank in ranks]
+            inputs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
+            engine.train_batch((inputs, targets))
+            norms.append(float(engine.get_global_grad_norm()))
     engine.destroy()
     return norms
 
