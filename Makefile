@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 # A third worker computes while others wait for ranks that stay away.
 WORKERS ?= 3
 SHARDS ?= 54
+DEVICE ?= cuda
+DEVICE_PYTHON ?= 3.12
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILDS := tests/builds
 PARITY = $(shell grep -rl --include='test_*.py' '^from pairwise import' tests/threads tests/procs)
@@ -28,7 +30,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -129,6 +131,15 @@ test-recipes: ## hold manifests and the SkyPilot task against the schemas that t
 	$(VENV)-recipes/bin/python -m pip --disable-pip-version-check install -qq --editable . pytest pytest-timeout \
 		pyyaml jsonschema kubeflow-trainer-api skypilot
 	$(VENV)-recipes/bin/python -m pytest tests/builds/recipes/test_manifest_schemas.py tests/builds/recipes/test_skypilot_recipe.py $(ARGS)
+
+device: $(STAMP) ## prove and measure on the device DEVICE=cuda of this machine, in runs/device; a second call goes on
+	$(BIN)/python tests/device --device $(DEVICE) --out runs/device $(ARGS)
+
+device-wheels: ## put into .whl what a machine without network lacks for tests/device/start.sh
+	rm -rf .whl
+	$(PYTHON) -m pip --disable-pip-version-check wheel -q --no-deps -w .whl . ./plugins/polyaccel-deepspeed
+	$(PYTHON) -m pip --disable-pip-version-check download -q --only-binary=:all: -d .whl --python-version $(DEVICE_PYTHON) \
+		--implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 pydantic stevedore
 
 mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
 	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'

@@ -11,8 +11,19 @@ from bench.runner import run_case
 CASES = {
     name: name.replace("-", "_")
     for name in (
-        *("all-to-all", "experts", "imports", "jax", "kernels", "longest", "ownership", "pipeline", "replica"),
-        *("saves", "sequence", "start", "tensor", "trainer", "tuning", "watching"),
+        *(
+            "all-to-all",
+            "experts",
+            "imports",
+            "jax",
+            "kernels",
+            "longest",
+            "one-device",
+            "ownership",
+            "pipeline",
+            "replica",
+        ),
+        *("one-device", "saves", "sequence", "start", "tensor", "trainer", "tuning", "watching"),
     )
 } | {"backends": "collectives", "comm": "collectives", "hosts": "steps", "memory": "steps", "steps": "steps"}
 """The module of each command."""
