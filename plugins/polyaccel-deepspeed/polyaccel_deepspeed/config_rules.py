@@ -18,8 +18,9 @@ from polyaccel.config.section import Section
 from polyaccel.config.sections.comm import LoggedOp
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
 from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
-from polyaccel.config.unsupported_keys import absent_keys, entry_of, is_above
+from polyaccel.config.unsupported_keys import absent_keys, is_above
 from polyaccel_deepspeed.change import Change, Tree
+from polyaccel_deepspeed.refused_keys import REMOVED
 
 _READ_BY_KEY = (
     "",
@@ -63,7 +64,7 @@ def _foreign(tree: Tree) -> Iterator[Change]:
         for name in list(table):
             here = (*path, name)
             key = ".".join(here)
-            if key in known or entry_of(key) is not None or is_above(key):
+            if key in known or key in REMOVED or is_above(key):
                 is_table = key in sections or is_above(key)
                 if is_table and path and isinstance(table[name], dict):
                     search(table[name], here)
