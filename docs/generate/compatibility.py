@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "polyaccel-deepsp
 from polyaccel_deepspeed.names.entry import Status
 from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
 from polyaccel_deepspeed.names.surface import MODULES
+from polyaccel_deepspeed.refused_keys import REMOVED
 
 from polyaccel.config import Config
 from polyaccel.config.keys import walk_keys
@@ -105,14 +106,13 @@ def _keys() -> Iterator[str]:
         for pattern in entry.keys:
             key = pattern.removesuffix(BELOW)
             found[key] = _absent(entry)
+    found |= {key: ("never", f"{feature}, which DeepSpeed has removed") for key, feature in REMOVED.items()}
     for key in sorted(found):
         status, why = found[key]
         yield f"| `{key}` | {status} | {why} |"
 
 
 def _absent(entry: Absent) -> tuple[str, str]:
-    if entry.is_removed:
-        return "never", f"{entry.feature}, which DeepSpeed has removed"
     if entry.is_tuning:
         return "accepted", entry.feature
     return "not yet", entry.feature

@@ -29,7 +29,7 @@ This page lists every key of polyaccel, made from the models that check a config
 keys of polyaccel alone are marked. [The guide](../guide/config.md) explains how a config is read.
 
 A key that is not on this page is an error. `polyaccel config schema` prints the same as JSON Schema, for editors. Keys
-of DeepSpeed whose feature does not exist yet [stand at the end](#absent).
+of DeepSpeed that are accepted without effect [stand at the end](#tuning).
 """
 
 
@@ -38,7 +38,7 @@ def config_reference() -> str:
     lines = [_INTRODUCTION, *_top_level(), *_sections()]
     lines += _named("optimizer", OPTIMIZER_PARAMS)
     lines += _named("scheduler", SCHEDULER_PARAMS)
-    lines += [*_tuning(), *_absent(), *_removed()]
+    lines += [*_tuning(), *_absent()]
     return "\n".join(lines)
 
 
@@ -80,14 +80,6 @@ def _named(section: str, models: Mapping[str, type[Section]]) -> Iterator[str]:
             yield from _entry(f"{section}.{name}.{field_name}", key, written)
 
 
-def _removed() -> Iterator[str]:
-    yield "## Keys that DeepSpeed has removed { #removed }\n"
-    yield "They are errors. Keys that are only deprecated are read under their new name, with a warning.\n"
-    for entry in ABSENT:
-        if entry.is_removed:
-            yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.hint}."
-
-
 def _tuning() -> Iterator[str]:
     yield "## Tuning keys without effect { #tuning }\n"
     yield "They choose how the same numbers are computed. Any value is accepted; the log has the reason.\n"
@@ -104,7 +96,7 @@ def _absent() -> Iterator[str]:
         "option of a feature that is not enabled. Any other value is an error that names the feature.\n"
     )
     for entry in ABSENT:
-        if not entry.is_removed and not entry.is_tuning:
+        if not entry.is_tuning:
             yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.hint}."
     yield ""
 

@@ -88,14 +88,20 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _as_deepspeed(file: str, world_size: int, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the drop-in makes of a config, and a sentence for each change. Raises ConfigError where it is missing."""
+    """What the drop-in makes of a config, and a sentence for each change.
+
+    Raises ConfigError where the drop-in is missing or refuses the config.
+    """
     found = [point for point in metadata.entry_points(group=READERS) if point.name == "deepspeed"]
     if not found:
-        hint = "pip install polyaccel-deepspeed"
+        hint = "pip install ./plugins/polyaccel-deepspeed"
         raise ConfigError(
             [Problem("--deepspeed", True, "needs the drop-in, which is not installed", hint)], source=file
         )
-    tree, sentences = found[0].load()(file, world_size, settings)
+    try:
+        tree, sentences = found[0].load()(file, world_size, settings)
+    except ConfigError as error:
+        raise ConfigError(error.problems, source=file) from None
     return dict(tree), list(sentences)
 
 

@@ -9,7 +9,6 @@ from polyaccel.config.auto import AUTO
 from polyaccel.config.section import Section
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS, OptimizerConfig
 from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS, SchedulerConfig
-from polyaccel.config.unsupported_keys import ABSENT_OPTIMIZERS
 from polyaccel.config.validation import validate_tree
 from polyaccel.errors import Problem
 
@@ -23,9 +22,6 @@ def check_optimizer(
     """
     if optimizer is None:
         return None, []
-    if optimizer.type.lower() in ABSENT_OPTIMIZERS:
-        expected, hint = "is an optimizer that does not exist yet", "use Adam, AdamW, Lion or Lamb"
-        return optimizer, [Problem("optimizer.type", optimizer.type, expected, hint)]
     name = {known.lower(): known for known in OPTIMIZER_PARAMS}.get(optimizer.type.lower(), optimizer.type)
     params = dict(optimizer.params)
     problems = []

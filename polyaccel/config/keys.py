@@ -36,6 +36,20 @@ class Key:
         return bool(nested_models(self.field.annotation))
 
 
+def value_of(tree: Any, key: str) -> Any:
+    """Return what stands in `tree` under a dotted `key`, None where there is nothing; "" is `tree` itself."""
+    for name in key.split(".") if key else ():
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def parent_of(tree: Any, key: str) -> tuple[dict[str, Any], str]:
+    """Return the table in `tree` that a dotted `key` belongs to, {} where there is none, and the key's name in it."""
+    parent, _, name = key.rpartition(".")
+    table = value_of(tree, parent)
+    return table if isinstance(table, dict) else {}, name
+
+
 def json_name(name: str, field: FieldInfo) -> str:
     """The JSON key of a field."""
     return field.alias or name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from polyaccel.config.keys import json_name
+from polyaccel.config.keys import json_name, parent_of, value_of
 from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.errors import Problem
 
@@ -40,12 +40,13 @@ def respell_mesh(tree: dict[str, Any]) -> tuple[dict[str, str], list[Problem]]:
     for axis, keys in MESH_SPELLINGS.items():
         for key in keys:
             switch = _SWITCHES.get(key)
-            if switch is not None and _value_of(tree, switch) is not True:
+            if switch is not None and value_of(tree, switch) is not True:
                 continue
-            size, known = _value_of(tree, key), mesh.get(axis)
+            table, name = parent_of(tree, key)
+            size, known = table.get(name), mesh.get(axis)
             if not _states_size(axis, size):
                 continue
-            _drop(tree, key)
+            del table[name]
             if not _states_size(axis, known):
                 mesh[axis], written[axis] = size, key
             elif known != size:
@@ -60,19 +61,6 @@ def _states_size(axis: str, size: Any) -> bool:
     """Whether `size` is one that an axis can have. Validation refuses every other value under the key itself."""
     is_whole = not isinstance(size, bool) and (isinstance(size, int) or (isinstance(size, float) and size.is_integer()))
     return is_whole and size >= (1 if axis == "data" else 2)
-
-
-def _value_of(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
-def _drop(tree: dict[str, Any], key: str) -> None:
-    *parents, name = key.split(".")
-    for parent in parents:
-        tree = tree[parent]
-    del tree[name]
 
 
 def migrate_deprecated(tree: dict[str, Any]) -> list[Problem]:

@@ -1,8 +1,9 @@
-"""DeepSpeed's keys whose feature does not exist yet: one table, from which errors and suggestions are made.
+"""DeepSpeed's keys that are accepted without effect: one table, from which errors and suggestions are made.
 
-This key may stand in a config as long as its value asks for nothing: it is read and forgotten. Any other value is an
-error, never ignored; except for tuning keys, with which training computes the same numbers: those are read, forgotten,
-and logged once. A feature that comes takes its rows out of the table and brings its own section.
+A key whose feature does not exist is accepted as long as its value asks for nothing. Any other value is an error, never
+ignored. A tuning key chooses how the same numbers are computed: any value of the right type is accepted, and logged
+once. A feature that comes takes its rows out of the table and brings its own section. Keys and optimizers that are
+always refused stand in the drop-in (`docs/adr/028-refused-keys.md`).
 """
 
 from __future__ import annotations
@@ -21,25 +22,19 @@ class Absent:
 
     `keys` maps the patterns of its keys to the value that asks for nothing (DeepSpeed's default). Where there is a
     `switch`, that key alone asks for the feature, and the others are options of it. `hint` names the nearest thing
-    there is. `is_removed`: DeepSpeed has removed the feature, and the key is an error with any value. `is_tuning`: the
-    keys change no number, only how it is computed, so any value of the right type is accepted; `feature` then is a
-    clause on why it has no effect.
+    there is. `is_tuning`: the keys change no number, only how it is computed, so any value of the right type is
+    accepted; `feature` then is a clause on why it has no effect.
     """
 
     feature: str
     keys: Mapping[str, Any]
     hint: str = "leave the key out"
     switch: str | None = None
-    is_removed: bool = False
     is_tuning: bool = False
 
 
 def _under(section: str, **keys: Any) -> dict[str, Any]:
     return {f"{section}.{name}": value for name, value in keys.items()}
-
-
-def _removed(feature: str, *patterns: str, hint: str = "remove it") -> Absent:
-    return Absent(feature, dict.fromkeys(patterns), hint, is_removed=True)
 
 
 def _tuning(why: str, **keys: Any) -> Absent:
@@ -53,7 +48,6 @@ def _alone(key: str, harmless: Any, feature: str, hint: str = "leave the key out
 
 _ZERO = "zero_optimization"
 _STORAGE = 'name a plugin in "checkpoint.storage"'
-_ANY_RANKS = "leave it out: any number of ranks loads every checkpoint"
 
 ABSENT: tuple[Absent, ...] = (
     # The step and its numbers.
@@ -170,13 +164,13 @@ ABSENT: tuple[Absent, ...] = (
         f"checkpoint.writer{BELOW}",
         None,
         "DeepSpeed's fast checkpoint writer",
-        'name a plugin in "checkpoint.storage"',
+        _STORAGE,
     ),
     _alone(
         f"datastates_ckpt{BELOW}",
         None,
         "the DataStates checkpoint writer",
-        'name a plugin in "checkpoint.storage"',
+        _STORAGE,
     ),
     # Models cut over ranks, and rewritten ones.
     _alone(
@@ -270,30 +264,12 @@ ABSENT: tuple[Absent, ...] = (
             f"weight_quantization.post_init_quant{BELOW}": {},
         },
     ),
-    # What DeepSpeed has removed.
-    _removed("Apex mixed precision", f"amp{BELOW}", hint="use bf16, fp16 or torch_autocast"),
-    _removed("compression", f"compression_training{BELOW}"),
-    _removed("the top-level curriculum", f"curriculum_learning{BELOW}"),
-    _removed("eigenvalues for quantisation", f"eigenvalue{BELOW}"),
-    _removed("graph harvesting", f"graph_harvesting{BELOW}"),
-    _removed("the Nebula checkpoint writer", f"nebula{BELOW}"),
-    _removed("progressive layer drop", f"progressive_layer_drop{BELOW}"),
-    _removed("quantisation while training", f"quantize_training{BELOW}"),
-    _removed("sparse attention", f"sparse_attention{BELOW}"),
-    _removed("sparse gradients", f"sparse_gradients{BELOW}"),
-    _removed("MiCS", f"{_ZERO}.mics_shard_size", f"{_ZERO}.mics_hierarchical_params_gather"),
-    _removed("LoCo", f"{_ZERO}.zeropp_loco_param{BELOW}"),
 )
-
-ABSENT_OPTIMIZERS = ("muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
-"""Values of `optimizer.type`, in lower case, that DeepSpeed has and that are no class of the framework either."""
 
 
 def absent_keys() -> Iterator[str]:
-    """The dotted names of all absent keys that DeepSpeed still has, without patterns: for suggestions."""
-    for entry in ABSENT:
-        if not entry.is_removed:
-            yield from (pattern.removesuffix(BELOW) for pattern in entry.keys)
+    """The dotted names of all absent keys, without patterns: for suggestions."""
+    yield from _ENTRIES
 
 
 def entry_of(key: str) -> tuple[Absent, Any] | None:

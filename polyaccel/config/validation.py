@@ -61,6 +61,8 @@ def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = 
     if not suggests:
         return Problem(dotted((*prefix, *path)), value, "is not a known key", "remove it")
     hint = suggest_key(model, path, () if prefix else absent_keys())
+    if hint == "remove it" and not prefix:
+        hint = "remove it; `polyaccel config check --deepspeed` explains keys of DeepSpeed"
     if prefix:
         hint = hint.replace("did you mean '", f"did you mean '{dotted(prefix)}.")
     return Problem(dotted((*prefix, *path)), value, "is not a known key", hint)
@@ -108,8 +110,6 @@ def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Itera
     if entry.is_tuning:
         expected = "true or false" if isinstance(harmless, bool) else "a number"
         yield Problem(key, value, f"should be {expected}", "leave the key out, for it has no effect")
-    elif entry.is_removed:
-        yield Problem(key, value, f"was removed from DeepSpeed: {entry.feature}", entry.hint)
     elif entry.switch in (None, key) and not is_harmless:
         yield Problem(key, value, f"belongs to {entry.feature}, which does not exist yet", entry.hint)
 

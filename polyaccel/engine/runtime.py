@@ -1,7 +1,7 @@
 """The composition root: a config goes in, live parts come out, and the owner closes them.
 
-Nothing else imports both the config and the implementations. What a part needs of the config is handed to it as its own
-value kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so no part reads JSON keys.
+Only this and `tiers` import both the config and the implementations. What a part needs of the config is handed to it as
+a value of its kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so no part reads JSON keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cached_property
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any
-from uuid import uuid4
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
@@ -27,40 +26,32 @@ from polyaccel.comm.groups import forget_mesh, set_mesh
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of
-from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.engine.about import run_metadata
 from polyaccel.engine.base import EngineParts
-from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.model_adapter import ModelAdapter
-from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of
+from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of, loss_scaler_of
 from polyaccel.engine.policies.environment import replaced_values
 from polyaccel.engine.policies.modules import param_dtype_of
-from polyaccel.engine.policies.steps import plan_for, state_tier_options, step_plan_for, step_policy, storage_tier
+from polyaccel.engine.policies.steps import plan_for, step_plan_for, step_policy
 from polyaccel.engine.policies.watching import alarms_of, monitors_of, trace_of
 from polyaccel.engine.rank_consistency import require_same_training, training_facts
+from polyaccel.engine.tiers import open_tiers
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.job.trial_env import TrialModel, write_trial_model
 from polyaccel.observability.console import show_log
 from polyaccel.observability.setup import start_monitoring
 from polyaccel.observability.timing import PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
-from polyaccel.observability.traces.tiers import TracedTier
-from polyaccel.offload.tier import Tier, TierOptions
-from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.layout import ShardLayout
-from polyaccel.zero.plan.placement import Offload
 from polyaccel.zero.plan.policy import BLOCK_NUMEL, Bits, StepPolicy, TrafficPolicy, ZeroPolicy
-from polyaccel.zero.resources import Communicators, ShardGroups, StepResources, Tiers
-from polyaccel.zero.update.optimizers import Group, SliceOptimizer, slice_optimizer
+from polyaccel.zero.resources import Communicators, ShardGroups, StepResources
+from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
 log = getLogger(__name__)
-
-_TIERS: dict[OffloadDevice, str] = {"none": "device", "cpu": "host"}
-"""Tiers whose name in configs is not that of their plugin."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ class EngineBuilder:
             accelerator=self.accelerator,
             communicator=self.communicator,
             mesh=self.mesh,
-            loss_scaler=self.loss_scaler(),
+            loss_scaler=loss_scaler_of(self.config),
             monitor=monitor,
             trace=self.trace,
             alarms=alarms_of(self.config, self.communicator, self.mesh, monitor),
@@ -156,7 +147,8 @@ class EngineBuilder:
         if self.communicator.rank == 0:
             write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))
         plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
-        tiers = self.open_tiers(plan.offload, resident=resident)
+        run = self.accelerator, self.communicator, self.trace
+        tiers = open_tiers(self.config, plan.offload, *run, resident=resident)
         parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)
         return ZeroEngine(plan, parts, adapter, optimizer, groups, timer)
 
@@ -237,75 +229,10 @@ class EngineBuilder:
         groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}
         return Communicators(self.communicator, groups, self.model_parallel_group)
 
-    def open_tiers(self, offload: Offload, *, resident: bool) -> Tiers:
-        """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.
-
-        Collective. `resident`: the optimizer needs all states in memory. Raises ConfigError when they would not be, and
-        OffloadError when a place cannot be used.
-        """
-        states, params = self.config.zero_optimization.offload_optimizer, self.config.zero_optimization.offload_param
-        device = _new_tier("none")
-        tier = device if states.device == "none" else _new_tier(states.device)
-        if resident and not tier.is_resident:
-            expected = "works with polyaccel's own optimizers; one of torch steps on all states at once"
-            hint = f'use "cpu", or one of {", ".join(OPTIMIZERS)} in the config'
-            raise ConfigError([Problem("zero_optimization.offload_optimizer.device", states.device, expected, hint)])
-        run_id = self.communicator.broadcast_object(uuid4().hex)
-        host, rank = host_accelerator(self.accelerator), self.communicator.rank
-        options = replace(state_tier_options(states), run_id=run_id, rank=rank, piece_numel=params.buffer_size)
-        for each in dict.fromkeys((device, tier)):
-            each.open(self.accelerator, host, options)
-        if self.trace is not None and tier is not device:
-            tier = TracedTier(tier, self.trace)
-        options = TierOptions(
-            run_id=f"{run_id}-params",
-            rank=rank,
-            path=params.nvme_path,
-            pin_memory=params.pin_memory,
-            buffer_count=params.buffer_count,
-            piece_numel=params.buffer_size,
-            own=params.tier_options,
-        )
-        names = {storage_tier(name): name for name in ("cpu", params.device)}
-        of_params = {place: _new_tier(names[place]) for place in dict.fromkeys(offload.params.values())}
-        for each in of_params.values():
-            each.open(self.accelerator, host, options)
-        if self.trace is not None:
-            of_params = {place: TracedTier(each, self.trace) for place, each in of_params.items()}
-        return Tiers.around(device, {storage_tier(states.device): tier}, of_params)
-
     def storage(self, location: str) -> Storage:
         """The storage that `checkpoint.storage` names, at `location`."""
         name, options = self.config.checkpoint.storage_plugin
         return open_storage(name, location, options)
-
-    def loss_scaler(self) -> LossScaler:
-        """The scaler of fp16 training; a constant 1 in every other precision."""
-        autocast = self.config.torch_autocast
-        if not self.config.fp16.enabled and not (autocast.enabled and autocast.dtype == "float16"):
-            return LossScaler()
-        fp16 = self.config.fp16
-        return LossScaler.from_config(
-            loss_scale=fp16.loss_scale,
-            initial_scale_power=fp16.initial_scale_power,
-            loss_scale_window=fp16.loss_scale_window,
-            hysteresis=fp16.hysteresis,
-            consecutive_hysteresis=fp16.consecutive_hysteresis,
-            min_loss_scale=fp16.min_loss_scale,
-        )
-
-    def native_optimizer(self) -> tuple[SliceOptimizer, dict[str, Any]] | None:
-        """The config's optimizer with its group defaults, if it is one that runs on slices; None if it is another or
-        none."""
-        section = self.config.optimizer
-        if section is None or section.type not in OPTIMIZERS:
-            return None
-        defaults = dict(section.params)
-        if "adam_w_mode" in defaults:
-            defaults["decoupled"] = defaults.pop("adam_w_mode")
-        for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
-            defaults.pop(switch, None)
-        return slice_optimizer(section.type), defaults
 
 
 def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> ShardGroups:
@@ -375,9 +302,3 @@ def _check_storage(config: ResolvedConfig) -> None:
     except ConfigError as error:
         problems = [replace(problem, key=f"checkpoint.storage.{problem.key}") for problem in error.problems]
         raise ConfigError(problems) from None
-
-
-def _new_tier(device: OffloadDevice) -> Tier:
-    tier = load_plugin(PluginGroup.TIERS, _TIERS.get(device, device), Tier, Tier.API_VERSION)()
-    assert isinstance(tier, Tier)  # what loading checked
-    return tier

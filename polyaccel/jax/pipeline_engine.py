@@ -42,8 +42,11 @@ class _Passing:
 
 
 class JaxPipelineEngine(ViewsEngine):
-    """A list of layers in training, of which this rank has those of its stage. `train_batch` does a step, `eval_batch`
-    computes a loss. `params` has the trees of this stage's layers, and None for those of others."""
+    """JAX engine of one pipeline stage of a list of layers, with ZeRO over the ranks of that stage.
+
+    `train_batch` does a step, `eval_batch` computes a loss. `params` has the trees of this stage's layers, and None for
+    those of others.
+    """
 
     def __init__(self, rewrites: RewriteContext, cut: StageCut) -> None:
         table, runtime, mine = cut.table, rewrites.runtime, rewrites.params

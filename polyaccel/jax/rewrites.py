@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from polyaccel.core.types import DType
+from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.engine.rank_consistency import require_same_training
 from polyaccel.engine.rewrites import AppliedRewrite, BaseContext, BaseRewrite
@@ -342,7 +343,7 @@ def _make_optimizer(context: RewriteContext) -> None:
         dtype = runtime.param_dtype
         context.slice_optimizer = optax_optimizer(client, context.params, dtype, may_be_whole=may_be_whole)
         return
-    section, native = runtime.config.optimizer, runtime.native_optimizer()
+    section, native = runtime.config.optimizer, native_optimizer_of(runtime.config)
     if native is None:
         assert section is not None  # else the rewrite is off
         hint = f"use one of {', '.join(OPTIMIZERS)}, or pass an optax transformation as optimizer="

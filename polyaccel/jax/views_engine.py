@@ -20,7 +20,10 @@ from polyaccel.zero.engine import ZeroEngine
 
 
 class ViewsEngine(JaxEngine):
-    """A JAX function in training on parameters that it sees in the engine's buffers, or gathers itself at stage 3."""
+    """JAX engine over ZeRO buckets: JAX computes gradients, the ZeRO engine reduces them and updates the parameters.
+
+    The function reads the parameters as views of the engine's buffers, or gathers them in its program at stage 3.
+    """
 
     zero: ZeroEngine
 

@@ -15,6 +15,7 @@ READERS = (
     "planner",  # plans for them, changes them
     "engine/policies",  # makes values of them
     "engine/runtime.py",
+    "engine/tiers.py",  # opens those that it names
     "torch/initialize.py",
     "torch/rewrites",
     "torch/verify",  # composes plain engines in place of ours

@@ -87,7 +87,7 @@ TREES: dict[str, Any] = {
     "files without a folder": {**OK, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
     "mesh that does not fit": {**OK, "tensor_parallel": {"autotp_size": 3}},
     "part of no divisor": {**OK, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
-    "removed from DeepSpeed": {**OK, "amp": {"enabled": True}},
+    "key that resembles none": {**OK, "amp": {"enabled": True}},
     "negative clipping": {**OK, "gradient_clipping": -1.0},
     "elasticity of small batches": {
         "elasticity": {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [128]}

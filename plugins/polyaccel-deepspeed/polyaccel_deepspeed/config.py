@@ -20,7 +20,7 @@ from typing import Any
 from polyaccel import comm
 from polyaccel.config import Config
 from polyaccel.config.keys import walk_keys
-from polyaccel.config.load import read_tree
+from polyaccel.config.load import draft_config, read_tree
 from polyaccel.config.resolve import load_resolved
 from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.errors import ConfigError
@@ -29,6 +29,7 @@ from polyaccel_deepspeed.change import Change, Tree
 from polyaccel_deepspeed.config_defaults import DEFAULTS_RULES
 from polyaccel_deepspeed.config_rules import RULES, known_keys, whole_batch
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
+from polyaccel_deepspeed.refused_keys import drop_removed, pop_refused
 
 log = getLogger("polyaccel.deepspeed")
 
@@ -43,12 +44,17 @@ _CLIPPING = 1.0
 def normalise(source: Any) -> tuple[Tree, tuple[Change, ...]]:
     """The config that `source` (a path, a mapping, base64) means to DeepSpeed 0.19.8, and what had to be altered.
 
-    Raises ConfigError where there is no JSON object. The source itself is left alone.
+    The source itself is left alone. Raises ConfigError where there is no JSON object, and with all problems of the
+    config where it has a key or an optimizer that is always refused.
     """
     tree = read_text(source)
     if not isinstance(tree, dict):
         return tree, ()
-    return tree, tuple(change for rule in _RULES for change in rule(tree))
+    changes = tuple(change for rule in _RULES for change in rule(tree))
+    if refused := list(pop_refused(tree)):
+        draft = draft_config(tree)
+        raise ConfigError([*refused, *draft.problems], source=draft.source)
+    return tree, changes
 
 
 def read_text(source: Any) -> Any:
@@ -133,25 +139,6 @@ def _endless(tree: Tree) -> Iterator[Change]:
         yield Change("steps_per_print", "= Infinity was dropped: no progress lines are printed")
 
 
-def _switched_off(tree: Tree) -> Iterator[Change]:
-    """Sections of what DeepSpeed has removed, which are off."""
-    for key in (
-        "amp",
-        "curriculum_learning",
-        "eigenvalue",
-        "progressive_layer_drop",
-        "quantize_training",
-    ):
-        section = tree.get(key)
-        if isinstance(section, Mapping) and section.get("enabled", False) is False:
-            del tree[key]
-            yield Change(key, "was dropped: it is off, and DeepSpeed has removed the feature")
-    for key in ("compression_training", "sparse_attention", "nebula"):
-        if key in tree and not tree[key]:
-            del tree[key]
-            yield Change(key, "was dropped: it is empty, and DeepSpeed has removed the feature")
-
-
 def _monitors(tree: Tree) -> Iterator[Change]:
     for key in DEFAULTS:
         section = tree.get(key)
@@ -187,7 +174,7 @@ _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _empty,
     _auto,
     _endless,
-    _switched_off,
+    drop_removed,
     _monitors,
     _clipping,
     _parameters_at_rest,

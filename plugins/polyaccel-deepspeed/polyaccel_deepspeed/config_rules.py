@@ -7,6 +7,7 @@ converts text to numbers and refuses foreign keys. The rules below follow it tab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,12 +15,16 @@ from pydantic.fields import FieldInfo
 
 from polyaccel.config import Config
 from polyaccel.config.keys import json_name, nested_models, suggest_key, walk_keys
+from polyaccel.config.load import check_tree
+from polyaccel.config.meshes import data_ranks
 from polyaccel.config.section import Section
 from polyaccel.config.sections.comm import LoggedOp
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
 from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
-from polyaccel.config.unsupported_keys import absent_keys, entry_of, is_above
+from polyaccel.config.spellings import respell_mesh
+from polyaccel.config.unsupported_keys import absent_keys, is_above
 from polyaccel_deepspeed.change import Change, Tree
+from polyaccel_deepspeed.refused_keys import REMOVED
 
 _READ_BY_KEY = (
     "",
@@ -63,7 +68,7 @@ def _foreign(tree: Tree) -> Iterator[Change]:
         for name in list(table):
             here = (*path, name)
             key = ".".join(here)
-            if key in known or entry_of(key) is not None or is_above(key):
+            if key in known or key in REMOVED or is_above(key):
                 is_table = key in sections or is_above(key)
                 if is_table and path and isinstance(table[name], dict):
                     search(table[name], here)
@@ -211,13 +216,13 @@ def _logged_operations(tree: Tree) -> Iterator[Change]:
 def whole_batch(tree: Tree, world_size: int) -> Iterator[Change]:
     """Drop a global batch size that counts ranks which share samples, as the Trainer of transformers computes it."""
     train, micro, steps = (tree.get(name) for name in _TRIAD)
-    shared = 1
-    tensor = tree.get("tensor_parallel")
-    if isinstance(tensor, Mapping) and isinstance(tensor.get("autotp_size"), int):
-        shared = max(1, tensor["autotp_size"])
-    if shared > 1 and isinstance(train, int) and isinstance(micro, int) and train == micro * (steps or 1) * world_size:
+    spelt = deepcopy(tree)
+    respell_mesh(spelt)
+    mesh, _ = check_tree({"mesh": spelt.get("mesh", {})}, frozenset(), {}, {})
+    ranks = data_ranks(mesh, world_size)
+    is_whole = isinstance(train, int) and isinstance(micro, int) and train == micro * (steps or 1) * world_size
+    if ranks < world_size and is_whole:
         del tree["train_batch_size"]
-        ranks = world_size // shared
         yield Change(
             "train_batch_size",
             f"= {train} was dropped: it counts {world_size} ranks, of which {ranks} have their own samples",

@@ -87,7 +87,8 @@ def _writer(name: str) -> Writer:
             loaded: Writer = point.load()
             return loaded
     known = ", ".join([*FORMATS, *sorted(point.name for point in points)])
-    hint = "pip install polyaccel-deepspeed" if name.startswith("deepspeed") else "install the package that writes it"
+    drop_in = "pip install ./plugins/polyaccel-deepspeed"
+    hint = drop_in if name.startswith("deepspeed") else "install the package that writes it"
     raise CheckpointError(f"--format {name}: expected one of {known}", hint=hint, value=name)
 
 

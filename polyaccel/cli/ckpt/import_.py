@@ -121,7 +121,7 @@ def _reader(name: str) -> Callable[[Path], Incoming]:
             loaded: Callable[[Path], Incoming] = point.load()
             return loaded
     known = ", ".join(["safetensors", "bin", "dcp", "orbax", "flax", *sorted(point.name for point in points)])
-    hint = "pip install polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
+    hint = "pip install ./plugins/polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
     raise CheckpointError(f"--from {name}: expected one of {known}", hint=hint, value=name)
 
 

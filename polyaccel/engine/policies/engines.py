@@ -9,8 +9,11 @@ from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KeepBest, Retention
 from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig
+from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.policies.watching import reporting_of
 from polyaccel.engine.progress import EngineSettings
+from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.zero.update.optimizers import SliceOptimizer, slice_optimizer
 
 _COMMON_SETTINGS = {
     "gradient_accumulation_steps", "optimizer", "scheduler", "gradient_clipping", "prescale_gradients",
@@ -62,3 +65,32 @@ def common_settings_of(config: ResolvedConfig) -> dict[str, Any]:
         for key in ("nvme_path", "tier_options"):
             offload.pop(key, None)
     return tree
+
+
+def loss_scaler_of(config: ResolvedConfig) -> LossScaler:
+    """The scaler of fp16 training; a constant 1 in every other precision."""
+    autocast, fp16 = config.torch_autocast, config.fp16
+    if not fp16.enabled and not (autocast.enabled and autocast.dtype == "float16"):
+        return LossScaler()
+    return LossScaler.from_config(
+        loss_scale=fp16.loss_scale,
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
+    )
+
+
+def native_optimizer_of(config: ResolvedConfig) -> tuple[SliceOptimizer, dict[str, Any]] | None:
+    """The config's optimizer with its group defaults, if it is one that runs on slices; None if it is another or
+    none."""
+    section = config.optimizer
+    if section is None or section.type not in OPTIMIZERS:
+        return None
+    defaults = dict(section.params)
+    if "adam_w_mode" in defaults:
+        defaults["decoupled"] = defaults.pop("adam_w_mode")
+    for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
+        defaults.pop(switch, None)
+    return slice_optimizer(section.type), defaults

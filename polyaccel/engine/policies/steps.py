@@ -12,7 +12,7 @@ from logging import getLogger
 from types import MappingProxyType
 
 from polyaccel.config import ResolvedConfig
-from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
+from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.offload.prefetch_pipeline import most_host_buffers
@@ -188,6 +188,17 @@ def state_tier_options(section: OffloadOptimizerConfig) -> TierOptions:
         buffer_count=section.buffer_count,
         pipeline_read=section.pipeline_read,
         pipeline_write=section.pipeline_write,
+        own=section.tier_options,
+    )
+
+
+def param_tier_options(section: OffloadParamConfig) -> TierOptions:
+    """The settings of the tiers of sharded parameters, except for those that only a run has."""
+    return TierOptions(
+        path=section.nvme_path,
+        pin_memory=section.pin_memory,
+        buffer_count=section.buffer_count,
+        piece_numel=section.buffer_size,
         own=section.tier_options,
     )
 

@@ -29,7 +29,10 @@ from polyaccel.zero.plan.layout import Bucket
 
 
 class NativeEngine(JaxEngine):
-    """A JAX function in training on `mesh`, for `"jax": {"execution": "native"}`."""
+    """JAX engine of one compiled step on a device mesh: JAX itself reduces gradients and updates the parameters.
+
+    The config chooses it by `"jax": {"execution": "native"}`.
+    """
 
     zero: NativeStep
     _replicates_in_background = False  # what is copied to the host are arrays of JAX, which an update may use again

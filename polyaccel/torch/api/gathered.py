@@ -105,7 +105,7 @@ class GatheredParameters:
                 params.unshard(index)
             for fqn in (*opening.fqns, *opening.neighbours):
                 _open(opening.owner, fqn)
-            opening.notes = opening.owner.saved_tensor_hooks()
+            opening.notes = opening.owner.sharding.saved_tensor_hooks()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -110,7 +110,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         Returns:
             The hooks, for a block that is recomputed; None without sharded parameters.
         """
-        return self.adapter.saved_tensor_hooks()
+        return self.adapter.sharding.saved_tensor_hooks()
 
     def _lay_out(
         self, slice_optimizer: SliceOptimizer | None, groups: ParamGroups, trained: Collection[str] = ()

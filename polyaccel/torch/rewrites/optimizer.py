@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from polyaccel.config import ResolvedConfig
+from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
 from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
@@ -35,7 +36,7 @@ def _make_optimizer(context: RewriteContext) -> None:
     section = runtime.config.optimizer
     if client is None:
         assert section is not None  # else the rewrite is off
-        native = runtime.native_optimizer()
+        native = native_optimizer_of(runtime.config)
         if native is not None:
             context.slice_optimizer, defaults = native
             if section.type in context.slice_optimizers:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
@@ -23,15 +21,14 @@ from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.sharding.buffers import broadcast_buffers
 from polyaccel.torch.sharding.engine_registry import EngineParameters
 from polyaccel.torch.sharding.gradients import AUTOGRAD_S, GradientAccess, install_grad_property, remove_grad_property
-from polyaccel.torch.sharding.hooks import UnshardHooks
 from polyaccel.torch.sharding.leaf_modules import set_configured_leaves
+from polyaccel.torch.sharding.module_sharding import ModuleSharding
 from polyaccel.torch.sharding.ownership import OwnedParameters, bind
 from polyaccel.torch.sharding.pending import expect
-from polyaccel.torch.sharding.sharded import hide, show, takes_hooks
+from polyaccel.torch.sharding.sharded import hide, show
 from polyaccel.torch.sharding.specs import in_gradient_order, parameter_specs
-from polyaccel.torch.sharding.state_dicts import StateDicts
 from polyaccel.torch.sharding.tensor_shard import Blocks
-from polyaccel.torch.sharding.units import external_parameters, find_units, parts_of_parameters, units_of_parameters
+from polyaccel.torch.sharding.units import find_units, parts_of_parameters, units_of_parameters
 from polyaccel.zero.engine import ZeroEngine
 
 
@@ -69,11 +66,9 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         members = {member for group in groups for member in group}
         self.frozen_members = {fqn: member for fqn, member in self._owned.frozen.items() if member in members}
         """The members of the optimizer's groups that are laid out as frozen, by name."""
-        self._bucket_of: dict[str, int] = {}
+        self.sharding = ModuleSharding(module, self.names)
         self._step: ZeroEngine | None = None
         self._gradients: GradientAccess | None = None
-        self._sites: UnshardHooks | None = None
-        self._state_dicts: StateDicts | None = None
 
     # What the step asks.
 
@@ -85,14 +80,12 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     def on_bound(self, fqn: str, view: Buffer) -> None:
         self._show(fqn, view.raw)
-        if self._sites is not None:
-            self._sites.on_bound(self._bucket_of[fqn], view)
+        self.sharding.on_bound(fqn, view)
 
     def on_freed(self, fqn: str) -> None:
         self._owned.before_freed(fqn, differs=partial(self._differs, fqn))
         self._hide(fqn)
-        if self._sites is not None:
-            self._sites.on_freed(self._bucket_of[fqn])
+        self.sharding.on_freed(fqn)
 
     def unit_names(self) -> dict[str, str]:
         """The unit of each parameter, "" for the root unit."""
@@ -111,8 +104,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
     def attach(self, step: ZeroEngine) -> None:
         """Follow `step` from now on: its parameters are seen, and gradients handed over if it has an optimizer."""
         self._step = step
-        self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._specs}
-        self._gather_at_use(step)
+        self.sharding.attach(step, self.units, self._passes.on_user_backward)
         has_optimizer = step.optimizer is not None
         self._owned.begin(place.bucket.slots[0].param.fqn for place in step.params if place.shared is not None)
         trained = {fqn: self.parameter(fqn) for fqn, spec in self._specs.items() if spec.trainable and has_optimizer}
@@ -120,48 +112,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         for parameter in self.names:
             AUTOGRAD_S.__set__(parameter, None)
             install_grad_property(parameter)
-        end_backward = self._sites.end_backward if self._sites is not None else lambda is_whole: None
-        self._passes.attach(step, trained, end_backward)
-
-    def _gather_at_use(self, step: ZeroEngine) -> None:
-        """Gather sharded parameters around the modules that use them."""
-        buckets_of: dict[str, list[int]] = {}
-        for fqn, index in self._bucket_of.items():
-            if index in step.params.gathered:
-                unit = step.layout.buckets[index].kind.unit
-                is_unit = unit in self.units  # the root too, if it was made a leaf
-                users = [unit] if is_unit else self._modules_with(self.parameter(fqn))
-                for name in users:
-                    if index not in buckets_of.setdefault(name, []):
-                        buckets_of[name].append(index)
-        if buckets_of:
-            self._require_hooks()
-            self._sites = UnshardHooks(self.module, step, buckets_of, self._passes.on_user_backward)
-            self._state_dicts = StateDicts(self.module, step)
-            for module in self.module.modules():
-                for parameter in external_parameters(module):
-                    self.register_external(module, parameter)
-
-    def _require_hooks(self) -> None:
-        """Raise ShardingError for a TorchScript module with sharded parameters: nothing can be gathered around it."""
-        for name, module in self.module.named_modules():
-            if takes_hooks(module):
-                continue
-            if any(self.is_sharded(self.names[parameter]) for parameter in module.parameters()):
-                raise ShardingError(
-                    f"{name or 'the model'!r} is a TorchScript module, on which no hooks can be put, so that stage 3 "
-                    "cannot gather its parameters when it runs",
-                    hint="use torch.compile in place of torch.jit.script, or stage 2",
-                    value=name,
-                )
-
-    def _modules_with(self, parameter: nn.Parameter) -> list[str]:
-        """The modules that have `parameter` themselves, by full name."""
-        return [
-            name
-            for name, module in self.module.named_modules()
-            if any(own is parameter for own in module._parameters.values())
-        ]
+        self._passes.attach(step, trained, self.sharding.end_backward)
 
     def has_unfrozen(self) -> bool:
         """Whether a member of the optimizer's groups was frozen when it was laid out and requires a gradient now."""
@@ -171,10 +122,8 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         """`is_followed`: another adapter takes the module over, for the same engine."""
         self._give_back()
         self._passes.release()
-        for hooks in (self._sites, self._state_dicts):
-            if hooks is not None:
-                hooks.release()
-        self._step = self._gradients = self._sites = self._state_dicts = None
+        self.sharding.release()
+        self._step = self._gradients = None
         for parameter in self.names:
             remove_grad_property(parameter)
         self._owned.leave()
@@ -209,7 +158,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     def is_sharded(self, fqn: str) -> bool:
         """Whether a parameter is whole only while it is gathered."""
-        return self._bucket_of[fqn] in self.step.params.gathered
+        return self.sharding.bucket_of[fqn] in self.step.params.gathered
 
     @property
     def step(self) -> ZeroEngine:
@@ -232,35 +181,6 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             return "is offloaded", "call engine.reload_states() first"
         hint = "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks"
         return "is sharded over the ranks now", hint
-
-    def try_unshard(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Make `parameters` whole if that is safe now; False if it is not."""
-        if self._sites is None or self._is_suspended:
-            return False
-        return self._sites.try_unshard({self._bucket_of[self.names[parameter]] for parameter in parameters})
-
-    def handle_state_dict_op(self, func: Callable[..., Any], *args: Any) -> Any:
-        """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
-        not."""
-        if self._state_dicts is None or self._is_suspended:
-            return None
-        return self._state_dicts.handle(func, *args)
-
-    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
-        """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
-        leaves what is returned."""
-        return None if self._sites is None else self._sites.saved_tensor_hooks()
-
-    def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather `parameter` around `module` too, if it is sharded."""
-        fqn = self.names[parameter]
-        if self._sites is not None and self.is_sharded(fqn):
-            self._sites.add_buckets(module, [self._bucket_of[fqn]])
-
-    def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Undo `register_external`."""
-        if self._sites is not None:
-            self._sites.remove_buckets(module, [self._bucket_of[self.names[parameter]]])
 
     # Gradients, as users see them.
 
@@ -296,7 +216,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self._owned.on_adopted(names)
 
     def divergence_hint(self, fqn: str) -> str:
-        for module in self._modules_with(self.parameter(fqn)):
+        for module in self.sharding.modules_with(self.parameter(fqn)):
             if getattr(self.module.get_submodule(module), "max_norm", None) is not None:
                 return (
                     f"each rank renormalises only the rows of {module!r} that its own batch has; build it with "
@@ -329,7 +249,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     def _differs(self, fqn: str) -> bool:
         """Whether a gathered parameter has other values than this rank's slice, as far as its gather is exact."""
-        index = self._bucket_of.get(fqn)
+        index = self.sharding.bucket_of.get(fqn)
         if self._step is None or index is None or not self._step.params.gathered.is_exact(index):
             return False
         return self._step.params.differs(fqn)
@@ -344,16 +264,14 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self._passes.require_one_scale()
         if self._gradients is not None:
             self._gradients.note_writes()
-        if self._sites is not None:
-            self._sites.before_update()
+        self.sharding.before_update()
 
     def on_update(self) -> None:
         """The parameters have new values: graphs built on the old ones must not be used any more."""
         self._owned.on_update()
-        if self._sites is not None:
-            self._sites.on_update()
+        self.sharding.on_update()
         if self._step is not None and (arriving := self._step.params.arriving):
-            for fqn, index in self._bucket_of.items():
+            for fqn, index in self.sharding.bucket_of.items():
                 if index in arriving:
                     expect(self.parameter(fqn), partial(self._step.params.wait_all_gather, index))
 

@@ -20,6 +20,27 @@ from polyaccel.errors import ShardingError
 from polyaccel.zero.engine import ZeroEngine
 
 
+class ShardedUse(Protocol):
+    """The sharded parameters of an engine, as operations and functions use them."""
+
+    def try_unshard(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Make `parameters` whole if that is safe now; False if it is not."""
+
+    def handle_state_dict_op(self, func: Callable[..., Any], *args: Any) -> Any:
+        """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
+        not."""
+
+    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
+        """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
+        leaves what is returned."""
+
+    def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Gather `parameter` around `module` too, if it is sharded."""
+
+    def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Undo `register_external`."""
+
+
 class ParameterOwner(Protocol):
     """The adapter of an engine, as the functions see it that users call with one of its parameters."""
 
@@ -54,6 +75,10 @@ class ParameterOwner(Protocol):
     def unsharded_access_hint(self) -> tuple[str, str]:
         """Explain why a parameter is unavailable and how to access it."""
 
+    @property
+    def sharding(self) -> ShardedUse:
+        """The uses of sharded parameters."""
+
     def parameter(self, fqn: str) -> nn.Parameter: ...
 
     def gradient(self, fqn: str) -> Tensor | None:
@@ -64,23 +89,6 @@ class ParameterOwner(Protocol):
 
     def is_sharded(self, fqn: str) -> bool:
         """Whether a parameter is whole only while it is gathered."""
-
-    def try_unshard(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Make `parameters` whole if that is safe now; False if it is not."""
-
-    def handle_state_dict_op(self, func: Callable[..., Any], *args: Any) -> Any:
-        """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
-        not."""
-
-    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
-        """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
-        leaves what is returned."""
-
-    def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather `parameter` around `module` too, if it is sharded."""
-
-    def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Undo `register_external`."""
 
     def adopt_changes(self) -> None:
         """Take over what users wrote into parameters since the last update. Collective."""

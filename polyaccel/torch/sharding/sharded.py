@@ -64,9 +64,9 @@ class ShardedParameter(ShowsGradient, nn.Parameter):
                 owner = _home(sharded[0]).owner
                 if owner is None:
                     raise _not_here(sharded[0], func)
-                if (answer := owner.handle_state_dict_op(func, *args)) is not None:
+                if (answer := owner.sharding.handle_state_dict_op(func, *args)) is not None:
                     return answer
-                if not owner.try_unshard(sharded):
+                if not owner.sharding.try_unshard(sharded):
                     raise _not_here(sharded[0], func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

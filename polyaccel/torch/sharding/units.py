@@ -133,7 +133,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         declared.append(parameter)
     home = record_of(parameter)
     if home is not None and home.owner is not None:
-        home.owner.register_external(module, parameter)
+        home.owner.sharding.register_external(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -147,7 +147,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     module.__dict__[_EXTERNAL] = [other for other in declared if other is not parameter]
     home = record_of(parameter)
     if home is not None and home.owner is not None and len(module.__dict__[_EXTERNAL]) < len(declared):
-        home.owner.unregister_external(module, parameter)
+        home.owner.sharding.unregister_external(module, parameter)
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:

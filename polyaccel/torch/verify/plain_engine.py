@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.core.types import ReduceOp
+from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
@@ -210,7 +211,7 @@ def _optimizer(
     section = runtime.config.optimizer
     if section is None:
         raise PolyaccelError("a program without an optimizer was to be verified", hint='add "optimizer" to the config')
-    native = runtime.native_optimizer()
+    native = native_optimizer_of(runtime.config)
     if native is None:
         return torch_optimizer(section.type, section.params, groups)
     _, defaults = native

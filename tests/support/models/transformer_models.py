@@ -78,6 +78,21 @@ def trained_plainly(
     return losses, norms, model.state_dict()
 
 
+def step_once(engine: Any, kind: str, step: int, data_rank: int) -> float:
+    """Train a step of an engine on the batch that `trained_plainly` has for the rank, and return the loss."""
+    loss = engine(**transformer_batch(kind, seed=10 * step + data_rank)).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def trained_by(engine: Any, kind: str, data_rank: int, steps: int = 3) -> tuple[list[float], list[float]]:
+    """Return the losses of the rank and the norms of an engine that trains what `trained_plainly` does."""
+    pairs = [(step_once(engine, kind, step, data_rank), engine.get_global_grad_norm()) for step in range(steps)]
+    losses, norms = zip(*pairs, strict=True)
+    return list(losses), list(norms)
+
+
 KINDS: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "llama": (
         "LlamaForCausalLM",

@@ -12,7 +12,7 @@ import torch
 from pairwise import FULL, VARIABLE
 from parity_models import make_config
 from torch import nn
-from transformer_models import trained_plainly, transformer_batch, transformer_model
+from transformer_models import step_once, trained_by, trained_plainly, transformer_batch, transformer_model
 from transformers import MixtralForCausalLM
 
 import polyaccel
@@ -58,13 +58,6 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
 
 
-def step_once(engine: Any, kind: str, step: int, rank: int) -> float:
-    loss = engine(**transformer_batch(kind, seed=10 * step + rank)).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(("kind", "experts", "data", "stage"), ROWS)
 def test_expert_ranks_train_what_plain_torch_trains(kind: str, experts: int, data: int, stage: int) -> None:
     model = transformer_model(kind)
@@ -74,10 +67,7 @@ def test_expert_ranks_train_what_plain_torch_trains(kind: str, experts: int, dat
 
     def train(communicator: Communicator) -> tuple[list[float], list[float], dict[str, Any]]:
         engine, *_ = polyaccel.initialize(model=copies[communicator.rank], config=config_of(stage, experts))
-        found, of_norms = [], []
-        for step in range(STEPS):
-            found.append(step_once(engine, kind, step, communicator.rank))
-            of_norms.append(engine.get_global_grad_norm())
+        found, of_norms = trained_by(engine, kind, communicator.rank)
         state = {name: value.clone() for name, value in engine.module_state_dict().items()}
         engine.destroy()
         return found, of_norms, state

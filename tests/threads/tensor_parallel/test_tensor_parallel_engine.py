@@ -13,7 +13,7 @@ import torch
 from pairwise import FULL, VARIABLE
 from parity_models import make_config
 from torch import nn
-from transformer_models import trained_plainly, transformer_batch, transformer_model
+from transformer_models import step_once, trained_by, trained_plainly, transformer_batch, transformer_model
 from transformers import LlamaForCausalLM
 
 import polyaccel
@@ -54,13 +54,6 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
 
 
-def step_once(engine: Any, kind: str, step: int, data_rank: int) -> float:
-    loss = engine(**transformer_batch(kind, seed=10 * step + data_rank)).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(("kind", "tensor", "data", "stage"), ROWS)
 def test_tensor_ranks_train_what_one_rank_trains(kind: str, tensor: int, data: int, stage: int) -> None:
     model = transformer_model(kind)
@@ -69,12 +62,9 @@ def test_tensor_ranks_train_what_one_rank_trains(kind: str, tensor: int, data: i
 
     def train(communicator: Communicator) -> tuple[list[float], list[float]]:
         engine, *_ = polyaccel.initialize(model=copies[communicator.rank], config=config_of(stage, tensor))
-        found, of_norms = [], []
-        for step in range(STEPS):
-            found.append(step_once(engine, kind, step, communicator.rank // tensor))
-            of_norms.append(engine.get_global_grad_norm())
+        found = trained_by(engine, kind, communicator.rank // tensor)
         engine.destroy()
-        return found, of_norms
+        return found
 
     for rank, (found, of_norms) in enumerate(run_threads(tensor * data, train)):
         assert found == pytest.approx(losses[rank // tensor], rel=1e-5)

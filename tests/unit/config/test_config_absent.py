@@ -35,7 +35,6 @@ CASES = [
     for entry in ABSENT
     for pattern, harmless in entry.keys.items()
 ]
-EXISTING = [case for case in CASES if not case.values[0].is_removed]
 FEATURES = [case for case in CASES if not case.values[0].is_tuning]
 TUNING = [case for case in CASES if case.values[0].is_tuning]
 
@@ -70,14 +69,11 @@ def test_a_value_that_asks_for_an_absent_feature_is_refused(entry: Absent, key: 
         load_config(_tree(key, _asking(harmless)))
     assert [(problem.key, problem.value) for problem in caught.value.problems] == [(key, _asking(harmless))]
     problem = caught.value.problems[0]
-    if entry.is_removed:
-        assert problem.expected == f"was removed from DeepSpeed: {entry.feature}"
-    else:
-        assert problem.expected == f"belongs to {entry.feature}, which does not exist yet"
+    assert problem.expected == f"belongs to {entry.feature}, which does not exist yet"
     assert problem.hint
 
 
-@pytest.mark.parametrize(("entry", "key", "harmless"), EXISTING)
+@pytest.mark.parametrize(("entry", "key", "harmless"), CASES)
 def test_its_harmless_value_is_accepted(entry: Absent, key: str, harmless: Any) -> None:
     assert load_config(_tree(key, harmless)) == load_config(
         {"optimizer": {"type": "Lamb"}} if key.startswith("optimizer") else {}

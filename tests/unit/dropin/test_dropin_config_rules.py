@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 from typing import Any
 
@@ -127,12 +128,31 @@ def test_a_dynamic_loss_scale_needs_a_floor_in_deepspeed_too():
         read({"fp16": {"enabled": True, "min_loss_scale": 0}})
 
 
-def test_the_batch_of_the_trainer_counts_ranks_with_samples_of_their_own():
-    tree = {**BASE, "train_batch_size": 16, "gradient_accumulation_steps": 2, "tensor_parallel": {"autotp_size": 2}}
+SHARED: list[dict[str, Any]] = [
+    {"tensor_parallel": {"autotp_size": 2}},
+    {"tensor_parallel": {"tp": {"tp_size": 2}}},
+    {"mesh": {"tensor": 2}},
+    {"mesh": {"sequence": 2}},
+    {"sequence_parallel_size": 2},
+    {"pipeline": {"stages": 2}},
+    {"mesh": {"tensor": 2, "expert": 2}},
+    {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+]
+
+
+@pytest.mark.parametrize("axes", SHARED)
+def test_a_batch_that_counts_ranks_which_share_samples_is_dropped(axes):
+    tree = {**BASE, "train_batch_size": 16, "gradient_accumulation_steps": 2, **axes}
+    written = copy.deepcopy(axes)
     assert [change.key for change in whole_batch(tree, 4)] == ["train_batch_size"]
+    assert axes == written
     assert load_resolved(tree, world_size=4).train_batch_size == 8
-    right = {**BASE, "train_batch_size": 8, "gradient_accumulation_steps": 2, "tensor_parallel": {"autotp_size": 2}}
-    assert list(whole_batch(right, 4)) == []
+    assert list(whole_batch({**BASE, "train_batch_size": 8, "gradient_accumulation_steps": 2, **axes}, 4)) == []
+
+
+@pytest.mark.parametrize("axes", [{}, {"mesh": {"expert": 2}}, {"mesh": {"tensor": "two"}}])
+def test_a_batch_of_ranks_that_all_have_their_own_samples_stays(axes):
+    assert list(whole_batch({**BASE, "train_batch_size": 16, "gradient_accumulation_steps": 2, **axes}, 4)) == []
 
 
 def test_a_path_of_any_kind_is_read(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 from deepspeed.accelerator import DeepSpeedAccelerator
+from polyaccel_deepspeed import refused_keys
 from polyaccel_deepspeed.names.entry import Status
 from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
 from polyaccel_deepspeed.names.surface import MODULES
@@ -134,6 +135,7 @@ def test_members_take_deepspeeds_arguments_or_say_why_they_are_not_there(owner: 
 
 def test_every_config_key_is_known() -> None:
     known = {key.dotted for key in walk_keys(Config)} | {key for entry in ABSENT for key in entry.keys}
+    known |= {f"{key}{BELOW}" for key in refused_keys.REMOVED}
     tables = {key.removesuffix(BELOW) for key in known if key.endswith(BELOW)}
     above = {".".join(key.split(".")[:length]) for key in known for length in range(1, key.count(".") + 1)}
 
