@@ -129,12 +129,13 @@ class _ToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, tensor: Tensor) -> Tensor:
         ctx.exchange = exchange
-        return _to_sequence(exchange, [tensor])[0]
+        out = _to_sequence(exchange, [tensor])[0].transpose(1, 2)
+        return torch.ops.aten._unsafe_view.default(out, out.shape)  # type: ignore[no-any-return] # as in `changeable`
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_to_heads(ctx.exchange, [grad])
+        return None, *_to_heads(ctx.exchange, [grad.transpose(1, 2)])
 
 
 def sequence_to_heads(
@@ -157,7 +158,7 @@ def heads_to_sequence(
     if communicator.world_size == 1:
         return tensor
     out: Tensor = _ToSequence.apply(_Exchange(communicator, [heads], lengths), tensor)  # type: ignore[no-untyped-call]
-    return out
+    return out.transpose(1, 2)
 
 
 def gather_tokens(communicator: Communicator, tensor: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -8,6 +8,7 @@ the model had before.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -62,14 +64,23 @@ class CutForward:
     shares: TokenShares
     marks: DocumentMask
     rows: int
+    model: str = "model"
+    """Its class."""
     calls: int = 0
     """Attentions over ranks so far."""
     masks: dict[Any, SequenceMask] = field(default_factory=dict)
 
 
+class MaskReadError(PolyaccelError, AttributeError):
+    """A model reads its mask. `hasattr` of a mask is false for what only a tensor has."""
+
+
 @dataclass
 class SequenceMask:
-    """A mask of transformers', for the whole sequence, which no rank has in memory."""
+    """A mask of transformers', for the whole sequence, which no rank has in memory.
+
+    Models pass it to their attention. One that reads it as a tensor is refused.
+    """
 
     cut: CutForward
     function: MaskFunction
@@ -96,22 +107,41 @@ class SequenceMask:
                 )
             return self._ring(q, k, v, scaling)
         is_ours = unlike is None and cut.settings.core_attention == "blockwise"
+        count = q.shape[1]
+        own = slice(*HeadShares.of(count, k.shape[1], cut.communicator.world_size).query[cut.communicator.rank])
         if named.get("s_aux") is not None:
-            first, last = HeadShares.of(q.shape[1], k.shape[1], cut.communicator.world_size).query[
-                cut.communicator.rank
-            ]
-            named = {**named, "s_aux": named["s_aux"][first:last]}
+            named = {**named, "s_aux": named["s_aux"][own]}
 
         def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if is_ours:
                 assert self.rule is not None
                 return local_attention(q, k, v, rule=self.rule, marks=cut.marks, scale=scaling)
-            heads = _WithHeads(module, q.shape[1] // k.shape[1])
-            out, _ = core_attention(cut.core, module)(heads, q, k, v, self._core_mask(), scaling=scaling, **named)
+            heads = _WithHeads(module, count, own, q.shape[1] // k.shape[1])
+            core = core_attention(cut.core, module)
+            _require_no_pairs(module, core, named)
+            out, _ = core(heads, q, k, v, self._core_mask(), scaling=scaling, **named)
             found: Tensor = out.transpose(1, 2)
             return found
 
         return exchanged_attention(q, k, v, cut.communicator, cut.shares.lengths, compute)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), named: Any = None) -> Any:
+        mask = next(one for one in tree_leaves((args, named)) if isinstance(one, cls))
+        raise mask._refusal(getattr(function, "__name__", str(function)))
+
+    def _refusal(self, read: str) -> PolyaccelError:
+        return MaskReadError(
+            f"the sequences of a {self.cut.model} cannot be cut over ranks: it reads its attention mask ({read}), "
+            "which no rank has",
+            hint="set sequence_parallel_size to 1",
+            value=self.cut.model,
+        )
 
     def _ring(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
         cut, rule = self.cut, self.rule
@@ -141,15 +171,44 @@ class SequenceMask:
         return self._whole[0]
 
 
-class _WithHeads:
-    """A layer, as a core attention sees it: with as many query heads to a key head as this rank has."""
+def _refuse_operators() -> None:
+    def refusing(operator: str) -> Callable[..., Any]:
+        return lambda mask, *_: mask.__getattr__(operator)
 
-    def __init__(self, module: nn.Module, group: int) -> None:
-        self._module = module
+    for name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "neg"):
+        setattr(SequenceMask, f"__{name}__", refusing(name))
+
+
+_refuse_operators()
+
+
+class _WithHeads:
+    """A layer, as a core attention sees it: with this rank's query heads, `own` of `count`, `group` to a key head."""
+
+    def __init__(self, module: nn.Module, count: int, own: slice, group: int) -> None:
+        self._module, self._count, self._own = module, count, own
         self.num_key_value_groups = group
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._module)  # whose file has the model's own attention
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        found = getattr(self._module, name)
+        has_head_each = isinstance(found, Tensor) and tuple(found.shape) == (self._count,)
+        return found[self._own] if has_head_each else found  # attention sinks
+
+
+def _require_no_pairs(module: nn.Module, core: Callable[..., Any], named: dict[str, Any]) -> None:
+    """Raise PolyaccelError for a tensor that a core attention takes by name and that is of this rank's tokens."""
+    for name in inspect.signature(core).parameters:
+        if name != "s_aux" and isinstance(named.get(name), Tensor):
+            raise PolyaccelError(
+                f"the attention of {type(module).__name__} cannot be computed over ranks: it has {name}, of this "
+                "rank's tokens",
+                hint="set sequence_parallel_size to 1",
+                value=name,
+            )
 
 
 def core_attention(core: str, module: nn.Module) -> Callable[..., Any]:
@@ -157,7 +216,7 @@ def core_attention(core: str, module: nn.Module) -> Callable[..., Any]:
     if core != "eager":
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[core]
         return found
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own = getattr(sys.modules[module.__class__.__module__], "eager_attention_forward", None)
     if own is None:
         raise PolyaccelError(
             f"{type(module).__name__} has no eager attention that can be called by itself",

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.context_parallel.losses import IGNORED, targets_of_next_tokens
+from polyaccel.torch.context_parallel.losses import IGNORED, CausalLoss, targets_of_next_tokens
 from polyaccel.torch.random_copy import random_copy, unchanged_generators
 
 _ROWS, _TOKENS, _CLASSES = 2, 6, 11
@@ -45,6 +45,8 @@ class LossForm:
 
 def loss_form(model: PreTrainedModel) -> LossForm:
     """Return the form of the loss of `model`. Raises PolyaccelError for a loss that is neither of the two."""
+    if isinstance(model.loss_function, CausalLoss):  # of cut logits, which no other loss function takes
+        return LossForm(is_shifted=True, takes_targets=True)
     with unchanged_generators():
         by_function = _shift_of_function(model)
         found = _shift_of_model(model)

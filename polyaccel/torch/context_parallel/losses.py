@@ -9,6 +9,7 @@ is the mean of these losses, on every rank.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -73,3 +74,30 @@ def cross_entropy_over_ranks(
         reduction="sum",
     )
     return mean_over_tokens(total, (targets != ignored).sum(), communicator)
+
+
+class CausalLoss(ABC):
+    """The causal loss of transformers' models (`model.loss_function`)."""
+
+    @abstractmethod
+    def _total(self, logits: Any, targets: Tensor, ignored: int) -> Tensor:
+        """Return the sum of the losses of all tokens whose target is not `ignored`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """The mean over the tokens that count, or the sum divided by `num_items_in_batch`. The label of a token is the
+        next one's, but where `shift_labels` has them."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = targets_of_next_tokens(labels, ignore_index)
+        total = self._total(logits, shift_labels, ignore_index)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return total / (count.to(total.device) if isinstance(count, Tensor) else count)

@@ -97,7 +97,8 @@ class SequenceParallel:
         targets = batch.targets(shifted=self._loss.is_shifted)
         if targets is not None:
             self._loss.announce(given, targets, self.communicator.world_size)
-        cut = CutForward(self.communicator, self.settings, self._core, shares, marks, rows)
+        kind = type(self._transformer).__name__
+        cut = CutForward(self.communicator, self.settings, self._core, shares, marks, rows, kind)
         own = WholeBatch(given).cut(shares, self.communicator.rank)
         own_targets = None if targets is None else own_part(targets, shares, self.communicator.rank)
         whole_count = None if targets is None else target_count(targets)

@@ -5,7 +5,6 @@ Two exchanges of a few numbers a token replace that of all logits. Computed in f
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.context_parallel.losses import IGNORED, targets_of_next_tokens
+from polyaccel.torch.context_parallel.losses import IGNORED, CausalLoss
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
 Reduction = Literal["mean", "sum", "none"]
@@ -61,33 +60,6 @@ def over_ranks(ranks: TensorRanks, log_sums: Tensor, *facts: Tensor) -> tuple[Te
     largest = ranks.maximum(log_sums.clone())
     parts, *added = ranks.sum(torch.stack([(log_sums - largest).exp_(), *facts]))
     return largest + parts.log(), *added
-
-
-class CausalLoss(ABC):
-    """The causal loss of transformers' models (`model.loss_function`)."""
-
-    @abstractmethod
-    def _total(self, logits: Any, targets: Tensor, ignored: int) -> Tensor:
-        """Return the sum of the losses of all tokens whose target is not `ignored`."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORED,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Any:
-        """The mean over the tokens that count, or the sum divided by `num_items_in_batch`. The label of a token is the
-        next one's, but where `shift_labels` has them."""
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = targets_of_next_tokens(labels, ignore_index)
-        total = self._total(logits, shift_labels, ignore_index)
-        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
 class VocabularyLoss(CausalLoss):

@@ -54,7 +54,7 @@ class _Column(Function):
         ctx.ranks, ctx.transposed = ranks, transposed
         ctx.products = chosen(x, weight, bias, ranks, transposed)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return product(ctx.products, x, weight, bias, transposed), x.view_as(x)
+        return changeable(product(ctx.products, x, weight, bias, transposed)), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_of_others: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -107,6 +107,11 @@ def product(
     if products is not None:
         return products.apply(x, weight, bias)
     return functional.linear(x, weight.t() if transposed else weight, bias)
+
+
+def changeable(out: Tensor) -> Tensor:
+    """Return a new `out` of a function, which no other tensor reads, so that a model may change it in place."""
+    return torch.ops.aten._unsafe_view.default(out, out.shape)  # type: ignore[no-any-return]
 
 
 def input_grad(ctx: Any, grad: Tensor, weight: Tensor, more: Tensor | None) -> Tensor:

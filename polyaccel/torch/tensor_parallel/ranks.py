@@ -89,12 +89,14 @@ class TensorRanks:
         if self.size == 1:
             return part.contiguous()
         counts = [size * _row(part, dim) for size in sizes]
-        flat = part.new_empty(sum(counts))
+        # Of the last shape, not a view of it, or autograd would refuse that a model changes it in place.
+        whole = part.new_empty((*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :]))
+        flat = whole.view(-1)
         self.communicator.all_gather(
             self._buffer(flat), self._buffer(part.contiguous()), counts=counts, label="tensor parallel"
         )
         if _leading(part, dim) == 1:
-            return flat.view(*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
+            return whole
         parts = zip(flat.split_with_sizes(counts), sizes, strict=True)
         return torch.cat([each.view(*part.shape[:dim], size, *part.shape[dim + 1 :]) for each, size in parts], dim)
 
@@ -108,11 +110,11 @@ class TensorRanks:
             source = whole.contiguous().view(-1)
         else:
             source = torch.cat([each.reshape(-1) for each in whole.split_with_sizes(list(sizes), dim)])
-        out = whole.new_empty(counts[self.rank])
+        out = whole.new_empty((*whole.shape[:dim], sizes[self.rank], *whole.shape[dim + 1 :]))
         self.communicator.reduce_scatter(
-            self._buffer(out), self._buffer(source), ReduceOp.SUM, counts=counts, label="tensor parallel"
+            self._buffer(out.view(-1)), self._buffer(source), ReduceOp.SUM, counts=counts, label="tensor parallel"
         )
-        return out.view(*whole.shape[:dim], sizes[self.rank], *whole.shape[dim + 1 :])
+        return out
 
     def part(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """This rank's part of `whole` along `dim`, a view."""

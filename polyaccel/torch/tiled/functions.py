@@ -94,11 +94,12 @@ def _mapped(tiles: _Tiles, x: Tensor) -> Tensor:
     rows = _flat(x)
     for start, end in tiles.spans:
         part = tiles.run(rows[:, start:end], (start, end))
-        if whole is None:
-            whole = part.new_empty((rows.shape[1], *part.shape[2:]))
-        whole[start:end] = part[0]
+        if whole is None:  # not a view, which autograd would not let a model change in place (Llama 4)
+            whole = part.new_empty((*tiles.shape, *part.shape[2:]))
+            parts = whole.view(rows.shape[1], *part.shape[2:])
+        parts[start:end] = part[0]
     assert whole is not None  # there is a span, be it empty
-    return whole.reshape(*tiles.shape, *whole.shape[1:])
+    return whole
 
 
 class _Map(Function):
@@ -107,8 +108,16 @@ class _Map(Function):
         ctx.tiles, ctx.parameters = tiles, parameters
         ctx.save_for_backward(x)
         tiles.random.note()
+        version = x._version
         out = _mapped(tiles, x)
         tiles.random.end()
+        if x._version != version:
+            name = type(tiles.function).__name__ if isinstance(tiles.function, nn.Module) else repr(tiles.function)
+            raise PolyaccelError(
+                f"cannot be computed in tiles: {name} changes its input in place",
+                hint="compute a new tensor there (x = x * 2 for x *= 2), or leave this layer out of tiled_compute.mlps",
+                value=name,
+            )
         return out
 
     @staticmethod

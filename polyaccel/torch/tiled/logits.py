@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.context_parallel.losses import CausalLoss
 from polyaccel.torch.sharding.tensor_shard import TensorShard
-from polyaccel.torch.tensor_parallel.cross_entropy import CausalLoss
 from polyaccel.torch.tensor_parallel.layers import ColumnLayer, ShardSpec
 from polyaccel.torch.tensor_parallel.ranks import MatrixProducts
 from polyaccel.torch.tiled.cross_entropy import VocabShard, tiled_cross_entropy

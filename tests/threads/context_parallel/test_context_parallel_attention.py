@@ -159,6 +159,17 @@ def test_distributed_attention_serves_any_order_of_dims(scatter, gather, heads):
     assert len(seen) == min(world, HEADS[heads][0])
 
 
+def test_what_ulysses_gives_may_be_changed_in_place():
+    def run(communicator):
+        q, k, v = (torch.ones(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+        shares = TokenShares.contiguous(6, 2)
+        out = ulysses_attention(q, k, v, communicator, rule=AttentionRule(), marks=DocumentMask(6), shares=shares)
+        out.mul_(2.0).sum().backward()
+        return v.grad.sum().item()
+
+    assert sum(run_threads(2, run)) == pytest.approx(2.0 * 2 * 6 * 4)
+
+
 def test_what_does_not_fit_is_refused():
     def run(communicator):
         q, shares = torch.zeros(1, 2, 3, 4), TokenShares.contiguous(6, 2)

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hf_models import VOCABULARY, tiny
+from hf_models import SIZES, VOCABULARY, tiny
 from pairwise import combinations
-from transformers import BertGenerationConfig, BertGenerationDecoder, LlamaForCausalLM
+from parity_models import drawn_from
+from transformers import (
+    BertGenerationConfig,
+    BertGenerationDecoder,
+    DogeConfig,
+    DogeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
+    LlamaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import PolyaccelError
@@ -185,6 +201,86 @@ def test_evaluation_without_labels_and_generation_are_whole():
 
 def test_fewer_tokens_than_ranks_are_left_whole():
     assert_one_rank(tiny("gpt2"), 4, RING, batch_of("plain", "gpt2", 3), 1e-9)
+
+
+SINKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite_swa": (GraniteSWAForCausalLM, GraniteSWAConfig, {}),
+    "mimo": (
+        MiMoV2FlashForCausalLM,
+        MiMoV2FlashConfig,
+        {
+            "head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SINKS)
+def test_sinks_that_attention_reads_from_its_layer_are_those_of_the_ranks_heads(kind):
+    make, config, own = SINKS[kind]
+    model = make(config(**SIZES, num_key_value_heads=2, sliding_window=7, **own))
+    with drawn_from(5), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    assert_one_rank(model, 2, SequenceSettings(), batch_of("plain", kind, 19), 1e-5)
+
+    def ring(communicator):
+        cut = copy.deepcopy(model).train()
+        apply_context_parallel(cut, communicator, RING)
+        with pytest.raises(PolyaccelError) as caught:
+            cut(**batch_of("plain", kind, 19))
+        return "s_aux" in str(caught.value.value)
+
+    assert run_threads(2, ring) == [True, True]
+
+
+@pytest.mark.parametrize("settings", [SequenceSettings(), RING], ids=["ulysses", "ring"])
+def test_a_model_that_reads_its_mask_is_refused(settings):
+    class Adds(DogeForCausalLM):
+        """Its layers add to the mask before they read its type."""
+
+    class Indexes(DogeForCausalLM):
+        """Its layers take a part of the mask."""
+
+    first = DogeConfig(**SIZES, num_key_value_heads=2)
+    for kind, read in ((DogeForCausalLM, None), (Adds, lambda mask: 1.0 - mask), (Indexes, lambda mask: mask[:, 0])):
+        with drawn_from(5):
+            model = kind(first).train()
+        if read is not None:
+            for layer in model.model.layers:
+                layer.self_attn.prepare_dynamic_mask = lambda attention_mask, read=read, **_: read(attention_mask)
+
+        def run(communicator, model=model):
+            cut = copy.deepcopy(model)
+            apply_context_parallel(cut, communicator, settings)
+            with pytest.raises(PolyaccelError) as caught:
+                cut(**batch_of("plain", "doge", 12))
+            return caught.value.value
+
+        assert run_threads(2, run) == [kind.__name__] * 2
+
+
+def test_what_attention_is_given_for_this_ranks_tokens_is_refused():
+    def attention(module, query, key, value, attention_mask, scaling=None, position_bias=None, **named):
+        raise AssertionError("not called")
+
+    ALL_ATTENTION_FUNCTIONS.register("biased", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("biased", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model = tiny("llama").train()
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = partial(forward, position_bias=torch.zeros(1, 4, 6, 6))
+
+    def run(communicator):
+        cut = copy.deepcopy(model)
+        apply_context_parallel(cut, communicator, SequenceSettings("ulysses", "biased"))
+        with pytest.raises(PolyaccelError) as caught:
+            cut(**batch_of("plain", "llama", 12))
+        return caught.value.value
+
+    assert run_threads(2, run) == ["position_bias"] * 2
 
 
 def test_dropout_of_attention_is_left_to_the_model_or_refused():

@@ -14,6 +14,7 @@ from parity_models import make_config
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformer_models import trained_plainly, transformer_batch, transformer_model
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import polyaccel
 from polyaccel.comm.base import Communicator
@@ -76,6 +77,27 @@ def test_a_model_that_shares_tokens_is_the_whole_one(kind: str, ranks: int, leng
     model = transformer_model(kind)
     wanted = run(copy.deepcopy(model), kind, length=length)
     assert_same(on_ranks(model, ranks, lambda mine, _: (run(mine, kind, length=length), blocks_of(mine))), wanted)
+
+
+class InPlace(LlamaMLP):
+    """It changes its input, and the outputs of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 0.5
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        out: Tensor = self.down_proj(self.act_fn(gate.add_(0.1)).mul_(up.mul_(2.0)))
+        return out.add_(1.0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensors_may_be_changed_in_place(shared: bool) -> None:
+    model = transformer_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = InPlace
+    wanted = run(copy.deepcopy(model), "llama", rows=2, length=8)
+    assert_same(
+        on_ranks(model, 2, lambda own, _: (run(own, "llama", rows=2, length=8), blocks_of(own)), shared=shared), wanted
+    )
 
 
 def test_passes_of_other_lengths_recompute_with_their_own() -> None:

@@ -121,6 +121,18 @@ def test_a_map_in_tiles_has_the_outputs_and_gradients_of_the_whole(tokens):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_the_output_may_be_changed_in_place_and_the_input_may_not():
+    layer, x = nn.Linear(4, 4), torch.randn(2, 5, 4, requires_grad=True)
+    (layer(x) * 3).sum().backward()
+    wanted, x.grad = x.grad, None
+    tiled_map(layer, x, tile_tokens=3).mul_(3).sum().backward()
+    torch.testing.assert_close(x.grad, wanted)
+    for given in (x * 1, torch.randn(2, 5, 4)):
+        with pytest.raises(PolyaccelError) as caught:
+            tiled_map(lambda tile: layer(tile.mul_(2)), given, tile_tokens=3, parameters=layer.parameters())
+        assert "lambda" in caught.value.value
+
+
 def test_parameters_of_a_function_are_found_and_each_gets_one_gradient():
     mlp, scale = Mlp(), leaf(FEATURES)
     calls: list[str] = []

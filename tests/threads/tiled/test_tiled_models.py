@@ -9,9 +9,9 @@ import pytest
 import torch
 from hf_models import SIZES, VOCABULARY, tiny
 from pairwise import combinations
-from parity_models import SMALL_BUCKET, make_config, snapshot
+from parity_models import SMALL_BUCKET, drawn_from, make_config, snapshot
 from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, Llama4ForCausalLM, Llama4TextConfig
 
 import polyaccel
 from polyaccel.comm.init.threads import run_threads
@@ -154,6 +154,22 @@ def test_a_sixteen_bit_model_trains_in_tiles(dtype):
     plain, tiled = losses_with(), losses_with(tiled_compute=TILED)
     assert tiled == pytest.approx(plain, rel=5e-3)
     assert tiled[-1] < tiled[0]
+
+
+def test_a_layer_whose_output_the_model_changes_in_place_is_tiled():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    config = Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=48, **experts)
+    model = Llama4ForCausalLM(config).train()
+    with drawn_from(5), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    loss, wanted = gradients_of(deepcopy(model), 1)
+    tiled = TiledModel(model, TileSettings(loss=False, mlp_tokens=8))
+    assert "model.layers.1.feed_forward.shared_expert" in tiled.module_names
+    found = gradients_of(model, 1)
+    assert found[0] == pytest.approx(loss, abs=1e-6)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_copy_of_a_tiled_model_is_an_ordinary_one():

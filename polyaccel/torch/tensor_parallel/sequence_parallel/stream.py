@@ -26,7 +26,7 @@ from torch.autograd import Function
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.tensor_parallel.functions import gathered, part_of, shared_weight, summed_part
-from polyaccel.torch.tensor_parallel.products import as_autocast, chosen, input_grad, product, weight_grads
+from polyaccel.torch.tensor_parallel.products import as_autocast, changeable, chosen, input_grad, product, weight_grads
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks, even_parts
 from polyaccel.torch.tensor_parallel.regions import Regions
 
@@ -102,7 +102,7 @@ class TokenStream:
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         """This rank's outputs of a linear layer, for all tokens."""
         tokens = self._gathered
-        if tokens is None or x is not tokens.whole or not torch.is_grad_enabled():
+        if tokens is None or not tokens.are(x) or not torch.is_grad_enabled():
             return product(chosen(x, weight, bias, self._ranks, transposed), x, weight, bias, transposed)
         return _ColumnOfTokens.apply(x, tokens.part, weight, bias, tokens.again, transposed)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -121,6 +121,11 @@ class _GatheredTokens:
         self.part = part.detach()
         self.again = _Again(ranks, sizes)
         self.whole: Tensor = _Gather.apply(part, self.again)  # type: ignore[no-untyped-call]
+        self._version = self.whole._version
+
+    def are(self, x: Tensor) -> bool:
+        """Return whether `x` has these tokens, and nothing was changed in place."""
+        return x is self.whole and x._version == self._version
 
 
 class _Again:
@@ -164,7 +169,7 @@ class _ColumnOfTokens(Function):
         ctx.again, ctx.transposed = again, transposed
         ctx.products = chosen(x, weight, bias, again.ranks, transposed)
         ctx.save_for_backward(part if ctx.needs_input_grad[2] else None, weight)
-        return product(ctx.products, x, weight, bias, transposed)
+        return changeable(product(ctx.products, x, weight, bias, transposed))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
