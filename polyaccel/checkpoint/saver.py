@@ -42,7 +42,8 @@ class SavePolicy:
 
     `in_background`: a process next to the rank writes, from a copy in memory of at most `staging_nbytes` (None: half of
     what the host has left, shared by its ranks). `retention` decides which tags stay. `storage` and `options` are the
-    plugin and its options. `allows_bytes`: a client state may have bytes.
+    plugin and its options. `allows_bytes`: a client state may have bytes. `limit_s` is the longest wait for what writes
+    in the background. With `raises_later` a failure there is raised by the next step or save, else logged there.
     """
 
     tag_validation: TagValidation = "Warn"
@@ -54,6 +55,8 @@ class SavePolicy:
     storage: str = "file"
     options: Mapping[str, Any] = field(default_factory=dict)
     allows_bytes: bool = False
+    limit_s: float = 1800.0
+    raises_later: bool = False
 
 
 class Saver:
@@ -79,9 +82,9 @@ class Saver:
         """As `polyaccel.checkpoint.save_checkpoint`; what is written in the background is complete and durable when
         `poll` or `wait` has reported so. Returns once what `contents` gives may change. Collective.
 
-        Raises CheckpointError on every rank, for the save before too if that failed.
+        Raises CheckpointError on every rank, for the save before too if that failed and the policy `raises_later`.
         """
-        self.wait()
+        self._wait(raises=self.policy.raises_later)
         storage = open_storage(self.policy.storage, location, self.policy.options)
         rank = self._communicator.rank
         make = partial(SavePart.checked, rank, contents, self._about)
@@ -111,6 +114,7 @@ class Saver:
                     async_client.start(
                         task.part,
                         self._filled(task.part),
+                        self.policy.limit_s,
                         rank=self._communicator.rank,
                         world_size=self._communicator.world_size,
                         storage=self.policy.storage,
@@ -128,7 +132,7 @@ class Saver:
             except CheckpointError:
                 if pending:
                     pending[0].give_up()
-                    pending[0].outcome(timeout_s=None)
+                    async_client.await_end(pending[0])
                 elif ranks.is_leader:
                     remove(task.storage, tag, folder)
                 raise
@@ -142,23 +146,30 @@ class Saver:
         part, images = task.part, list[Image]()
         run_on_all(self._communicator, f"staging {task.tag!r}", lambda: images.append(self._filled(part)))
         task = replace(task, read=images[0].reading(part.layout))
-        pending = SavingThread(partial(save_parts, ranks, task, nbytes))
+        pending = SavingThread(partial(save_parts, ranks, task, nbytes), self.policy.limit_s)
         async_client.register_pending(pending)
         return _UnderWay(self._communicator, task.tag, pending, ExitStack())
 
     def poll(self) -> None:
         """Look how the save that is under way goes. Collective while there is one.
 
-        Raises CheckpointError on every rank if it has failed on any.
+        Raises CheckpointError on every rank if it has failed on any and the policy `raises_later`.
         """
         if self._under_way is not None and self._under_way.has_ended():
-            self._end()
+            self._end(raises=self.policy.raises_later)
 
     def wait(self) -> None:
-        """Wait until no save is under way. Collective where one is. Raises what `poll` raises."""
-        while self._under_way is not None:
-            if self._under_way.has_ended(timeout_s=_LOOK_AGAIN_S):
-                self._end()
+        """Wait until no save is under way. Collective where one is. Raises CheckpointError on every rank if it has
+        failed on any."""
+        self._wait(raises=True)
+
+    def _wait(self, *, raises: bool) -> None:
+        if self._under_way is None:
+            return
+        wait = async_client.LimitedWait(self._under_way.pending)
+        while not self._under_way.has_ended(timeout_s=_LOOK_AGAIN_S):
+            wait.look()
+        self._end(raises=raises)
 
     def close(self) -> None:
         """Wait until this rank's part of the save that is under way has ended; other ranks are not asked.
@@ -178,10 +189,16 @@ class Saver:
                 if thread_comm is not None:
                     thread_comm.close()
 
-    def _end(self) -> None:
+    def _end(self, *, raises: bool) -> None:
         ended, self._under_way = self._under_way, None
         assert ended is not None  # as its callers have seen
-        ended.check()
+        try:
+            ended.check()
+        except CheckpointError as error:
+            if raises:
+                raise
+            if self._communicator.rank == 0:
+                _log.error("training continues without a checkpoint (checkpoint.on_failure): %s", error)
 
     def _thread_communicator(self) -> Communicator | None:
         """That of the threads that save where hosts have separate storages. Collective the first time."""
@@ -226,13 +243,13 @@ class _UnderWay:
     """A save in the background, as the ranks see it."""
 
     def __init__(self, communicator: Communicator, tag: str, pending: async_client.Save, owned: ExitStack) -> None:
-        self._communicator, self._tag, self._pending, self._owned = communicator, tag, pending, owned
+        self._communicator, self._tag, self.pending, self._owned = communicator, tag, pending, owned
         self._outcomes: dict[int, async_client.SaveOutcome | None] = {}
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Whether every rank's part has ended, well or not, after waiting for this rank's for at most so long.
         Collective."""
-        mine = self._pending.outcome(timeout_s)
+        mine = self.pending.outcome(timeout_s)
         gathered = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
         self._outcomes = {
             rank: None if each is None else async_client.SaveOutcome(*each) for rank, each in enumerate(gathered)
@@ -241,12 +258,12 @@ class _UnderWay:
             self._owned.close()
             return True
         if any(outcome is not None and outcome.error for outcome in self._outcomes.values()):
-            self._pending.give_up()
+            self.pending.give_up()
         return False
 
     def check(self) -> None:
         """Raise CheckpointError if anything failed on any rank."""
-        self._pending.is_reported = True
+        self.pending.is_reported = True
         require_success(
             f"saving {self._tag!r} in the background",
             {rank: (each.error, each.hint) for rank, each in self._outcomes.items() if each is not None and each.error},
@@ -254,7 +271,7 @@ class _UnderWay:
 
     def close(self) -> None:
         """Wait for this rank's part alone. Raises CheckpointError if it failed."""
-        self._pending.finish_soon()
-        self._outcomes = {self._communicator.rank: self._pending.outcome(timeout_s=None)}
+        self.pending.finish_soon()
+        self._outcomes = {self._communicator.rank: async_client.await_end(self.pending)}
         self._owned.close()
         self.check()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,8 @@ def check_failed(told: list[str], fault: str, at: int, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_faulty")
 def test_the_next_step_tells_all_ranks_of_a_failure(tmp_path: Path) -> None:
     def train(communicator: Communicator, model: Any) -> None:
-        config = {"async": True, "storage": {"faulty": {"fault": "error before", "at": 0, "of": "rank00001"}}}
-        engine = engine_of(model, 1, checkpoint=config)
+        storage = {"faulty": {"fault": "error before", "at": 0, "of": "rank00001"}}
+        engine = engine_of(model, 1, checkpoint={"storage": storage, "on_failure": "raise"})
         step(engine, communicator, 0)
         engine.save_checkpoint(str(tmp_path), tag="t")
 
@@ -273,6 +274,32 @@ def test_a_process_that_is_killed_is_told_of_and_started_again(tmp_path: Path) -
 
     on_threads(1, train, parity_model)
     assert [status.tag for status in list_checkpoints(tmp_path) if status.is_good] == ["kept"]
+
+
+@pytest.mark.parametrize("on_failure", ["log", "raise"])
+def test_a_process_that_is_stopped_is_waited_for_no_longer_than_the_limit(
+    on_failure: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(communicator: Communicator, model: Any) -> None:
+        engine = engine_of(model, 0, checkpoint={"timeout_s": 0.5, "on_failure": on_failure})
+        step(engine, communicator, 0)
+        stopped = async_client._process().pid
+        os.kill(stopped, signal.SIGSTOP)
+        engine.save_checkpoint(str(tmp_path), tag="lost")
+        engine._saver.policy = replace(engine._saver.policy, limit_s=600.0)  # for those that follow
+        if on_failure == "raise":
+            with pytest.raises(CheckpointError) as caught:
+                engine.save_checkpoint(str(tmp_path), tag="kept")
+            assert caught.value.value == (0,)
+        step(engine, communicator, 1)
+        engine.save_checkpoint(str(tmp_path), tag="kept")
+        assert async_client._process().pid != stopped
+        engine.destroy()
+
+    with caplog.at_level(logging.ERROR):
+        on_threads(1, train, parity_model)
+    assert [status.tag for status in list_checkpoints(tmp_path) if status.is_good] == ["kept"]
+    assert [record.name for record in caplog.records] == ["polyaccel.checkpoint.saver"] * (on_failure == "log")
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 #include "faults.h"
 
+#include <Python.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -29,6 +30,20 @@ Queue& queue_of(c10::Stream stream) {
   return *queue;
 }
 
+// Without the interpreter's lock, where this thread holds it.
+class Unlocked {
+ public:
+  Unlocked() : thread_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~Unlocked() {
+    if (thread_) PyEval_RestoreThread(thread_);
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* thread_;
+};
+
 c10::DeviceIndex or_current(c10::DeviceIndex device) { return device < 0 ? t_device : device; }
 
 c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
@@ -53,9 +68,14 @@ bool Queue::is_idle() {
 }
 
 void Queue::synchronize() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return waiting_.empty() && !busy_; });
-  if (auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+  std::exception_ptr error;
+  {
+    const Unlocked unlocked;  // is taken again when `lock` is released
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return waiting_.empty() && !busy_; });
+    error = std::exchange(error_, nullptr);
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 void Queue::run() {
@@ -130,6 +150,7 @@ int64_t Event::State::last_recorded() {
 }
 
 void Event::State::wait_for(int64_t number) {
+  const Unlocked unlocked;
   std::unique_lock lock(mutex);
   reached.wait(lock, [this, number] { return done >= number; });
 }

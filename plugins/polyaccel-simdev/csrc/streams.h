@@ -1,4 +1,5 @@
 // Streams: queues of work, each with its own thread, and events, points in such queues.
+// Waits of the host release the interpreter's lock, whoever calls: work that ends releases tensors, which takes it.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -47,6 +47,15 @@ SHARED_SETTINGS: dict[str, tuple[Any, Any]] = {
     "stages, zero bubble": ({"stage": 2}, {"pipeline": {"stages": 2, "schedule": "zb-h1"}}),
     "stages, host": ({"stage": 3, **PARAMS_TOO}, {"pipeline": {"stages": 2}}),
 }
+WITH_STAGES: dict[str, tuple[Any, Any]] = {
+    "tensor and stages": ({"stage": 1}, {"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}),
+    "sequence and stages": ({"stage": 1}, {"sequence_parallel_size": 2, "pipeline": {"stages": 2}}),
+}
+EXPERTS = {"has_experts": True, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+EXPERTS_WITH_STAGES: dict[str, tuple[Any, Any]] = {
+    "experts": ({"stage": 2}, EXPERTS),
+    "experts and stages": ({"stage": 1}, {**EXPERTS, "pipeline": {"stages": 2}}),
+}
 BF16_SETTINGS = {f"{name}, bf16": (zero, BF16, resume) for name, (zero, _, resume) in FP32_SETTINGS.items()}
 
 
@@ -99,6 +108,17 @@ def test_ranks_that_share_a_model_of_transformers_train_what_one_rank_trains() -
     for name, run in found.items():
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
         assert run["norms"] == pytest.approx(alone["norms"], rel=1e-4), name
+
+
+def test_ranks_that_share_the_layers_of_a_stage_train_what_one_rank_trains() -> None:
+    """The model is tried on the host before it is cut into stages, and its layers exchange there too."""
+    found = train(4, {**WITH_STAGES, **EXPERTS_WITH_STAGES}, script_name="train_transformers.py")
+    references = {"dense": ({"stage": 2}, {}), "experts": ({"stage": 2}, {"has_experts": True})}
+    alone = train(1, references, "cpu", "train_transformers.py")
+    for name, run in found.items():
+        reference = alone["experts" if name in EXPERTS_WITH_STAGES else "dense"]
+        assert run["losses"] == pytest.approx(reference["losses"], rel=1e-5), name
+        assert run["norms"] == pytest.approx(reference["norms"], rel=1e-4), name
 
 
 def test_torchs_own_data_parallel_works_on_it() -> None:

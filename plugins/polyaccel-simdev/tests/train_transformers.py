@@ -1,5 +1,5 @@
-"""A job for the tests: trains a small Llama of transformers under many settings, one after another, on this rank's
-device.
+"""A job for the tests: trains a small Llama or Mixtral of transformers under many settings, one after another, on this
+rank's device.
 
 Prints one JSON object on rank 0: the mean losses of the ranks and the norms of each setting.
 """
@@ -11,22 +11,26 @@ import sys
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import polyaccel
 
 STEPS, MICRO_BATCHES, LENGTH = 3, 2, 13
 
 
-def build() -> LlamaForCausalLM:
+def build(*, has_experts: bool) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": 61}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if has_experts:
+        experts = {"num_local_experts": 4, "experts_implementation": "eager"}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **ends, **experts)).train()
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends)).train()
 
 
 def train(zero: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    has_experts = changes.pop("has_experts", False)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -35,7 +39,7 @@ def train(zero: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         **changes,
         "zero_optimization": {"reduce_bucket_size": 3000, **zero},
     }
-    engine, *_ = polyaccel.initialize(model=build(), config=config)
+    engine, *_ = polyaccel.initialize(model=build(has_experts=has_experts), config=config)
     losses, norms = [], []
     for step in range(STEPS):
         draws = torch.Generator().manual_seed(step)

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
+from pathlib import Path
 from threading import Lock, local
+from time import monotonic
 from typing import Any, Protocol
 
 from polyaccel.checkpoint.save.async_image import Image
@@ -30,6 +32,12 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 from polyaccel.checkpoint.save.async_process import main
 main(int(sys.argv[1]))
 """
+_LOOK_AGAIN_S = 0.5
+_LOGGED_AFTER_S = 30.0
+_TAKE_S = 60.0
+_END_S = 60.0
+_KILLED_S = 5.0
+_STATES = {"T": "is stopped by a signal", "t": "is held by a debugger", "D": "waits for its file system"}
 _lock = Lock()
 _thread = local()
 _under_way: set[Save] = set()
@@ -54,9 +62,17 @@ class Save(Protocol):
 
     is_reported: bool
     """Whether the outcome of what has ended was asked for."""
+    limit_s: float
+    """The longest wait for its end."""
 
-    def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
-        """How it went; None while it is under way, after waiting for at most `timeout_s` (None: until it has ended)."""
+    def outcome(self, timeout_s: float = 0.0) -> SaveOutcome | None:
+        """How it went; None while it is under way, after waiting for at most `timeout_s`."""
+
+    def describe(self) -> str:
+        """A sentence about what writes it."""
+
+    def abandon(self, waited_s: float) -> None:
+        """End it where it has not ended, after a wait of so many seconds. Its outcome is an error then."""
 
     def give_up(self) -> None:
         """Let it stop waiting for other ranks' parts."""
@@ -65,11 +81,40 @@ class Save(Protocol):
         """Let it wait for other ranks' parts no longer than for a while: their outcome will not be reported."""
 
 
-class Pending:
-    """A rank's part of a save, under way in the process next to it."""
+class LimitedWait:
+    """A wait for a save, which is logged when it lasts, and which ends the save at its limit."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, save: Save) -> None:
+        self._save, self._began_s, self._has_logged = save, monotonic(), False
+
+    def look(self) -> None:
+        """Call it again and again while the wait lasts."""
+        waited_s = monotonic() - self._began_s
+        if waited_s >= self._save.limit_s:
+            self._save.abandon(waited_s)
+        elif waited_s >= _LOGGED_AFTER_S and not self._has_logged and self._save.outcome() is None:
+            self._has_logged = True
+            _log.warning(
+                "the training has waited %.0f s for a save, and the save fails after %.0f s (checkpoint.timeout_s): %s",
+                waited_s, self._save.limit_s, self._save.describe(),
+            )  # fmt: skip
+
+
+def await_end(save: Save) -> SaveOutcome:
+    """Wait until `save` has ended, for no longer than its limit."""
+    wait = LimitedWait(save)
+    while (found := save.outcome(_LOOK_AGAIN_S)) is None:
+        wait.look()
+    return found
+
+
+class Pending:
+    """A rank's part of a save, under way in the process next to it, `writer`."""
+
+    def __init__(self, connection: socket.socket, writer: _Process, limit_s: float) -> None:
         self._connection = connection
+        self._writer = writer
+        self.limit_s = limit_s
         self._outcome: SaveOutcome | None = None
         self._of = os.getpid()
         self._lock = Lock()
@@ -77,8 +122,8 @@ class Pending:
         """Whether the outcome of what has ended was asked for."""
         _under_way.add(self)
 
-    def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
-        """How it went; None while it is under way, after waiting for at most `timeout_s` (None: until it has ended)."""
+    def outcome(self, timeout_s: float = 0.0) -> SaveOutcome | None:
+        """How it went; None while it is under way, after waiting for at most `timeout_s`."""
         with self._lock:  # ranks may be threads, and every reader of a checkpoint asks too
             if self._outcome is None:
                 self._outcome = self._received(timeout_s)
@@ -86,7 +131,24 @@ class Pending:
                 _under_way.discard(self)
             return self._outcome
 
-    def _received(self, timeout_s: float | None) -> SaveOutcome | None:
+    def describe(self) -> str:
+        """A sentence about the process."""
+        return self._writer.describe()
+
+    def abandon(self, waited_s: float) -> None:
+        """Kill the process where the save has not ended; the next save starts another."""
+        if self.outcome() is not None:
+            return
+        with self._lock:
+            self._outcome = SaveOutcome(
+                f"it has not ended within {waited_s:.0f} s: {self.describe()}",
+                "look at its file system, or raise checkpoint.timeout_s",
+            )
+            self._connection.close()
+        _under_way.discard(self)
+        self._writer.replace()
+
+    def _received(self, timeout_s: float) -> SaveOutcome | None:
         if self._of != os.getpid():  # forked from the process whose save it is
             return SaveOutcome()
         try:
@@ -115,9 +177,10 @@ class Pending:
             self._connection.send(word)
 
 
-def start(part: SavePart, image: Image, **job: Any) -> Pending:
-    """Hand a part, which `image` has been filled with, to the process next to this one; `job` are the fields of
-    `SaveJob` that the part does not have. The image stays as it is until the outcome is there.
+def start(part: SavePart, image: Image, limit_s: float, **job: Any) -> Pending:
+    """Hand a part, which `image` has been filled with, to the process next to this one, which has at most `limit_s`
+    while training waits for it; `job` are the fields of `SaveJob` that the part does not have. The image stays as it is
+    until the outcome is there.
 
     Raises CheckpointError when there is no process.
     """
@@ -133,10 +196,11 @@ def start(part: SavePart, image: Image, **job: Any) -> Pending:
         about=dict(part.about),
         **job,
     )
+    writer = _process()
     ours, theirs = socket.socketpair()
     with theirs:
-        _process().take(save_job.to_bytes(), (image.descriptor, theirs.fileno()))
-    return Pending(ours)
+        writer.take(save_job.to_bytes(), (image.descriptor, theirs.fileno()))
+    return Pending(ours, writer, limit_s)
 
 
 def owner() -> ProcessIdentity:
@@ -165,6 +229,7 @@ class _Process:
                     hint='set "checkpoint.async": false',
                 ) from error
         self._socket = ours
+        self._socket.settimeout(_TAKE_S)
         self._of = os.getpid()
         self.pid = self._child.pid
 
@@ -173,10 +238,29 @@ class _Process:
         return self._of == os.getpid() and self._child.poll() is None
 
     def close(self) -> None:
-        """Wait until it has done its jobs and ended; nothing of one that was this process's parent's."""
+        """Wait until it has ended, as it does after its jobs, and kill it where that takes too long; nothing of one
+        that was this process's parent's."""
         self._socket.close()
         if self._of == os.getpid():
-            self._child.wait()
+            try:
+                self._child.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                _log.warning("a process is killed that does not end: %s", self.describe())
+                self._kill()
+
+    def replace(self) -> None:
+        """Kill it, and let the next save start another."""
+        with _lock:
+            if self in _processes:
+                _processes.remove(self)
+        self._socket.close()
+        if self._of == os.getpid():
+            self._kill()
+
+    def _kill(self) -> None:
+        self._child.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that waits for its file system ends when that answers
+            self._child.wait(_KILLED_S)
 
     def take(self, job: bytes, descriptors: tuple[int, ...]) -> None:
         """Hand over a job."""
@@ -184,7 +268,16 @@ class _Process:
             with _lock:
                 send(self._socket, job, descriptors)
         except OSError as error:
-            raise CheckpointError(f"the process that writes checkpoints has ended: {error}") from error
+            message = f"{self.describe()}, and takes no save: {error}"
+            self.replace()
+            raise CheckpointError(message, hint="save again: another process is started then") from error
+
+    def describe(self) -> str:
+        """A sentence about it, with the cause of a wait where the system knows one."""
+        state = ""
+        with suppress(OSError):
+            state = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return f"process {self.pid}, which writes checkpoints, {_STATES.get(state, 'has not answered')}"
 
 
 _processes: list[_Process] = []
@@ -238,15 +331,15 @@ def settle() -> None:
     if getattr(_thread, "is_saving", False):
         return
     for pending in list(_under_way):
-        pending.outcome(timeout_s=None)
+        await_end(pending)
 
 
 def _at_exit() -> None:
     """A script that ends right after a save has saved: its process waits for it, and reports a failure."""
     for pending in list(_under_way):
         pending.finish_soon()
-        outcome = pending.outcome(timeout_s=None)
-        if outcome is not None and outcome.error and not pending.is_reported:
+        outcome = await_end(pending)
+        if outcome.error and not pending.is_reported:
             _log.error("a checkpoint was not saved: %s", outcome.error)
     stop()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from threading import Thread
 from typing import Any
 
 from polyaccel.checkpoint.collective_call import describe
@@ -30,19 +31,33 @@ def thread_communicator(communicator: Communicator) -> Communicator | None:
 class SavingThread:
     """A rank's part of a save, under way in a thread: what `async_client.Pending` is for one of a process."""
 
-    def __init__(self, action: Callable[[], Any]) -> None:
+    def __init__(self, action: Callable[[], Any], limit_s: float) -> None:
         self.is_reported = False
+        self.limit_s = limit_s
         self._of = os.getpid()
-        threads = ThreadPoolExecutor(1, "polyaccel save")
-        self._outcome: Future[SaveOutcome] = threads.submit(_ended, action)
-        threads.shutdown(wait=False)
+        self._abandoned: SaveOutcome | None = None
+        self._outcome = Future[SaveOutcome]()
+        # A daemon: the end of the process does not wait for one whose file system hangs.
+        Thread(target=lambda: self._outcome.set_result(_ended(action)), name="polyaccel save", daemon=True).start()
 
-    def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
+    def outcome(self, timeout_s: float = 0.0) -> SaveOutcome | None:
         """As `Pending.outcome`."""
         if self._of != os.getpid():  # forked from the process whose save it is
             return SaveOutcome()
+        if self._abandoned is not None:
+            return self._abandoned
         wait_for([self._outcome], timeout_s)
         return self._outcome.result() if self._outcome.done() else None
+
+    def describe(self) -> str:
+        """A sentence about the thread."""
+        return "the thread that writes checkpoints has not ended"
+
+    def abandon(self, waited_s: float) -> None:
+        """Wait for it no longer."""
+        if self.outcome() is None:
+            message = f"it has not ended within {waited_s:.0f} s: {self.describe()}"
+            self._abandoned = SaveOutcome(message, "look at its file system, or raise checkpoint.timeout_s")
 
     def give_up(self) -> None:
         """The ranks' threads receive each other's failures by themselves."""

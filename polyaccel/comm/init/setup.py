@@ -27,6 +27,7 @@ from polyaccel.comm.init.hosts import find_hosts, make_hierarchical, name_interf
 from polyaccel.comm.secret import negotiate_job_secret
 from polyaccel.comm.torch_group import initialized_world
 from polyaccel.errors import CommError, HostsDifferError
+from polyaccel.job.process_guard import end_with_torchrun
 from polyaccel.job.readiness import JOINED, WAITS, enable_stack_dump_signal, report_to_launcher
 from polyaccel.registry import PROBE_LIMIT_S
 
@@ -98,6 +99,7 @@ def init_distributed(
         ask_mpi=auto_mpi_discovery,
         timeout_s=timeout_s,
     )
+    end_with_torchrun(os.environ)
     export_torchrun_env(rendezvous, os.environ)
     if dist_init_required is False and initialized_world() is None:
         raise CommError(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from polyaccel.config.section import PluginTable, PositiveInt, Section
+from polyaccel.config.section import PluginTable, PositiveFloat, PositiveInt, Section
 
 
 def _capitalised(value: Any) -> Any:
@@ -59,14 +59,21 @@ class CheckpointConfig(Section):
     in_background: Annotated[bool, Field(alias="async")] = True
     """polyaccel's own: write checkpoints in a process next to each rank while training continues, from a copy in memory
     that `save_checkpoint` waits for. The checkpoint counts when it is complete; what goes wrong is raised by the next
-    step, save, load or `engine.wait_for_checkpoint()`, on all ranks. False: `save_checkpoint` returns when all is
-    durable."""
+    load or `engine.wait_for_checkpoint()`, on all ranks, and see `on_failure`. False: `save_checkpoint` returns when
+    all is durable."""
+    on_failure: Literal["log", "raise"] = "log"
+    """polyaccel's own: what the next step or save does when a save in the background has failed. "log" logs the error
+    and continues, and the next save starts a new writing process where that has ended. "raise" raises it on all
+    ranks."""
     staging_memory: PositiveInt | None = None
     """polyaccel's own: the bytes of host memory that a rank's copy may take. Null is half of what the host has left,
     shared by its ranks. A rank that needs more writes while training waits, and logs that once. A load may keep as much
     between verifying and taking over; where that is too little it reads twice."""
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     """The reaction when ranks save or load under different tags."""
+    timeout_s: PositiveFloat = 1800.0
+    """polyaccel's own: the longest wait, in seconds, for a save in the background, while the next save, a load or the
+    end waits for it. The writing process is killed then, and the save has failed."""
 
     @property
     def in_memory_section(self) -> InMemoryConfig | None:

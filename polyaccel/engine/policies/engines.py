@@ -53,6 +53,8 @@ def save_policy_of(config: ResolvedConfig) -> SavePolicy:
         storage=storage,
         options=json.loads(json.dumps(options)),  # without the tables that refuse to change
         allows_bytes=config.checkpoint.allow_bytes,
+        limit_s=config.checkpoint.timeout_s,
+        raises_later=config.checkpoint.on_failure == "raise",
     )
 
 

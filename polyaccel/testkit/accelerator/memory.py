@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
+from threading import Event, Thread
 from unittest import SkipTest
 
 import numpy as np
@@ -21,6 +22,7 @@ ALIGNMENT_NBYTES = 64
 SMALL_SIZES = (0, 1, 5, 31, 64, 1000)
 BEYOND_A_CHUNK = (1 << 18) + 37
 _MIB = 1 << 20
+_QUEUED = 64
 _MORE_THAN_THERE_IS = 1 << 58
 _LEAST_SHOWN_NBYTES = 32 * _MIB  # of 64 MiB: resident memory is counted by the batch of pages
 
@@ -251,6 +253,24 @@ class MemoryContract(ABC):
             host.raw.copy_(device.raw, non_blocking=True)
             stream.record().synchronize()
             same_numbers(contents(host), np.full(numel, value), "copies to the device and back, after their events")
+
+    def test_a_resize_of_memory_lets_other_threads_run(self) -> None:
+        """A resize of a torch tensor's memory does not hold the interpreter's lock while it waits for the device: what
+        ends there, a collective or a copy, may release tensors, which takes that lock. Parameters are freed so."""
+        accelerator = self.make()
+        freed = accelerator.allocate(BEYOND_A_CHUNK, DType.FLOAT32).raw
+        if not hasattr(freed, "untyped_storage"):
+            raise SkipTest("only torch's tensors resize their memory")
+        begins = Event()
+        other = Thread(target=begins.wait, daemon=True)
+        other.start()
+        for _ in range(_QUEUED):
+            accelerator.allocate(BEYOND_A_CHUNK, DType.FLOAT32).fill(1.0)  # the device has the last reference
+        begins.set()
+        doing("a resize")
+        freed.untyped_storage().resize_(0)
+        other.join()
+        equal(freed.untyped_storage().nbytes(), 0, "bytes of memory that was freed")
 
     def test_arrays_are_wrapped_or_refused(self) -> None:
         """`wrap` gives the memory of an array itself and no copy, and refuses other types by a PluginContractError:

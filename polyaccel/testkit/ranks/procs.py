@@ -36,6 +36,7 @@ from polyaccel.comm.init.threads import DEFAULT_TIMEOUT_S, blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.job.host_topology import HostTopology, host_id
 from polyaccel.job.ports import free_port
+from polyaccel.job.process_guard import end_with
 from polyaccel.testkit.progress import listen
 
 _START_TIMEOUT_S = 60.0
@@ -326,6 +327,7 @@ def work_for_pool(
         stack_file: File for the stacks of a crash; None for none.
         warnings_fail: See `RankPool`.
     """
+    _end_with_pool()
     os.environ.update(environ)
     if stack_file is not None:
         _show_stacks_in(stack_file)
@@ -355,6 +357,15 @@ def work_for_pool(
             answer = _packed(error, None)
         pipe.send_bytes(answer)
     communicator.close()
+
+
+def _end_with_pool() -> None:
+    """Let this worker be killed with the pool's process. The fork server lives as long as its workers do."""
+    pool = multiprocessing.parent_process()
+    if pool is not None and pool.pid is not None:
+        end_with(pool.pid)
+        if not pool.is_alive():  # its number may be another process's by now
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _show_stacks_in(file: str) -> None:

@@ -94,9 +94,7 @@ def _last(said: str) -> str:
 
 
 def main() -> None:
-    """One rank. It ends with torchrun's agent, whatever it does then."""
-    if (ask := end_with_parent(os.getppid())) is not None:
-        ask()
+    """One rank. It ends with torchrun's agent: see [Note: Guard process]."""
     comm.init_distributed()
     check_torch_stages(default_communicator())
     comm.destroy_process_group()

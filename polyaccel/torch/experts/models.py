@@ -32,7 +32,7 @@ from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_dispatc
 from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.layers import present
 from polyaccel.torch.tensor_parallel.parallelize import WholeValues, keep_part
-from polyaccel.torch.tensor_parallel.ranks import TensorRanks, even_parts
+from polyaccel.torch.tensor_parallel.ranks import TensorRanks, communicator_for, even_parts
 
 _log = logging.getLogger(__name__)
 _CHOSEN = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
@@ -58,7 +58,7 @@ class ExpertParallelExperts(nn.Module):
         """What the module's own forward makes of `hidden_states` (tokens, features), the numbers of each token's
         `experts` (tokens, k) and their `weights` (tokens, k). Collective, in backward too."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        communicator, counts = self.spread
+        communicator, counts = communicator_for(tokens, self.spread.communicator), self.spread.counts
         chosen, shares = experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
         routing = route(chosen, shares, sum(counts))
         plan = plan_dispatch(communicator, routing, counts, self.room)

@@ -20,15 +20,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyaccel.accelerators.base import Accelerator
-from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.torch.random_copy import random_copy, unchanged_generators
@@ -37,6 +34,7 @@ from polyaccel.torch.tensor_parallel import names
 from polyaccel.torch.tensor_parallel.layouts import other_layouts
 from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
 from polyaccel.torch.tensor_parallel.plan import CutModule, CutPlan
+from polyaccel.torch.tensor_parallel.ranks import host
 from polyaccel.torch.tensor_parallel.structure import CutRegion, inputs_of, is_linear
 from polyaccel.torch.tensor_parallel.trial_inputs import Call, mapped, recorded_calls
 
@@ -208,7 +206,7 @@ class _Comparison:
             parallelize_module(own, communicator, plan, is_logged=False)
             return self._computed(own, torch.float32, lambda whole: part(whole, communicator.rank))
 
-        results = run_threads(self._ranks, run, timeout_s=_TIMEOUT_S, accelerator=_host())
+        results = run_threads(self._ranks, run, timeout_s=_TIMEOUT_S, accelerator=host())
         cut = {_GRADIENT + _joined(one.name, name): (one, name) for one in region.modules for name in one.cuts}
         apart, sums = dict[str, float](), dict[str, float]()
         for name, wanted in self._exact.items():
@@ -262,11 +260,6 @@ class _Comparison:
             if parameter.requires_grad:
                 found[_GRADIENT + name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return found
-
-
-@cache
-def _host() -> Accelerator:
-    return host_accelerator()
 
 
 def _head_counts(region: CutRegion) -> tuple[int, ...]:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
-from polyaccel.core.buffer import Buffer
+from polyaccel.comm.wrappers.staged import StagedCommunicator
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
+
+
+@cache
+def host() -> Accelerator:
+    """Return the accelerator of host memory."""
+    return host_accelerator()
+
+
+def communicator_for(tensor: Tensor, communicator: Communicator) -> Communicator:
+    """Return `communicator` for the memory of `tensor`. While a model is on the host, in trial passes before training,
+    its exchanges are staged through the ranks' device."""
+    if not tensor.is_cpu or communicator.accelerator.torch_device_type == "cpu":
+        return communicator
+    return StagedCommunicator(communicator, host())
 
 
 def even_parts(count: int, ranks: int) -> tuple[int, ...]:
@@ -44,8 +60,8 @@ class MatrixProducts(Protocol):
 class TensorRanks:
     """The ranks of `communicator`, which hold blocks of the same weights; `rank` is this one's place among them.
 
-    Tensors that are exchanged are on the ranks' device. All ranks call the same methods in the same order. A model and
-    its copies share one object.
+    All ranks call the same methods in the same order, with tensors on their device, or all with tensors on the host. A
+    model and its copies share one object.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -60,27 +76,27 @@ class TensorRanks:
 
     def start_sum(self, tensor: Tensor) -> Work:
         """Add the contiguous `tensor` up over the ranks, in place; it belongs to the work until that is waited for."""
-        buffer = self._buffer(tensor)
-        return self.communicator.all_reduce(buffer, ReduceOp.SUM, async_op=True, label="tensor parallel")
+        ranks = self._ranks(tensor)
+        return ranks.all_reduce(ranks.accelerator.wrap(tensor), ReduceOp.SUM, async_op=True, label="tensor parallel")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Write the first rank's values into the contiguous `tensor`, on the ranks' device or still on the host."""
+        """Write the first rank's values into the contiguous `tensor`."""
         if self.size > 1 and tensor.numel():
-            there = tensor.to(torch_device_of(self.communicator.accelerator))
-            self.communicator.broadcast(self._buffer(there), 0, label="initial parameters")
-            if there is not tensor:
-                tensor.copy_(there)
+            ranks = self._ranks(tensor)
+            ranks.broadcast(ranks.accelerator.wrap(tensor), 0, label="initial parameters")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The contiguous `tensor`, added up over the ranks in place."""
         if self.size > 1 and tensor.numel():
-            self.communicator.all_reduce(self._buffer(tensor), ReduceOp.SUM, label="tensor parallel")
+            ranks = self._ranks(tensor)
+            ranks.all_reduce(ranks.accelerator.wrap(tensor), ReduceOp.SUM, label="tensor parallel")
         return tensor
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The contiguous `tensor`, in place the largest of the ranks' elements at each position."""
         if self.size > 1 and tensor.numel():
-            self.communicator.all_reduce(self._buffer(tensor), ReduceOp.MAX, label="tensor parallel")
+            ranks = self._ranks(tensor)
+            ranks.all_reduce(ranks.accelerator.wrap(tensor), ReduceOp.MAX, label="tensor parallel")
         return tensor
 
     def gathered(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -92,9 +108,9 @@ class TensorRanks:
         # Of the last shape, not a view of it, or autograd would refuse that a model changes it in place.
         whole = part.new_empty((*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :]))
         flat = whole.view(-1)
-        self.communicator.all_gather(
-            self._buffer(flat), self._buffer(part.contiguous()), counts=counts, label="tensor parallel"
-        )
+        ranks = self._ranks(part)
+        wrap = ranks.accelerator.wrap
+        ranks.all_gather(wrap(flat), wrap(part.contiguous()), counts=counts, label="tensor parallel")
         if _leading(part, dim) == 1:
             return whole
         parts = zip(flat.split_with_sizes(counts), sizes, strict=True)
@@ -111,9 +127,9 @@ class TensorRanks:
         else:
             source = torch.cat([each.reshape(-1) for each in whole.split_with_sizes(list(sizes), dim)])
         out = whole.new_empty((*whole.shape[:dim], sizes[self.rank], *whole.shape[dim + 1 :]))
-        self.communicator.reduce_scatter(
-            self._buffer(out.view(-1)), self._buffer(source), ReduceOp.SUM, counts=counts, label="tensor parallel"
-        )
+        ranks = self._ranks(whole)
+        wrap = ranks.accelerator.wrap
+        ranks.reduce_scatter(wrap(out.view(-1)), wrap(source), ReduceOp.SUM, counts=counts, label="tensor parallel")
         return out
 
     def part(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -125,8 +141,8 @@ class TensorRanks:
         """Where this rank's part begins, where rank r's has `sizes[r]` elements."""
         return [0, *accumulate(sizes)][self.rank]
 
-    def _buffer(self, tensor: Tensor) -> Buffer:
-        return self.communicator.accelerator.wrap(tensor)
+    def _ranks(self, tensor: Tensor) -> Communicator:
+        return communicator_for(tensor, self.communicator)
 
     def _checked(self, tensor: Tensor, dim: int, sizes: Sequence[int], expected: int) -> int:
         """`dim` from 0 on. Raises ShardingError where the tensor does not have as many elements there as it should."""

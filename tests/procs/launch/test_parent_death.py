@@ -44,9 +44,26 @@ job = Job(command=(sys.executable, "-c", {_STUCK!r}), hosts={{"here": (0,)}},
 child = subprocess.Popen([sys.executable, "-m", "polyaccel.launch.commands.task", "NUMBER"], stdout=subprocess.PIPE,
                          start_new_session=True, env=os.environ | {{"POLYACCEL_JOB": job.to_json(), "NUMBER": "0"}})
 {_WAITS}"""
+_RANK = f"""
+import os
+from polyaccel.job.process_guard import end_with_torchrun
+end_with_torchrun(os.environ)
+print(os.getpid(), flush=True)
+{_STUCK}"""
+_TORCHRUN = f"""
+import os, subprocess, sys
+child = subprocess.Popen(["sh", "-c", '"$0" -c "$1"; true', sys.executable, {_RANK!r}], stdout=subprocess.PIPE,
+                         start_new_session=True, env=os.environ | {{"TORCHELASTIC_RUN_ID": "1"}})
+pid = int(child.stdout.readline())
+child.stdout.readline()
+print(pid, flush=True)
+sys.stdin.read()
+"""
 
 
-@pytest.mark.parametrize("parent_code", [_PARENT, _DAEMON], ids=["process", "daemon of mpirun"])
+@pytest.mark.parametrize(
+    "parent_code", [_PARENT, _DAEMON, _TORCHRUN], ids=["process", "daemon of mpirun", "agent of torchrun"]
+)
 def test_a_child_ends_with_its_parent(parent_code: str) -> None:
     parent = subprocess.Popen([sys.executable, "-c", parent_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -57,6 +74,26 @@ def test_a_child_ends_with_its_parent(parent_code: str) -> None:
         parent.kill()
         parent.communicate()
     assert wait_gone(child)
+
+
+def test_workers_end_with_the_process_of_their_pool(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(
+        f"import os\ndef wait(_):\n    print(os.getpid(), flush=True)\n    exec({_STUCK!r})"
+    )
+    code = """
+from polyaccel.testkit.ranks.procs import RankPool
+RankPool(1, backend="local").run("stuck:wait", timeout_s=600.0)
+"""
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    pool = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ)
+    try:
+        assert pool.stdout is not None
+        worker = int(pool.stdout.readline())
+        assert pool.stdout.readline() == b"stuck\n"
+    finally:
+        pool.kill()
+        pool.communicate()
+    assert wait_gone(worker)
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
