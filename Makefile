@@ -30,7 +30,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -57,6 +57,9 @@ test-faults: $(STAMP) ## try every fault and renew the table in docs/faults.md; 
 
 test-variants: $(STAMP) ## let `polyaccel plugins check` catch every broken variant by name, and print the table; `make test` tries each on its suite
 	TESTS_VARIANTS=full $(BIN)/python -m pytest tests/variants $(ARGS)
+
+test-zoo: $(STAMP) ## train a tiny model of every class of transformers under each mesh, next to plain torch, and write docs/zoo.md: hours
+	nice -n 10 $(BIN)/python tests/zoo $(ARGS)
 
 test-fuzz: $(STAMP) ## parse a million forged inputs, in SHARDS=54 of 18,600: manifests, commit markers, configs, notes, records
 	for shard in $$(seq $(SHARDS)); do TESTS_FUZZ=4000 TESTS_FUZZ_SHARD=$$shard \

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from polyaccel.engine.policies.modules import LayerRule
 from polyaccel.errors import ShardingError
@@ -34,7 +34,7 @@ def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]
     used: set[LayerRule] = set()
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
-        if weight is None or weight.dim() != 2:
+        if not isinstance(weight, Tensor) or weight.dim() != 2:  # torch has modules named "weight" too
             continue
         spec = next((spec for spec in specs if spec.matches(name)), None)
         if spec is not None:

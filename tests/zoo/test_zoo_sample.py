@@ -1,0 +1,73 @@
+"""A sample of the zoo: rows that are cheap, of every kind of model and under every mesh. `make test-zoo` has all."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from zoo_models import Entry, build, entries
+from zoo_rows import MESHES, Comparison
+
+ALL = tuple(MESHES)
+SAMPLE: dict[str, tuple[str, ...]] = {
+    "causal/llama": ALL[:5] + ALL[6:],
+    "causal/mixtral": ("tensor 2", "expert 2", "tiles", "stage 3"),
+    "causal/apertus": ("tensor 2", "ring 2", "pipeline 2", "recomputation"),
+    "causal/gpt2": ("tensor 2", "Ulysses 2, stage 3", "pipeline 2", "recomputation"),
+    "causal/mamba": ("pipeline 2", "recomputation", "stage 3"),
+    "masked/bert": ("tensor 2", "ring 2", "pipeline 2", "recomputation", "stage 3"),
+    "sequence-to-sequence/t5": ("tensor 2", "recomputation", "tiles"),
+    "vision/vit": ("tensor 2", "pipeline 2", "recomputation", "stage 3"),
+    "speech/whisper": ("recomputation", "stage 3"),
+}
+REFUSED = {
+    "sequence-to-sequence/t5": ("ring 2", "pipeline 2"),
+    "causal/mamba": ("ring 2",),
+    "causal/bart": ("Ulysses 2, stage 3",),
+}
+"""Rows that are refused, with the reasons that docs/zoo.md has."""
+
+
+@cache
+def compared(key: str) -> Comparison:
+    torch.set_num_threads(1)
+    kind, type_ = key.split("/")
+    (entry,) = (one for one in entries() if (one.kind, one.type) == (kind, type_))
+    return Comparison(build(entry))
+
+
+@pytest.mark.parametrize(("key", "mesh"), [(key, mesh) for key, meshes in SAMPLE.items() for mesh in meshes])
+def test_a_row_is_equal(key: str, mesh: str) -> None:
+    row = compared(key).row(mesh)
+    assert row.result == "equal", row.detail
+    assert row.acted, "the rewrite changed nothing"
+
+
+@pytest.mark.parametrize(("key", "mesh"), [(key, mesh) for key, meshes in REFUSED.items() for mesh in meshes])
+def test_a_row_is_refused(key: str, mesh: str) -> None:
+    row = compared(key).row(mesh)
+    assert row.result == "refused", row.detail
+    assert "hint" in row.detail
+
+
+def test_a_difference_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: an engine whose weights are moved before it trains."""
+    comparison = compared("causal/llama")
+    parameter = comparison.tiny.model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    with torch.no_grad():
+        parameter.mul_(1.001)
+    try:
+        assert comparison.row("stage 3").result == "defect"
+    finally:
+        with torch.no_grad():
+            parameter.div_(1.001)
+
+
+def test_the_walk_has_all_kinds_and_the_same_order() -> None:
+    walk = entries()
+    assert len(walk) > 300
+    assert len({one.name for one in walk}) == len(walk)
+    assert {one.kind for one in walk[:20]} == {one.kind for one in walk}
+    assert walk == entries()
+    assert all(isinstance(one, Entry) for one in walk)
