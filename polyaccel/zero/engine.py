@@ -19,7 +19,7 @@ from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.buckets.unsharder import Unsharder
-from polyaccel.zero.buckets.user_writes import sync_user_writes
+from polyaccel.zero.buckets.user_writes import UserWrites
 from polyaccel.zero.memory import StepMemory
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
@@ -66,6 +66,7 @@ class ZeroEngine:
         self._communicators = parts.communicators
         self._owner = owner
         self.params = ParamBuckets(plan, parts, owner, partial(timed, "publish"))
+        self.user_writes = UserWrites(self.params, owner, communicator)
         self._staging = Staging(parts.accelerator.new_stream())
         self.reducer = GradReducer(
             plan, parts, self._staging, partial(timed, "reduce"), gathers=self.params.is_any_sharded
@@ -136,7 +137,7 @@ class ZeroEngine:
         Collective. `loss_scale` is the factor that the gradients were multiplied with. Nothing changes on an overflow
         that is skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an
         update that failed half-way (`consistency`), and while sharded parameters are held; and ShardingError, on
-        all ranks, where parameters were changed by hand in ways that cannot count (`sync_user_writes`).
+        all ranks, where parameters were changed by hand in ways that cannot count (`UserWrites.sync`).
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
@@ -155,7 +156,7 @@ class ZeroEngine:
         if self.plan.policy.require_all and len(arrivals.params) < len(self.steps):
             raise _unused(sorted(self.steps.keys() - arrivals.params))
         if arrivals.flags.has_changes:
-            sync_user_writes(self.params, self._owner, self.communicator, changed)
+            self.user_writes.sync(changed)
         self.reducer.mark_incomplete()
         self.params.wait_all_gathers()
         self.unsharder.end_step(learn=arrivals.flags.has_deviated)
@@ -167,7 +168,7 @@ class ZeroEngine:
     def adopt_changes(self) -> None:
         """Take over what users wrote into parameters since the last update. Collective. Raises ShardingError on all
         ranks where they wrote different values."""
-        sync_user_writes(self.params, self._owner, self.communicator, self._owner.changed_params())
+        self.user_writes.sync(self._owner.changed_params())
 
     def agree_on_arrivals(self) -> ReadyGrads:
         """Which parameters have a gradient on some rank; late ones are reduced. Collective."""

@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from polyaccel.errors import ShardingError
 from polyaccel.torch.sharding.ownership import ParameterOwner, has_changed, is_handed_out, note_version, record_of
 from polyaccel.torch.sharding.units import register_external_parameter
-from polyaccel.zero.buckets.user_writes import writers_of
 
 
 @dataclass(eq=False)
@@ -32,14 +31,14 @@ class _Opening:
 
     def changed(self) -> list[str]:
         """Names of the parameters that the user wrote to on this rank."""
-        params = self.owner.step.params
-        known = {*params.locally_modified()}
+        writes = self.owner.step.user_writes
+        known = {*writes.modified()}
         return [
             fqn
             for fqn in (*self.fqns, *self.neighbours)
             if fqn in known
             or has_changed(self.owner.parameter(fqn))
-            or (self.owner.checks_contents and params.differs(fqn))
+            or (self.owner.checks_contents and writes.differs(fqn))
         ]
 
     def handed_out(self) -> list[str]:
@@ -157,16 +156,16 @@ class GatheredParameters:
         may_change = set() if self._modifier_rank is None else set(opening.fqns)
         told = step.communicator.all_gather_object((opening.changed(), opening.handed_out()))
         suspects = dict.fromkeys(fqn for _, names in told for fqn in names if fqn not in may_change)
-        written = writers_of(step.params, step.communicator, list(suspects))
+        written = step.user_writes.writers(list(suspects))
         for rank, (changed, _) in enumerate(told):
             strangers = sorted({*changed, *written[rank]} - may_change)
             if strangers:
                 raise _changed_in_vain(strangers, rank, asked_for=strangers[0] in opening.fqns)
         if self._modifier_rank is None:
             return
-        step.params.broadcast_seen(opening.fqns, self._modifier_rank)
+        step.user_writes.broadcast(opening.fqns, self._modifier_rank)
         for fqn in opening.fqns:
-            step.params.adopt(fqn)
+            step.user_writes.adopt(fqn)
             note_version(opening.owner.parameter(fqn))
         opening.owner.on_update()
 
@@ -197,7 +196,7 @@ def _open(owner: ParameterOwner, fqn: str) -> None:
     assert home is not None  # it was found by it
     if home.openings == 0:
         if has_changed(parameter):  # written to while it was kept whole between two uses
-            owner.step.params.adopt(fqn)
+            owner.step.user_writes.adopt(fqn)
         note_version(parameter)
     home.openings += 1
 

@@ -210,7 +210,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             home.version = parameter._version
 
     def changed_params(self) -> Collection[str]:
-        return self._owned.changed(self.step.params.locally_modified())
+        return self._owned.changed(self.step.user_writes.modified())
 
     def on_adopted(self, names: Collection[str]) -> None:
         self._owned.on_adopted(names)
@@ -239,12 +239,12 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         place, _ = step.params.locate(fqn)
         together = [slot.param.fqn for slot in place.bucket.slots if place.shared is not None] or [fqn]
         for name in together:
-            if self._owned.homes[name].is_whole and step.params.differs(name):
-                step.params.adopt(name)
+            if self._owned.homes[name].is_whole and step.user_writes.differs(name):
+                step.user_writes.adopt(name)
 
     def forget_changes(self) -> None:
         """What the engine holds now counts, on all ranks, whatever users wrote into parameters before."""
-        self.step.params.forget_private_views()
+        self.step.user_writes.forget()
         self._owned.on_adopted(home.fqn for _, home in self._owned.whole())
 
     def _differs(self, fqn: str) -> bool:
@@ -252,7 +252,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         index = self.sharding.bucket_of.get(fqn)
         if self._step is None or index is None or not self._step.params.gathered.is_exact(index):
             return False
-        return self._step.params.differs(fqn)
+        return self._step.user_writes.differs(fqn)
 
     def before_update(self) -> None:
         """An update follows: note the gradients that the user changed; nothing stays gathered for graphs of the old

@@ -11,9 +11,8 @@ memory (`SharedMemory`), in which each rank's users write for themselves ([Note:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import blake2b
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
@@ -45,7 +44,7 @@ class ParamBuckets:
         owner: ParamListener,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._layout = plan.layout
+        self.layout = plan.layout
         self._communicators = parts.communicators
         self._accelerator = parts.accelerator
         self._owner = owner
@@ -56,7 +55,7 @@ class ParamBuckets:
         self._publishing: dict[int, Work] = {}
         self.buckets: list[BucketParams] = []
         for bucket in plan.buckets:
-            self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self._exact(bucket.bucket))))
+            self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self.exact(bucket.bucket))))
         self.is_any_sharded = any(place.is_sharded for place in self.buckets)
         """Some bucket is whole only while it is gathered; the same on every rank."""
         self.gathered = GatheredBuckets(
@@ -75,29 +74,18 @@ class ParamBuckets:
 
     def locate(self, fqn: str) -> tuple[BucketParams, Slot]:
         """The place of a parameter."""
-        bucket, slot = self._layout.locate(fqn)
+        bucket, slot = self.layout.locate(fqn)
         return self.buckets[bucket.index], slot
 
-    def _exact(self, bucket: Bucket) -> Communicator:
+    def exact(self, bucket: Bucket) -> Communicator:
         """The communicator of the ranks that hold the parameters of `bucket`."""
         return self._communicators.of(bucket).exact
-
-    def holders(self, fqn: str) -> Sequence[Sequence[int]]:
-        """The ranks of each group that holds the same elements of a parameter; one group where it is not cut."""
-        mesh, cut = self._layout.mesh, self._layout.locate(fqn)[0].kind.cut
-        return mesh.groups(mesh.others(cut))
 
     def full(self, index: int) -> Buffer:
         """The whole bucket, up to date. Raises ShardingError while it is sharded."""
         self.wait_all_gather(index)
         whole = self.buckets[index].full
         return whole if whole is not None else self.gathered.full(index)
-
-    def _seen(self, fqn: str) -> Buffer:
-        """The whole parameter as users of this rank see it. Raises ShardingError while it is sharded."""
-        place, slot = self.locate(fqn)
-        whole = self.full(place.bucket.index) if place.shared is None else place.shared.private_view
-        return whole.view(slot.offset, slot.param.numel)
 
     def _bind(self, place: BucketParams) -> BucketParams:
         """Move a bucket's parameters into it. Bucket after bucket, so that few parameters exist twice."""
@@ -106,7 +94,7 @@ class ParamBuckets:
         precise = _common_dtype({original.dtype for original in originals.values()})
         direct = place.full if precise is bucket.kind.dtype else None
         staging = direct if direct is not None else self._accelerator.allocate(bucket.numel, precise)
-        communicator = self._exact(bucket)
+        communicator = self.exact(bucket)
         writes = place.shared is None or communicator.rank == 0
         for slot in bucket.slots if writes or direct is None else ():
             staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
@@ -117,7 +105,7 @@ class ParamBuckets:
         if not place.master_is_view:
             place.master.copy_from(staging.view(place.origin, place.master.numel))
         place.own.bump_version()
-        self._meet(place)  # what the first rank wrote is there
+        self.wait_shared_writes(place)  # what the first rank wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
         if place.private_view is not None:
             self._owner.show(bucket, [place.private_view.view(slot.offset, slot.param.numel) for slot in bucket.slots])
@@ -125,11 +113,11 @@ class ParamBuckets:
             self._owner.hide(bucket)
         return place
 
-    def _meet(self, place: BucketParams) -> None:
+    def wait_shared_writes(self, place: BucketParams) -> None:
         """Where a bucket is in shared memory, wait until every rank has come here and its writes are visible."""
         if place.shared is not None:
             whole, index = place.shared.whole, place.bucket.index
-            self._exact(place.bucket).all_gather(whole, place.own, label="shared parameters", bucket=index)
+            self.exact(place.bucket).all_gather(whole, place.own, label="shared parameters", bucket=index)
 
     def _source(self, place: BucketParams) -> Tier | None:
         """The tier that a shard must be read from to be on the device; None where it is there."""
@@ -140,7 +128,7 @@ class ParamBuckets:
         """The part of a whole bucket that this rank keeps."""
         if place.full is not None:
             return whole
-        low, high = place.bucket.shard_bounds(self._exact(place.bucket).rank)
+        low, high = place.bucket.shard_bounds(self.exact(place.bucket).rank)
         return whole.view(low, high - low)
 
     # After an update.
@@ -149,10 +137,10 @@ class ParamBuckets:
         """Start making an updated bucket whole on every rank; a sharded one is whole only when it is gathered next."""
         place = self.buckets[index]
         if place.full is not None and place.plan.publishes:
-            self._publishing[index] = self._exact(place.bucket).all_gather(
+            self._publishing[index] = self.exact(place.bucket).all_gather(
                 place.full, place.own, async_op=True, label="updated parameters", bucket=index
             )
-        self._bump_version(place)
+        self.bump_version(place)
 
     def all_gather_masters(self) -> None:
         """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
@@ -170,7 +158,7 @@ class ParamBuckets:
         place = self.buckets[index]
         if place.out is not None:
             for piece in place.slices():
-                _, slot = self._layout.locate(piece.fqn)
+                _, slot = self.layout.locate(piece.fqn)
                 window = (piece.shard_offset, piece.length)
                 self.rounding.write(place.master.view(*window), place.out.view(*window), slot.param, piece.start)
         if place.is_sharded:
@@ -221,12 +209,12 @@ class ParamBuckets:
         whole = place.full if place.full is not None else self.gathered.unsharded_or_none(index)
         if whole is not None:
             self.rounding.write(value, whole.view(slot.offset, slot.param.numel), slot.param, 0)
-        for start, own, master, part in self._parts(place, slot, value):
+        for start, own, master, part in self.parts(place, slot, value):
             if own is not None:
                 self.rounding.write(part, own, slot.param, start)
             if master is not None:
                 master.copy_from(part)
-        self._bump_version(place)
+        self.bump_version(place)
         self.refresh_private_view(fqn)
 
     def refresh_private_view(self, fqn: str) -> None:
@@ -237,96 +225,20 @@ class ParamBuckets:
             window = slot.offset, slot.param.numel
             place.shared.private_view.view(*window).copy_from(place.shared.whole.view(*window))
 
-    def locally_modified(self) -> Sequence[str]:
-        """The parameters in shared memory that users of this rank have given other values."""
-        found: list[str] = []
-        for place in self.buckets:
-            if place.shared is None:
-                continue
-            ranges = place.shared.written()
-            if not ranges:
-                continue
-            self.wait_all_gather(place.bucket.index)
-            names = [
-                slot.param.fqn
-                for slot in place.bucket.slots
-                if any(start < slot.end and slot.offset < end for start, end in ranges)
-                and self.digest(slot.param.fqn) != _digest(place.shared.whole.view(slot.offset, slot.param.numel))
-            ]
-            if not names:
-                place.shared.forget()
-            found += names
-        return found
-
-    def forget_private_views(self, names: Iterable[str] | None = None) -> None:
-        """Let users of this rank see what the engine has, in the buckets of `names` (None: in all): what they wrote
-        there was taken over, or is lost."""
-        indices = range(len(self.buckets)) if names is None else {self.locate(fqn)[0].bucket.index for fqn in names}
-        for index in indices:
-            if (shared := self.buckets[index].shared) is not None:
-                shared.forget()
-
-    def adopt(self, fqn: str) -> None:
-        """Take over the values that were written into the whole parameter, equally on all ranks, into this rank's slice
-        and master weights. Raises ShardingError while it is sharded.
-
-        Master weights that round to the very values that stand there keep their precision.
-        """
-        place, slot = self.locate(fqn)
-        for start, own, master, part in self._parts(place, slot, self._seen(fqn)):
-            if own is not None:
-                own.copy_from(part)
-            if master is not None and not self.rounding.leads_to(part, master, slot.param, start):
-                master.copy_from(part)
-        self._bump_version(place)
-
-    def show_adopted(self, names: Iterable[str]) -> None:
-        """All ranks have adopted the values of these parameters: let users see them in shared memory. Collective."""
-        for index in sorted({self.locate(fqn)[0].bucket.index for fqn in names}):
-            self._meet(self.buckets[index])
-        self.forget_private_views(names)
-
-    def broadcast_seen(self, names: Sequence[str], rank: int) -> None:
-        """Let all ranks have the values that users of `rank` see in whole parameters, and of those that are cut, what
-        users of the ranks next to it see in the other blocks. Collective."""
-        for fqn in names:
-            place, slot = self.locate(fqn)
-            seen, communicator = self._seen(fqn), self._exact(place.bucket)
-            root = self._layout.mesh.place(place.bucket.kind.cut, rank)
-            if place.shared is None and communicator.world_size > 1 and seen.numel:
-                communicator.broadcast(seen, root, label="changed parameters", bucket=place.bucket.index)
-            elif place.shared is not None and communicator.rank == root:
-                place.shared.whole.view(slot.offset, slot.param.numel).copy_from(seen)
-        self.show_adopted(names)
-
-    def digest(self, fqn: str) -> str:
-        """A digest of the bits of the whole parameter as users of this rank see it."""
-        return _digest(self._seen(fqn))
-
     def replicas(self, most_numel: int) -> tuple[Replica, ...]:
         """The copies that this rank has for itself of what others hold too; see `replicas_of`."""
-        return replicas_of(self.buckets, self._exact, most_numel)
+        return replicas_of(self.buckets, self.exact, most_numel)
 
     def replica_bytes(self, piece: Replica) -> bytes:
         """The bits of one of `replicas`."""
         return self.full(piece.bucket).view(piece.offset, piece.numel).to_bytes()
 
-    def _bump_version(self, place: BucketParams) -> None:
+    def bump_version(self, place: BucketParams) -> None:
         place.own.bump_version()
         if place.is_sharded:
             self.gathered.note_change(place.bucket.index)
 
-    def differs(self, fqn: str) -> bool:
-        """Whether the whole parameter has other values than this rank's slice and master weights know."""
-        place, slot = self.locate(fqn)
-        return any(
-            not self.rounding.leads_to(part, known, slot.param, start)
-            for start, own, master, part in self._parts(place, slot, self._seen(fqn))
-            for known in (own, master)
-            if known is not None
-        )
-
-    def _parts(
+    def parts(
         self, place: BucketParams, slot: Slot, value: Buffer
     ) -> Iterator[tuple[int, Buffer | None, Buffer | None, Buffer]]:
         """Where a parameter rests on this rank next to its whole: (start, slice, master weights, part of `value`)."""
@@ -344,10 +256,6 @@ class ParamBuckets:
         self.wait_all_gathers()
         self.gathered.close()
         self.buckets.clear()
-
-
-def _digest(values: Buffer) -> str:
-    return blake2b(values.to_bytes(), digest_size=16).hexdigest()
 
 
 def _common_dtype(dtypes: set[DType]) -> DType:

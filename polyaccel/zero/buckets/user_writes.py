@@ -10,57 +10,154 @@ over its own slice; where they differ, no rank continues. In shared memory users
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 from polyaccel.comm.base import Communicator
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import ShardingError
 from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.buckets.params import ParamBuckets
 
 
-def sync_user_writes(
-    params: ParamBuckets, owner: ParamListener, communicator: Communicator, changed: Collection[str]
-) -> None:
-    """Let the values that stand in whole parameters count, where users of this rank may have written to `changed`.
+class UserWrites:
+    """The values that users of this rank see in whole parameters, and what becomes of those that they wrote there."""
 
-    Collective. Raises ShardingError on all ranks, naming parameter and ranks, where the values differ between ranks;
-    then nothing is taken over.
-    """
-    told = communicator.all_gather_object(list(changed))
-    names = list(dict.fromkeys(fqn for theirs in told for fqn in theirs))
-    if not names:
-        return
-    if communicator.world_size > 1:
-        digests = communicator.all_gather_object([params.digest(fqn) for fqn in names])
-        for fqn, values in zip(names, zip(*digests, strict=True), strict=True):
-            for ranks in params.holders(fqn):
-                if len({values[rank] for rank in ranks}) > 1:
-                    writers = [rank for rank in ranks if fqn in told[rank]]
-                    raise _difference(fqn, {rank: values[rank] for rank in ranks}, writers, owner)
-    for fqn in names:
-        params.adopt(fqn)
-    params.show_adopted(names)
-    owner.on_adopted(names)
+    def __init__(self, params: ParamBuckets, owner: ParamListener, communicator: Communicator) -> None:
+        self._params = params
+        self._owner = owner
+        self._communicator = communicator
 
+    def sync(self, changed: Collection[str]) -> None:
+        """Take over the values of whole parameters, where users of this rank may have written to `changed`.
 
-def writers_of(params: ParamBuckets, communicator: Communicator, names: Sequence[str]) -> list[set[str]]:
-    """For each rank the parameters of `names` that it wrote to, by their values. Collective.
+        Collective. Raises ShardingError on all ranks, naming parameter and ranks, where the values differ between
+        ranks; then nothing is taken over.
+        """
+        told = self._communicator.all_gather_object(list(changed))
+        names = list(dict.fromkeys(fqn for theirs in told for fqn in theirs))
+        if not names:
+            return
+        if self._communicator.world_size > 1:
+            digests = self._communicator.all_gather_object([self._digest(fqn) for fqn in names])
+            for fqn, values in zip(names, zip(*digests, strict=True), strict=True):
+                for ranks in self._holders(fqn):
+                    if len({values[rank] for rank in ranks}) > 1:
+                        writers = [rank for rank in ranks if fqn in told[rank]]
+                        raise _difference(fqn, {rank: values[rank] for rank in ranks}, writers, self._owner)
+        for fqn in names:
+            self.adopt(fqn)
+        self._show_adopted(names)
+        self._owner.on_adopted(names)
 
-    A rank wrote to a parameter whose values are not those of its own slice and master weights, and, where no rank sees
-    that, to one that has other values than most ranks have.
-    """
-    written: list[set[str]] = [set() for _ in range(communicator.world_size)]
-    if not names:
+    def writers(self, names: Sequence[str]) -> list[set[str]]:
+        """Return for each rank the parameters of `names` that it wrote to, by their values. Collective.
+
+        A rank wrote to a parameter whose values are not those of its own slice and master weights. Where no rank has
+        one, ranks whose values differ from those of most ranks wrote to it.
+        """
+        written: list[set[str]] = [set() for _ in range(self._communicator.world_size)]
+        if not names:
+            return written
+        told = self._communicator.all_gather_object([(self._digest(fqn), self.differs(fqn)) for fqn in names])
+        for fqn, found in zip(names, zip(*told, strict=True), strict=True):
+            for ranks in self._holders(fqn):
+                digests = {rank: found[rank][0] for rank in ranks}
+                usual = max(digests.values(), key=[*digests.values()].count)
+                writers = [rank for rank in ranks if found[rank][1]]
+                for rank in writers or [rank for rank, digest in digests.items() if digest != usual]:
+                    written[rank].add(fqn)
         return written
-    told = communicator.all_gather_object([(params.digest(fqn), params.differs(fqn)) for fqn in names])
-    for fqn, found in zip(names, zip(*told, strict=True), strict=True):
-        for ranks in params.holders(fqn):
-            digests = {rank: found[rank][0] for rank in ranks}
-            usual = max(digests.values(), key=[*digests.values()].count)
-            writers = [rank for rank in ranks if found[rank][1]]
-            for rank in writers or [rank for rank, digest in digests.items() if digest != usual]:
-                written[rank].add(fqn)
-    return written
+
+    def modified(self) -> Sequence[str]:
+        """The parameters in shared memory that users of this rank have given other values."""
+        found: list[str] = []
+        for place in self._params.buckets:
+            if place.shared is None:
+                continue
+            ranges = place.shared.written()
+            if not ranges:
+                continue
+            self._params.wait_all_gather(place.bucket.index)
+            names = [
+                slot.param.fqn
+                for slot in place.bucket.slots
+                if any(start < slot.end and slot.offset < end for start, end in ranges)
+                and self._digest(slot.param.fqn) != _digest_of(place.shared.whole.view(slot.offset, slot.param.numel))
+            ]
+            if not names:
+                place.shared.forget()
+            found += names
+        return found
+
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Let users of this rank see what the engine has, in the buckets of `names` (None: in all): what they wrote
+        there was taken over, or is lost."""
+        for place in self._params if names is None else {self._params.locate(fqn)[0] for fqn in names}:
+            if place.shared is not None:
+                place.shared.forget()
+
+    def adopt(self, fqn: str) -> None:
+        """Take over the values that were written into the whole parameter, equally on all ranks, into this rank's slice
+        and master weights. Raises ShardingError while it is sharded.
+
+        Master weights that round to the very values that stand there keep their precision.
+        """
+        place, slot = self._params.locate(fqn)
+        for start, own, master, part in self._params.parts(place, slot, self._seen(fqn)):
+            if own is not None:
+                own.copy_from(part)
+            if master is not None and not self._params.rounding.leads_to(part, master, slot.param, start):
+                master.copy_from(part)
+        self._params.bump_version(place)
+
+    def _show_adopted(self, names: Iterable[str]) -> None:
+        """All ranks have adopted the values of these parameters: let users see them in shared memory. Collective."""
+        for index in sorted({self._params.locate(fqn)[0].bucket.index for fqn in names}):
+            self._params.wait_shared_writes(self._params[index])
+        self.forget(names)
+
+    def broadcast(self, names: Sequence[str], rank: int) -> None:
+        """Let all ranks have the values that users of `rank` see in whole parameters, and of those that are cut, what
+        users of the ranks next to it see in the other blocks. Collective."""
+        for fqn in names:
+            place, slot = self._params.locate(fqn)
+            seen, communicator = self._seen(fqn), self._params.exact(place.bucket)
+            root = self._params.layout.mesh.place(place.bucket.kind.cut, rank)
+            if place.shared is None and communicator.world_size > 1 and seen.numel:
+                communicator.broadcast(seen, root, label="changed parameters", bucket=place.bucket.index)
+            elif place.shared is not None and communicator.rank == root:
+                place.shared.whole.view(slot.offset, slot.param.numel).copy_from(seen)
+        self._show_adopted(names)
+
+    def _digest(self, fqn: str) -> str:
+        """A digest of the bits of the whole parameter as users of this rank see it."""
+        return _digest_of(self._seen(fqn))
+
+    def differs(self, fqn: str) -> bool:
+        """Whether the whole parameter has other values than this rank's slice and master weights know."""
+        place, slot = self._params.locate(fqn)
+        return any(
+            not self._params.rounding.leads_to(part, known, slot.param, start)
+            for start, own, master, part in self._params.parts(place, slot, self._seen(fqn))
+            for known in (own, master)
+            if known is not None
+        )
+
+    def _seen(self, fqn: str) -> Buffer:
+        """The whole parameter as users of this rank see it. Raises ShardingError while it is sharded."""
+        place, slot = self._params.locate(fqn)
+        whole = self._params.full(place.bucket.index) if place.shared is None else place.shared.private_view
+        return whole.view(slot.offset, slot.param.numel)
+
+    def _holders(self, fqn: str) -> Sequence[Sequence[int]]:
+        """The ranks of each group that holds the same elements of a parameter; one group where it is not cut."""
+        mesh, cut = self._params.layout.mesh, self._params.layout.locate(fqn)[0].kind.cut
+        return mesh.groups(mesh.others(cut))
+
+
+def _digest_of(values: Buffer) -> str:
+    return blake2b(values.to_bytes(), digest_size=16).hexdigest()
 
 
 def _difference(fqn: str, values: Mapping[int, str], writers: list[int], owner: ParamListener) -> ShardingError:
