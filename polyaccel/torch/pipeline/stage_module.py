@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from polyaccel.torch.sharding.units import has_units, set_parts, set_units
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 _NAN = float("nan")
+_CHANGES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 class StageModule:
@@ -104,7 +105,9 @@ class StageModule:
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Let what stands in for parameters be on `device`, and where it is floating of `dtype`, if there is one."""
         for module, name, before in self._standing_in:
-            setattr(module, name, _stand_in(before, device, dtype))
+            stand_in = _stand_in(before, device, dtype)
+            changed = before.changed if isinstance(before, RemoteParameter) else None
+            setattr(module, name, stand_in if changed is None else RemoteParameter.of(stand_in, changed))
 
     def run(self, call: Callable[[], Any], chunk: int, received: Sequence[Tensor | None]) -> Any:
         """A forward pass of a chunk of this stage: `call` calls the model on the micro-batch, `received` are the values
@@ -210,8 +213,18 @@ class StageModule:
                     places.setdefault(parameter, []).append((full, module, name))
         for parameter, found in places.items():
             users = tuple(sorted({self.stages[min(part, last)] for part in trial.users[parameter]}))
+            block = self._block_of(found[0][0])
+            if block is not None and users[0] != self.stages[block]:
+                raise PipelineError(
+                    f"{type(self.model).__name__} cannot be cut into stages: {found[0][0]} is used before "
+                    f"{self.names[block]}, on stage {users[0]}",
+                    hint="let a module outside of the blocks have it",
+                    value=found[0][0],
+                )
             is_owner, is_user = self.stage == users[0], self.stage in users
             stand_in = _stand_in(parameter).requires_grad_(parameter.requires_grad and is_user)
+            if block is not None and not is_user:
+                stand_in = RemoteParameter.of(stand_in, partial(self.is_changed_there, block))
             for _, module, name in () if is_owner else found:
                 del module._parameters[name]
                 setattr(module, name, stand_in)
@@ -225,6 +238,21 @@ class StageModule:
                 self.ties[found[0][0]] = TiedModule(holder, users, lent, () if is_owner else tuple(also))
         own = {found[0][0]: trial.users[parameter] for parameter, found in places.items()}
         set_parts(self.model, {name: self._chunks_among(own[name]) for name, _ in self.model.named_parameters()})
+
+    def _block_of(self, name: str) -> int | None:
+        return next((index for index, block in enumerate(self.names) if name.startswith(f"{block}.")), None)
+
+    def is_changed_there(self, index: int) -> None:
+        """Raise PipelineError unless the stage of block `index` runs what runs now, and changes it in place itself."""
+        current = self._pass
+        ends = next(part.stop for part in self.parts if index in part)
+        if current is None or current.reached > ends:
+            raise PipelineError(
+                f"{type(self.model).__name__} changes parameters of {self.names[index]} on stage {self.stage}, where "
+                f"stage {self.stages[index]}, which has them, does not run",
+                hint="change them before the blocks are called",
+                value=self.names[index],
+            )
 
     def _chunks_among(self, users: Sequence[int]) -> str:
         """The chunks of this stage among the parts of the forward pass that use a parameter."""
@@ -256,6 +284,8 @@ class StageModule:
                 self._own[index].register_forward_hook(lambda _, __, output, index=index: self.keeps(index, output))
             else:
                 self._list._modules[keys[index]] = other
+                for module in other.__dict__["_block"].modules():
+                    module._buffers.update({name: _stand_in(one) for name, one in _real_buffers(module).items()})
         if not has_units(self.model):
             set_units(self.model, self._own.values())
 
@@ -279,7 +309,7 @@ class _PassEnded(BaseException):
 
 
 class _RemoteBlock(nn.Module):
-    """Stands in the place of a block of another stage, with its plain attributes."""
+    """Stands in the place of a block of another stage. Its parts are the block's, with stand-ins for parameters."""
 
     _cut: StageModule
     _index: int
@@ -287,13 +317,41 @@ class _RemoteBlock(nn.Module):
     def __init__(self, cut: StageModule, index: int, block: nn.Module) -> None:
         super().__init__()
         self.__dict__.update({name: value for name, value in vars(block).items() if name not in _OWN_OF_MODULES})
-        self.__dict__["_cut"], self.__dict__["_index"] = cut, index
+        self.__dict__["_cut"], self.__dict__["_index"], self.__dict__["_block"] = cut, index, block
+
+    def __getattr__(self, name: str) -> Any:
+        if "_block" not in self.__dict__:
+            return super().__getattr__(name)
+        return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **named: Any) -> Any:
         return self._cut.passes(self._index)
 
     def extra_repr(self) -> str:
         return f"on stage {self._cut.stages[self._index]}"
+
+
+class RemoteParameter(Tensor):
+    """A stand-in for a parameter of another stage's block. `changed` is called where a model changes it in place, which
+    the other stage does itself."""
+
+    changed: Callable[[], None]
+
+    @classmethod
+    def of(cls, stand_in: Tensor, changed: Callable[[], None]) -> RemoteParameter:
+        found: RemoteParameter = stand_in.as_subclass(cls)
+        found.changed = changed
+        return found
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        is_change = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+        with torch._C.DisableTorchFunctionSubclass():
+            if not is_change or not isinstance(args[0], cls):
+                return function(*args, **(kwargs or {}))
+            args[0].changed()
+            return args[0]
 
 
 class _StageForward:
@@ -306,6 +364,10 @@ class _StageForward:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self.cut.forward(self._original, args, named)
+
+
+def _real_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: one for name, one in module._buffers.items() if one is not None and one.is_floating_point()}
 
 
 def cut_of(model: nn.Module) -> StageModule | None:

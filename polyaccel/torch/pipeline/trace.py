@@ -8,8 +8,9 @@ the parameters that the part uses, wherever in the model they stand, and what th
 are found that several parts use (tied words, positions that every block is given), and so is a value that reaches a
 part past the block before it, which a stage could not have.
 
-The trial is in eval mode, takes no random numbers and changes nothing of the model. Only what autograd sees is found;
-the stages themselves see to the rest ([Note: Parameter stand-ins] in `cut`).
+The trial is in eval mode, takes no random numbers and changes nothing of the model (`trial_state`). A parameter that is
+read without a gradient belongs to the block that reads it; read outside of blocks, to all parts that follow, for any of
+them may be given the value (RoFormer's positions).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.data import call_with, to_device
 from polyaccel.torch.deferred_init.values import is_deferred
 from polyaccel.torch.pipeline.blocks import BlockList, small_inputs
+from polyaccel.torch.pipeline.trial_state import unchanged
 
 _PLAIN = (bool, int, float, str)
 
@@ -78,7 +80,13 @@ def trace_model(model: nn.Module, blocks: BlockList) -> ModelTrace:
     kind = type(model).__name__
     inputs = as_called(model, small_inputs(model))
     recorder = _Recorder(blocks, kind)
-    with other_parameters(model) as twins, recorder, evaluating(model), torch.enable_grad():
+    with (
+        other_parameters(model) as twins,
+        recorder,
+        evaluating(model),
+        unchanged(model, recorder.reach) as hidden,
+        torch.enable_grad(),
+    ):
         try:
             outputs = call_with(model, inputs)
         except PolyaccelError:
@@ -98,6 +106,9 @@ def trace_model(model: nn.Module, blocks: BlockList) -> ModelTrace:
                     users.setdefault(twins[id(leaf)], set()).add(part)
                 elif (before := recorder.origin_of(leaf)) is not None and before != part - 1:
                     raise _side_path(kind, blocks, before, part)
+        for read, reach in hidden:
+            if id(read) in twins:
+                users.setdefault(twins[id(read)], set()).update(reach)
     for parameter, parts in _by_place(model, blocks).items():
         if parts.inside or parameter not in users:
             users.setdefault(parameter, set()).update(parts.inside or {parts.outside})
@@ -112,6 +123,7 @@ class _Recorder:
         self._kind = kind
         self._handles: list[Any] = []
         self._boundaries: dict[int, tuple[Tensor, int]] = {}
+        self._inside: int | None = None
         self.outputs: list[BlockOutput] = []
         self.parts: list[list[Tensor]] = []
         """The tensors that each part gives."""
@@ -119,6 +131,7 @@ class _Recorder:
     def __enter__(self) -> None:
         for index, block in enumerate(self._blocks.modules):
             hook = self._hook_of(index)
+            self._handles.append(block.register_forward_pre_hook(lambda *_, index=index: self._begin(index)))
             self._handles.append(block.register_forward_hook(hook, prepend=True))
 
     def __exit__(
@@ -126,6 +139,15 @@ class _Recorder:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def reach(self) -> range:
+        """Return the parts that may use a value computed now: inside of a block its own, else all that follow."""
+        if self._inside is not None:
+            return range(self._inside, self._inside + 1)
+        return range(len(self.parts), len(self._blocks.names) + 1)
+
+    def _begin(self, index: int) -> None:
+        self._inside = index
 
     def origin_of(self, leaf: Tensor) -> int | None:
         """The block that gave what `leaf` stands for; None where it is another tensor."""
@@ -144,7 +166,7 @@ class _Recorder:
 
     def _hook_of(self, index: int) -> Any:
         def cut(block: nn.Module, args: Any, output: Any) -> Any:
-            names = self._blocks.names
+            self._inside, names = None, self._blocks.names
             name, reached = names[index], len(self.parts)
             if index != reached:
                 expected = names[reached] if reached < len(names) else "no more"

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 import torch
 from block_models import WithLoss, gates, pairs
-from hf_models import VOCABULARY, tiny
+from hf_models import SIZES, VOCABULARY, tiny
+from parity_models import drawn_from
 from pipeline_models import MICRO_BATCHES, Figures, assert_same, pipeline_config
 from torch import nn
-from transformers import default_data_collator
+from transformers import (
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    default_data_collator,
+)
 
 import polyaccel
 from polyaccel.testkit.ranks.threads import run_threads
@@ -90,6 +99,32 @@ def assert_close(found: Figures, expected: Figures) -> None:
 @pytest.mark.parametrize(("kind", "stages"), [("llama", 2), ("llama", 3), ("mixtral", 2)])
 def test_stages_of_an_unrewritten_model_train_as_one_rank_does(kind, stages):
     assert_same(trained_over(stages, original(kind)), plainly(kind))
+
+
+def special(kind: str) -> nn.Module:
+    sizes = {**SIZES, "num_hidden_layers": 4}
+    if kind == "rwkv":  # scales the weights of all blocks when it begins to train and to evaluate
+        own = {"rescale_every": 1, "context_length": 32, "use_cache": False}
+        made: Any = RwkvForCausalLM(RwkvConfig(**sizes, **own))
+    elif kind == "recurrent gemma":  # begins the states of all blocks in every forward pass
+        made = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, lru_width=32, attention_window_size=5))
+    else:  # reads the weights of its positions without a gradient, and gives them to all blocks
+        dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+        made = RoFormerForCausalLM(RoFormerConfig(**sizes, **dropout, is_decoder=True))
+    with drawn_from(5), torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad and "norm" not in name:
+                parameter.normal_(std=0.1)
+    return made
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"schedule": "interleaved"}], ids=["", "interleaved"])
+@pytest.mark.parametrize("kind", ["rwkv", "recurrent gemma", "roformer"])
+def test_models_that_look_into_blocks_of_other_stages_train_as_on_one(kind, pipeline):
+    model = special(kind)
+    before = deepcopy(model.state_dict())
+    assert_close(trained_over(2, model, pipeline={"stages": 2, **pipeline}), trained_over(1, model))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
