@@ -126,7 +126,11 @@ def transformations() -> dict[str, Callable[[], Any]]:
                 except Exception:  # it needs others
                     continue
                 if hasattr(made, "init") and hasattr(made, "update"):
-                    found[prefix + name] = lambda make=make, arguments=arguments: make(*arguments)
+                    # Updates without a rate grow without bound, and any rounding with them.
+                    rate = optax.identity if arguments else lambda: optax.scale(-1e-2)
+                    found[prefix + name] = lambda make=make, arguments=arguments, rate=rate: optax.chain(
+                        make(*arguments), rate()
+                    )
                     break
     return found
 
