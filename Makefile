@@ -30,7 +30,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -60,6 +60,9 @@ test-variants: $(STAMP) ## let `polyaccel plugins check` catch every broken vari
 
 test-zoo: $(STAMP) ## train a tiny model of every class of transformers under each mesh, next to plain torch, and write docs/zoo.md: hours
 	nice -n 10 $(BIN)/python tests/zoo $(ARGS)
+
+test-rewrites: $(STAMP) ## plant all wrong rewrites, compose 50 modules and walk all public optimizers; `make test` tries a sample of each
+	TESTS_PLANTS=full TESTS_GENERATED=50 TESTS_OPTIMIZERS=full $(BIN)/python -m pytest --timeout 3600 $(or $(ARGS),tests/zoo)
 
 test-fuzz: $(STAMP) ## parse a million forged inputs, in SHARDS=54 of 18,600: manifests, commit markers, configs, notes, records
 	for shard in $$(seq $(SHARDS)); do TESTS_FUZZ=4000 TESTS_FUZZ_SHARD=$$shard \

@@ -15,6 +15,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "causal/mixtral": ("tensor 2", "expert 2", "tiles", "stage 3"),
     "causal/apertus": ("tensor 2", "ring 2", "pipeline 2", "recomputation"),
     "causal/gpt2": ("tensor 2", "Ulysses 2, stage 3", "pipeline 2", "recomputation"),
+    "causal/ctrl": ("recomputation",),
     "causal/mamba": ("pipeline 2", "recomputation", "stage 3"),
     "masked/bert": ("tensor 2", "ring 2", "pipeline 2", "recomputation", "stage 3"),
     "sequence-to-sequence/t5": ("tensor 2", "recomputation", "tiles"),

@@ -82,7 +82,7 @@ def _reason(row: dict[str, Any]) -> str:
     """The reason of a row without the names of its class and layers."""
     first = " ".join(row["detail"].split("\n  hint:")[0].replace("config: 1 problem", "").split())
     if row["result"] == "defect":
-        return first[:240].replace("|", "at")
+        return first.partition("; they stand")[0][:240].replace("|", "at")
     text = re.sub(r" hint: .*", "", first.replace(row["class"], "model").replace("|", "at"))
     text = re.sub(r"(?<![\w.])\w+(\.\w+)+(?![\w(])", lambda one: one[0] if "tiled" in one[0] else "*", text)
     text = re.sub(r"lists of blocks, .*, and does", "lists of blocks, and does", re.sub(r" \([^()]*\)", "", text))

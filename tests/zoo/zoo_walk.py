@@ -41,7 +41,9 @@ def walk(entries: Iterable[Entry], file: Path, jobs: int = 1) -> None:
         if pid:
             entry, state = running.pop(pid)
             if status and os.waitstatus_to_exitcode(status) != _AGAIN:
-                _append(file, entry, Row(state.read_text(), "defect", f"the process ended with {status}"))
+                mesh = state.read_text()
+                ended = f"the process ended with {os.waitstatus_to_exitcode(status)}"
+                _append(file, entry, Row(mesh, "not built" if mesh == "build" else "defect", ended))
             if entry.key not in done(file):
                 left.insert(0, entry)
             state.unlink(missing_ok=True)

@@ -232,6 +232,9 @@ class BlockForward:
         self._original = original
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():  # a second run would fill a cache of keys once more
+            args = tuple(None if _is_empty_cache(one) else one for one in args)
+            named = {name: None if _is_empty_cache(one) else one for name, one in named.items()}
         return self._blocks.run(self._name, self._original, args, named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -314,6 +317,11 @@ _ABSENT = object()
 
 def _recomputes_itself(module: nn.Module) -> bool:
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+
+
+def _is_empty_cache(value: Any) -> bool:
+    """Whether `value` is a cache of Hugging Face's without keys."""
+    return any(kind.__name__ == "Cache" for kind in type(value).__mro__) and not value.get_seq_length()
 
 
 def _models_around(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:

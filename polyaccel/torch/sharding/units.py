@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch import nn
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.sharding.leaf_modules import is_leaf_module, require_unsharded
 from polyaccel.torch.sharding.ownership import record_of
+from polyaccel.torch.sharding.tensor_shard import cuts_of
 
 _UNIT = "_polyaccel_unit"
 _EXTERNAL = "_polyaccel_external"
@@ -158,18 +160,20 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of the longest list of modules; of equally long ones, those with most parameters.
 
+    Parameters count with their whole shapes: ranks that hold uneven blocks choose the same list.
     Lists inside a block of a list whose blocks are all of one class do not count: they are that block's business.
     """
     best: tuple[int, int] = (_LEAST_BLOCKS - 1, 0)
     blocks: dict[str, nn.Module] = {}
     repeated: list[str] = []
+    whole = {parameter: prod(cut.block.shape) for parameter, cut in cuts_of(model).items()}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or _is_inside(name, repeated):
             continue
         children = {f"{name}.{index}" if name else index: child for index, child in module.named_children()}
         if len(children) >= _LEAST_BLOCKS and len({type(child) for child in children.values()}) == 1:
             repeated.append(name)
-        weight = (len(module), sum(parameter.numel() for parameter in module.parameters()))
+        weight = (len(module), sum(whole.get(one, one.numel()) for one in module.parameters()))
         if weight > best and weight[0] >= _LEAST_BLOCKS:
             best, blocks = weight, children
     return {name: block for name, block in blocks.items() if any(True for _ in block.parameters())}

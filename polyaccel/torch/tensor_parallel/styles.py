@@ -61,7 +61,7 @@ def wishes_of_hugging_face(model: nn.Module, modules: Mapping[str, nn.Module]) -
     found: dict[str, ParallelStyle] = {}
     for name in names:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is None:
+        if style in (None, "local_params"):  # a module's own parameters: the layout of its layers defines theirs
             continue
         if style not in _STYLES:
             raise ShardingError(

@@ -9,6 +9,7 @@ from torch import nn
 import polyaccel
 from polyaccel import utils, zero
 from polyaccel.config import load_resolved
+from polyaccel.core.block import Block as TensorBlock
 from polyaccel.core.mesh import Mesh
 from polyaccel.engine.policies.modules import module_rules_of
 from polyaccel.engine.policies.steps import plan_for
@@ -16,6 +17,7 @@ from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.estimate.meta_shapes import shape_of_module
 from polyaccel.torch.sharding.leaf_modules import fine_grained_modules, granularity
+from polyaccel.torch.sharding.tensor_shard import TensorShard
 from polyaccel.torch.sharding.units import find_units, units_of_parameters
 
 
@@ -295,3 +297,14 @@ def test_units_are_unsharded_one_at_a_time():
     (small, _), (large, _) = run_threads(2, work, False), run_threads(2, work, True)
     assert 272 <= small < 2 * 272 + 64
     assert large >= 4 * 272
+
+
+def test_ranks_with_uneven_blocks_choose_the_same_list():
+    """Two lists are equally long; the first has more parameters, and one rank holds a small block of each."""
+    for rows in (5, 1):
+        model = nn.Module()
+        model.encoder = nn.ModuleList(nn.Linear(2, rows, bias=False) for _ in range(2))
+        model.decoder = nn.ModuleList(nn.Linear(2, 3, bias=False) for _ in range(2))
+        for one in model.encoder:
+            one.parallel_cuts = {"weight": TensorShard(TensorBlock((6, 2), (((0, rows),), ((0, 2),))))}
+        assert list(find_units(model)) == ["encoder.0", "encoder.1"]
