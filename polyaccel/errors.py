@@ -129,6 +129,10 @@ class LossScaleError(PolyaccelError, ArithmeticError):
     is not finite."""
 
 
+class VerificationError(PolyaccelError, ArithmeticError):
+    """A rewrite computes other numbers than plain torch. Names the rewrite, the first parameter and both numbers."""
+
+
 class CheckpointError(PolyaccelError, OSError):
     """A checkpoint cannot be written, or is missing, incomplete or damaged. Names the file."""
 

@@ -69,6 +69,12 @@ class Config(Section):
     machine (kept in the user's cache) finds it at least 1.2 times as fast as torch's own, on every rank. It rounds
     differently. The environment variable POLYACCEL_MATRIX_KERNELS (auto, on, off) goes before this key."""
 
+    verify: Literal["auto", "always", "off"] = "auto"
+    """polyaccel's own: compare the first step with plain torch, on copies of the model and small parts of its batches.
+    "auto" does so once a model and config where a rewrite cuts the model or runs parts of it again, and keeps the
+    result in the user's cache; "always" does so in every run; "off" never. A difference is an error before the first
+    update. The environment variable POLYACCEL_VERIFY (auto, always, off) goes before this key."""
+
     train_batch_size: PositiveInt | None = None
     """Samples of one optimizer step over all ranks: micro-batch x accumulation steps x ranks. Two of the three batch
     sizes determine the third; one alone means a single micro-batch a step."""

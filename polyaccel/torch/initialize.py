@@ -35,6 +35,7 @@ from polyaccel.torch.sharding.engine_registry import load
 from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
 from polyaccel.torch.sharding.sharded import require_unsharded
 from polyaccel.torch.tensor_parallel.megatron_compat import mesh_sizes, require_groups
+from polyaccel.torch.verify.first_step import FirstStepProof
 from polyaccel.torch.verify.runs import ALWAYS_ON, plain_run, record_engine, verified_config
 from polyaccel.verify.variant import active_run
 from polyaccel.zero.plan.policy import Placement
@@ -84,6 +85,10 @@ def initialize(
     require_unsharded(model)
     if run is not None and run.variant.is_plain:
         return plain_run(run, model, runtime, optimizer, model_parameters, training_data, collate_fn, lr_scheduler)
+    has_own_mesh = mpu is not None or mesh_param is not None
+    proof = None
+    if run is None:
+        proof = FirstStepProof.prepare(model, parsed, runtime, optimizer, has_own_mesh=has_own_mesh)
     rewrites = RewriteContext(
         model=model,
         runtime=runtime,
@@ -91,9 +96,25 @@ def initialize(
         client=optimizer,
         model_parameters=model_parameters,
         slice_optimizers=slice_optimizers,
-        has_own_mesh=mpu is not None or mesh_param is not None,
+        has_own_mesh=has_own_mesh,
         without=frozenset(() if run is None else run.variant.without) - ALWAYS_ON,
     )
+    engine = _compose(rewrites, engine_class, pipeline_engine_class)
+    if proof is not None:
+        proof.attach(engine, _compose_shadow)
+    engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    if run is not None:
+        record_engine(run, engine)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _compose(
+    rewrites: RewriteContext, engine_class: type[TorchEngine], pipeline_engine_class: type[PipelineEngine]
+) -> TorchEngine:
+    """Apply the rewrites, and build the engine of what they leave. Collective."""
+    runtime = rewrites.runtime
     try:
         rewrites.apply([one for one in REWRITES if not one.needs_engine])
         if runtime.policy.params is Placement.SHARDED:
@@ -106,12 +127,22 @@ def initialize(
     if isinstance(engine, PipelineEngine):
         section = runtime.config.pipeline
         engine.compose_pipeline(section.schedule, section.chunks)
-    engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    if run is not None:
-        record_engine(run, engine)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine
+
+
+def _compose_shadow(
+    model: nn.Module, runtime: EngineBuilder, client: Any, groups: Any, without: frozenset[str]
+) -> TorchEngine:
+    """The engine of a copy of a model. Collective. See [Note: Proof at the first step]."""
+    rewrites = RewriteContext(
+        model=model,
+        runtime=runtime,
+        settings=_module_settings(runtime.config),
+        client=client,
+        model_parameters=groups,
+        without=without - ALWAYS_ON,
+    )
+    return _compose(rewrites, TorchEngine, PipelineEngine)
 
 
 def _attend_experts(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine) -> None:

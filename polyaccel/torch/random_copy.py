@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-_HOOKS = (
+HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
@@ -49,7 +49,7 @@ def random_copy(
         memo[id(buffer)] = _buffer(buffer)
     made: nn.Module = copy.deepcopy(module, memo)
     for one in made.modules():
-        for name in _HOOKS:
+        for name in HOOKS:
             getattr(one, name).clear()
         if "forward" in vars(one):
             raise TypeError(f"{type(one).__name__} has a forward among its attributes")

@@ -105,10 +105,8 @@ class Tolerances:
         Returns:
             Findings by step, kind and place in `names`. A quantity that one of the two runs lacks is not one.
         """
-        at = {name: index for index, name in enumerate(names)}
         shared = [key for key in run if key in self.spreads or key in self.exact]
-        found = [one for key in shared if (one := self._finding(key, run[key])) is not None]
-        return sorted(found, key=lambda one: (one.step, KINDS.index(one.kind), at.get(one.name, len(at)), one.name))
+        return in_order((one for key in shared if (one := self._finding(key, run[key])) is not None), names)
 
     def worst(self, run: Values) -> float:
         """Return the largest difference in spreads, over quantities that need not be equal bit by bit."""
@@ -124,6 +122,12 @@ class Tolerances:
             return None if same else Finding(key, *_where_they_differ(value, wanted), float("inf"))
         spreads = _distance(wanted, value) / self.spreads[key]
         return Finding(key, *_where_they_differ(value, wanted), spreads) if not spreads <= self.limit else None
+
+
+def in_order(findings: Iterable[Finding], names: Sequence[str]) -> list[Finding]:
+    """Return `findings`, the first cause first: by step, kind and place in `names`."""
+    at = {name: index for index, name in enumerate(names)}
+    return sorted(findings, key=lambda one: (one.step, KINDS.index(one.kind), at.get(one.name, len(at)), one.name))
 
 
 def merge(records: Iterable[Record]) -> dict[str, Array]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from polyaccel.comm.init.threads import run_threads
+from polyaccel.errors import PolyaccelError
 from polyaccel.verify.compare import Finding, Tolerances, differing_ranks, merge
 from polyaccel.verify.variant import Record, Variant, VerificationEnd, running
 
 Run = Callable[[Variant], Sequence[Record]]
 """Runs the user's program as a variant, on all ranks; returns the records of the ranks."""
+Merge = Callable[[Sequence[Finding]], Sequence[Finding]]
+"""Returns the findings of all ranks, the same on each, where every rank compares what it has."""
 _MOST_LOSS_NOISE = 1e-4
+_NEVER_OFF = frozenset({"deferred_init", "device", "mpu", "optimizer"})
+"""Rewrites without which no run is possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class Proof:
     differing: tuple[str, ...] = ()
     """Quantities that are not the same on all ranks."""
     blamed: tuple[str, ...] = ()
-    """Rewrites without which the findings go away."""
+    """Rewrites without which the first finding goes away: each, or all together where no single one is to blame."""
     acted: dict[str, int] = field(default_factory=dict)
     """How many modules and parameters each rewrite changed."""
     worst: float = 0.0
@@ -46,46 +52,61 @@ class Proof:
         return self.loss_noise > _MOST_LOSS_NOISE
 
 
-def prove(run: Run, *, steps: int = 2) -> Proof:
+def prove(run: Run, *, steps: int = 2, variant: Variant | None = None, all_findings: Merge = list) -> Proof:
     """Run a program as plain torch and with the engine, and compare them. See [Note: Shadow runs].
 
     Args:
         run: Runs the program as a variant.
         steps: Optimizer steps of each engine to compare.
+        variant: What all runs have in common, in place of `steps`.
+        all_findings: Exchanges the findings where each rank has records of its quantities alone.
 
     Returns:
-        The comparison. Rewrites are blamed where the program agrees without them.
+        The comparison. Rewrites are blamed where the first finding goes away without them.
     """
-    base = Variant("plain", is_plain=True, steps=steps)
+    base = replace(variant or Variant("", steps=steps), name="plain", is_plain=True)
     plain = merge(run(base))
     moved = [merge(run(replace(base, name=f"plain{shift:+d}", moved=shift))) for shift in (-1, 1)]
     tolerances = Tolerances.of_runs(plain, moved)
-    engine = Variant("engine", steps=steps)
+    engine = replace(base, name="engine", is_plain=False)
     records = run(engine)
     values = merge(records)
     names = [key.split("/", 2)[2] for key in plain if key.startswith("0/gradient/")]
-    findings = tolerances.findings(values, names)
+    findings = all_findings(tolerances.findings(values, names))
     differing = differing_ranks(records, tolerances.limit, tolerances.spreads)
     acted: dict[str, int] = {}
     for record in records:
         for name, count in record.acted.items():
             acted[name] = max(acted.get(name, 0), count)
-    blamed = []
-    if findings:
-        for name in acted:
-            without = replace(engine, name=f"without {name}", without=(name,))
-            if name != "optimizer" and not tolerances.findings(merge(run(without))):
-                blamed.append(name)
+
+    def agrees(without: tuple[str, ...]) -> bool:
+        """Whether the first finding is gone; what is left has another cause."""
+        try:
+            found = run(replace(engine, name=f"without {' and '.join(without)}", without=without))
+        except PolyaccelError:
+            return False  # the rest of the rewrites does not run without them
+        return findings[0].key not in {one.key for one in all_findings(tolerances.findings(merge(found)))}
+
+    blamed = _blamed(agrees, [name for name in acted if name not in _NEVER_OFF]) if findings else ()
     return Proof(
         tuple(findings),
         tuple(differing),
-        tuple(blamed),
+        blamed,
         acted,
         tolerances.worst(values),
         tolerances.limit,
         sum(key in values for key in plain),
         tolerances.loss_noise,
     )
+
+
+def _blamed(agrees: Callable[[tuple[str, ...]], bool], names: Sequence[str]) -> tuple[str, ...]:
+    """The rewrites without each of which the run agrees; else the pair, else all of them, without which it does."""
+    alone = tuple(name for name in names if agrees((name,)))
+    if alone or len(names) < 2 or not agrees(tuple(names)):
+        return alone
+    pairs = combinations(names, 2) if len(names) > 2 else ()
+    return next((pair for pair in pairs if agrees(pair)), tuple(names))
 
 
 def threads_run(world_size: int, program: Callable[[], object]) -> Run:

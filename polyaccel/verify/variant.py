@@ -22,8 +22,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from polyaccel.errors import ConfigError, Problem
+
 VARIABLE = "POLYACCEL_VERIFY"
-"""Environment variable that holds the variant of a process, as JSON. `polyaccel verify` sets it."""
+"""Environment variable with the variant of a process, as JSON, which `polyaccel verify` sets; or a user's choice, one
+of `CHOICES`, which goes before `verify` of the config."""
+CHOICES = ("auto", "always", "off")
 
 Array = npt.NDArray[Any]
 
@@ -47,6 +51,8 @@ class Variant:
     """Optimizer steps of each engine that are recorded."""
     folder: str | None = None
     """Folder for the records of processes; None keeps them in memory."""
+    bins: int = 0
+    """Sums that stand for a tensor of more elements, see `StepRecording`; 0 records every tensor whole."""
 
     def to_json(self) -> str:
         """Return the value of the environment variable."""
@@ -129,6 +135,20 @@ def running(variant: Variant) -> Iterator[ActiveRun]:
 def active_run(environment: Mapping[str, str] | None = None) -> ActiveRun | None:
     """Return the run of this process, or None outside of verifications."""
     global _active
-    if _active is None and (text := (os.environ if environment is None else environment).get(VARIABLE)):
+    text = (os.environ if environment is None else environment).get(VARIABLE, "")
+    if _active is None and text.startswith("{"):
         _active = ActiveRun(Variant.from_json(text))
     return _active
+
+
+def verify_choice(configured: str) -> str:
+    """Return whether trainings of this process are proven: the environment's word, else `configured`.
+
+    Raises ConfigError for a word that is none of `CHOICES`.
+    """
+    stated = os.environ.get(VARIABLE, "")
+    if not stated or stated.startswith("{"):
+        return configured
+    if stated not in CHOICES:
+        raise ConfigError([Problem(VARIABLE, stated, f"should be one of {', '.join(CHOICES)}")], source="environment")
+    return stated

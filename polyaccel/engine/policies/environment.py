@@ -12,6 +12,7 @@ VARIABLES: Mapping[str, str] = {
     "POLYACCEL_COMM": "comm.backend",
     "POLYACCEL_MATRIX_KERNELS": "matrix_kernels",
     "POLYACCEL_LOG": "log_level",
+    "POLYACCEL_VERIFY": "verify",
 }
 """The key that each of them replaces; docs/reference/environment.md explains them."""
 

@@ -260,7 +260,7 @@ def _run(
         elif (own := value.flatten()[each.part(rank)].clone()).numel():
             tensors.append((at, each, own))  # as `ClientOptimizer` has them: bare tensors
     stepped = {id(each.parameter): tensor for _, each, tensor in tensors}
-    twin = _twin(optimizer, wholes, stepped)
+    twin = twin_of(optimizer, wholes, stepped)
     for _, each, tensor in tensors:
         state = optimizer.state.get(each.parameter, {})
         if state:
@@ -283,7 +283,7 @@ def _run(
     return found
 
 
-def _twin(
+def twin_of(
     optimizer: torch.optim.Optimizer, wholes: Mapping[int, Tensor], stepped: Mapping[int, Tensor]
 ) -> torch.optim.Optimizer:
     """A copy of `optimizer` without states and hooks. Its groups have the tensors `stepped`, and what else it refers to

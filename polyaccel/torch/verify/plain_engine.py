@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.config import Config
 from polyaccel.core.types import ReduceOp
 from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
+from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
 from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader, call_with, loss_of, to_device
 from polyaccel.torch.verify.recording import StepRecording
@@ -197,6 +199,12 @@ class PlainEngine(nn.Module):
             if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
                 raise
             return getattr(self.module, name)
+
+
+def has_equivalent(config: Config, *, has_client: bool) -> bool:
+    """Whether torch has an optimizer to compare the script's or the config's with."""
+    section = config.optimizer
+    return has_client or section is None or section.type not in OPTIMIZERS or section.type.lower() in _TORCH
 
 
 def _optimizer(

@@ -48,7 +48,7 @@ class StepRecording:
         self._groups = groups
         self._records_draws = records_draws and threading.current_thread() is threading.main_thread()
         self._step = 0
-        self._attributes = dict(_attributes(module))
+        self._attributes = dict(attributes_of(module))
         self._before: dict[str, Tensor] = {}
 
     @property
@@ -84,7 +84,7 @@ class StepRecording:
         for name, buffer in self._module.named_buffers():
             if buffer.layout is torch.strided and not buffer.is_meta:
                 self._add("buffer", name, buffer)
-        for name, number in _attributes(self._module):
+        for name, number in attributes_of(self._module):
             if self._attributes.get(name) != number:
                 self._add("attribute", name, torch.tensor(number, dtype=torch.float64))
         if self._records_draws:
@@ -112,10 +112,23 @@ class StepRecording:
             value = torch.view_as_real(value)
         if value.dtype in (torch.bfloat16, torch.float16):
             value = value.float()
-        self._record.add(self._step, kind, f"{self._prefix}{name}", value.numpy())
+        self._record.add(self._step, kind, f"{self._prefix}{name}", _in_bins(value, self._run.variant.bins).numpy())
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, float]]:
+def _in_bins(value: Tensor, bins: int) -> Tensor:
+    """`value`, or the sums of its elements by their place modulo `bins`, a prime: a change of any element changes one,
+    and an exchange of rows, columns or blocks changes many."""
+    if not bins or value.numel() <= bins or not value.is_floating_point():
+        return value
+    flat = value.reshape(-1)
+    rows = flat.numel() // bins
+    sums = flat[: rows * bins].view(rows, bins).sum(0)
+    rest = flat[rows * bins :]
+    sums[: rest.numel()] += rest
+    return sums
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Numbers that the user's modules keep as plain attributes."""
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():

@@ -52,7 +52,7 @@ def plain_run(
             hint="verify the program with num_stages=1, or give a model that is cut along its list of blocks",
             value=model.num_stages,
         )
-    engine = PlainEngine(run, model, runtime, client, model_parameters, records_draws=not _shares_samples(runtime))
+    engine = PlainEngine(run, model, runtime, client, model_parameters, records_draws=not shares_samples(runtime))
     _enter_mode(runtime)
     section = runtime.config.scheduler
     if lr_scheduler is not None:
@@ -68,6 +68,12 @@ def plain_run(
 
 
 def record_engine(run: ActiveRun, engine: TorchEngine) -> None:
+    """Let the steps of `engine` be recorded, without dropout where ranks share samples. Collective at each step."""
+    record_steps(run, engine)
+    _enter_mode(engine.runtime)
+
+
+def record_steps(run: ActiveRun, engine: TorchEngine) -> None:
     """Let the steps of `engine` be recorded. Collective at each step."""
     specs = {spec.fqn: spec for spec in engine.adapter.param_specs()}
     blocks = Blocks(specs, engine._stage_runtime.process_group_for)
@@ -82,12 +88,11 @@ def record_engine(run: ActiveRun, engine: TorchEngine) -> None:
         gradient_of=lambda name, parameter: whole(name, safe_get_full_grad(parameter)),
         value_of=lambda name, parameter: whole(name, safe_get_full_fp32_param(parameter)),
         groups=lambda: engine.optimizer.param_groups,
-        records_draws=not _shares_samples(engine.runtime),
+        records_draws=not shares_samples(engine.runtime),
     )
     acted = run.record_of(engine.communicator.rank).acted
     for one in engine.rewrites:
         acted[one.name] = acted.get(one.name, 0) + len(one.modules) + len(one.parameters)
-    _enter_mode(engine.runtime)
     engine.before_update.append(recording.before_update)
 
     def end_step(loss: float | None) -> None:
@@ -97,12 +102,12 @@ def record_engine(run: ActiveRun, engine: TorchEngine) -> None:
     engine.after_step.append(end_step)
 
 
-def _shares_samples(runtime: EngineBuilder) -> bool:
+def shares_samples(runtime: EngineBuilder) -> bool:
     """Whether several ranks compute parts of one sample, and draw other random numbers than one rank would."""
     return any(runtime.mesh.has_several(axis) for axis in _SHARED_AXES)
 
 
 def _enter_mode(runtime: EngineBuilder) -> None:
     """Switch dropout off on this thread, for the rest of the run, where ranks draw other numbers by design."""
-    if _shares_samples(runtime):
+    if shares_samples(runtime):
         WithoutDropout().__enter__()  # type: ignore[no-untyped-call]

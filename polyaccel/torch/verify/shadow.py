@@ -11,9 +11,30 @@ from torch.overrides import TorchFunctionMode
 
 from polyaccel.config import Config
 
+_ARITHMETIC = frozenset(
+    {
+        *("accelerator", "comm", "optimizer", "gradient_clipping", "gradient_allreduce_op", "prescale_gradients"),
+        *("gradient_predivide_factor", "zero_optimization", "zero_allow_untested_optimizer"),
+        *("zero_force_ds_cpu_optimizer", "activation_checkpointing", "pipeline", "mesh", "tensor_parallel"),
+        *("sequence_parallel_size", "sequence_parallel", "expert_parallel", "use_data_before_expert_parallelism"),
+        *("tiled_compute", "data_parallel_size"),
+    }
+)
 _BUCKETS = 7
 _TILE_TOKENS = 4
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+
+
+def arithmetic_config(config: Config) -> Config:
+    """Return `config` with defaults in place of all that does not change what a step computes."""
+    default = Config()
+    rest = {name: getattr(default, name) for name in Config.model_fields if name not in _ARITHMETIC}
+    zero = config.zero_optimization
+    offload = type(zero)()
+    changes = {"offload_optimizer": offload.offload_optimizer, "offload_param": offload.offload_param}
+    return config.model_copy(
+        update={**rest, "matrix_kernels": "off", "zero_optimization": zero.model_copy(update=changes)}
+    )
 
 
 def shadow_config(config: Config, model: nn.Module) -> Config:

@@ -1,0 +1,97 @@
+"""Small batches of unlike lengths, made of the first micro-batches of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from polyaccel.errors import PolyaccelError
+from polyaccel.torch.data import loss_of
+from polyaccel.torch.verify.untouched import NotProvenError
+
+_SAMPLES = 4
+_TOKENS = 32
+"""More of them cost time and show nothing else: thresholds are lowered (`shadow_config`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a script gave an engine for one forward pass."""
+
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+
+    @staticmethod
+    def of(inputs: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
+        """Keep copies of the tensors, which the script may overwrite."""
+        return MicroBatch(inputs, named)._map(lambda one: one.detach().clone())
+
+    def in_float32(self) -> MicroBatch:
+        """Return the batch with floating tensors in float32."""
+        return self._map(lambda one: one.float() if one.is_floating_point() else one)
+
+    def call(self, engine: Callable[..., Any]) -> Any:
+        """Run `engine` on copies of the tensors."""
+        own = self._map(lambda one: one.clone())
+        return engine(*own.inputs, **own.named)
+
+    def for_train_batch(self) -> Any:
+        """Return what `train_batch` takes as a micro-batch. Raises NotProvenError where it takes none such."""
+        if self.inputs and self.named:
+            raise NotProvenError("inputs by place and by name cannot be given to train_batch")
+        return self.named or self.inputs
+
+    def first(self, samples: int, tokens: int) -> MicroBatch:
+        """Return at most the first `samples`, and `tokens` of each; all of either where tensors differ in them."""
+        tensors = [one for one in tree_leaves((self.inputs, self.named)) if isinstance(one, Tensor)]
+        counts = {one.shape[0] for one in tensors if one.dim()}
+        lengths = {one.shape[1] for one in tensors if one.dim() > 1}
+        are_tokens = any(one.dim() == 2 and one.dtype in (torch.int32, torch.int64) for one in tensors)
+        fewer = len(counts) == 1 and min(counts) > samples
+        shorter = are_tokens and len(counts) == len(lengths) == 1 and 0 < tokens < min(lengths)
+
+        def cut(one: Tensor) -> Tensor:
+            one = one[:samples] if fewer and one.dim() else one
+            return one[:, :tokens] if shorter and one.dim() > 1 else one
+
+        return self._map(cut)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        mapped = tree_map(lambda one: change(one) if isinstance(one, Tensor) else one, (self.inputs, self.named))
+        return MicroBatch(*mapped)
+
+    def _length(self) -> int:
+        tensors = [one for one in tree_leaves((self.inputs, self.named)) if isinstance(one, Tensor)]
+        return min((one.shape[1] for one in tensors if one.dim() > 1), default=0)
+
+    def small(self, multiple: int) -> tuple[MicroBatch, MicroBatch]:
+        """Return two small batches, the second of half the length of the first; lengths are multiples of `multiple`."""
+        tokens = min(_TOKENS, self._length()) // (2 * multiple) * 2 * multiple
+        return self.first(_SAMPLES, tokens), self.first(_SAMPLES, tokens // 2)
+
+
+def scalar_of(outputs: Any, *, may_stand_in: bool) -> Tensor:
+    """Return the loss among `outputs`; else, where it `may_stand_in`, a function of all of them.
+
+    Raises NotProvenError where the script computes its loss of outputs, and these are parts of samples.
+    """
+    try:
+        loss = loss_of(outputs)
+        if loss.numel() == 1:
+            return loss
+    except PolyaccelError:
+        pass
+    tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
+    if not may_stand_in or not tensors:
+        raise NotProvenError("the model returns no loss")
+    parts = []
+    for one in tensors:
+        flat = one.float().reshape(-1)
+        weights = torch.arange(flat.numel(), device=flat.device, dtype=torch.float32).mul_(0.7).cos_()
+        parts.append((flat * weights).mean())
+    return torch.stack(parts).sum()

@@ -1,0 +1,125 @@
+"""`Untouched`: a user's module as it was before its first rewrite, without the values of its parameters."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.config import Config
+from polyaccel.errors import PolyaccelError
+from polyaccel.torch.pipeline.module import PipelineModule
+from polyaccel.torch.random_copy import HOOKS
+from polyaccel.torch.sharding.tensor_shard import cuts_of
+from polyaccel.torch.verify.recording import attributes_of
+
+_PACKAGES = ("polyaccel", "torch", "transformers")
+
+
+class NotProvenError(PolyaccelError):
+    """Nothing can be proven of a training. The message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Untouched:
+    """A copy of a module: float32 parameters on the meta device, and own buffers and attributes."""
+
+    module: nn.Module
+    digest: str
+    """A digest of classes, names, shapes, numbers among attributes, config, ranks and versions."""
+
+    @staticmethod
+    def of(model: nn.Module, config: Config, world_size: int) -> Untouched:
+        """Copy `model`, which does not change. Raises NotProvenError where a copy would not be all of it."""
+        _check(model)
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            memo[id(parameter)] = _without_values(parameter)
+        for buffer in model.buffers():
+            if buffer.dtype in (torch.bfloat16, torch.float16):
+                memo[id(buffer)] = buffer.detach().float()
+        try:
+            return Untouched(copy.deepcopy(model, memo), _digest(model, config, world_size))
+        except Exception as error:  # of a class of the user's
+            raise NotProvenError(f"the model cannot be copied: {type(error).__name__}: {_line(error)}") from error
+
+    def with_values(self, values: Mapping[str, Tensor], like: nn.Module) -> nn.Module:
+        """Return a copy with `values` by name, in the training mode that the modules of `like` are in."""
+        memo: dict[int, Any] = {}
+        for name, parameter in self.module.named_parameters():
+            value = values[name].to(parameter.dtype, copy=True).view(parameter.shape)
+            made = memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            vars(made).update(vars(parameter))
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        modes = {name: one.training for name, one in like.named_modules()}
+        for name, one in copied.named_modules():
+            one.training = modes.get(name, one.training)
+        return copied
+
+
+def _without_values(parameter: nn.Parameter) -> nn.Parameter:
+    dtype = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
+    made = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
+    plain = {name: value for name, value in vars(parameter).items() if isinstance(value, (bool, int, float, str))}
+    vars(made).update(plain)
+    return made
+
+
+def _check(model: nn.Module) -> None:
+    """Raise NotProvenError for what a copy would lack, or share with the model."""
+    if isinstance(model, PipelineModule):
+        raise NotProvenError("a rank has only the layers of its stage")
+    if cuts_of(model):
+        raise NotProvenError("a rank has only its blocks of the parameters, because the model has cut itself")
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if any(getattr(module, hooks) for hooks in HOOKS):
+            raise NotProvenError(f"{where} has hooks, which a copy would share")
+        if "forward" in vars(module):
+            raise NotProvenError(f"{where} has a forward among its attributes, which a copy would share")
+        if "_orig_mod" in module._modules:
+            raise NotProvenError(f"{where} is compiled")
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise NotProvenError(f"{name} has hooks, which a copy would share")
+
+
+def _digest(model: nn.Module, config: Config, world_size: int) -> str:
+    digest = hashlib.sha256()
+    for line in (*_facts(model), config.model_dump_json(), str(world_size)):
+        digest.update(line.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _facts(model: nn.Module) -> Iterator[str]:
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield f"{package} {version(package)}"
+    for name in sorted({type(one).__module__ for one in model.modules()}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and name.partition(".")[0] not in _PACKAGES:
+            with suppress(OSError):
+                yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    for name, one in model.named_modules():
+        yield f"{name} {type(one).__module__}.{type(one).__qualname__} {one.training} {one.extra_repr()}"
+    for name, number in attributes_of(model):
+        yield f"{name} {number}"
+    for name, parameter in model.named_parameters():
+        yield f"{name} {tuple(parameter.shape)} {parameter.requires_grad}"
+    for name, buffer in model.named_buffers():
+        yield f"{name} {tuple(buffer.shape)} {buffer.dtype}"
+    yield str(getattr(model, "config", ""))
+
+
+def _line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:160]
