@@ -106,7 +106,8 @@ class PlainEngine(nn.Module):
         self._recording.before_update()
         clipping = self.runtime.config.gradient_clipping
         trained = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
-        norm = nn.utils.get_total_norm([one.grad for one in trained]) if trained else torch.tensor(0.0)
+        grads = [one.grad.double() for one in trained if one.grad is not None]  # as the engine adds up
+        norm = nn.utils.get_total_norm(grads).float() if grads else torch.tensor(0.0)
         if clipping:
             nn.utils.clip_grads_with_norm_(trained, clipping, norm)
         self.optimizer.step()

@@ -20,6 +20,7 @@ from polyaccel.torch.rewrites.engine import ActivationCheckpointing
 from polyaccel.torch.verify.first_step import FirstStepProof
 
 BASE = {
+    "verify": "auto",
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -68,7 +69,6 @@ class Counted(Net):
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    monkeypatch.delenv("POLYACCEL_VERIFY")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
