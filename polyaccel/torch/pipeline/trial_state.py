@@ -42,11 +42,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OWN_OF_MODULES}
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps values before an operation changes them in place, and notes reads that autograd does not see."""
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], reach: Callable[[], range]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = {_memory(one): one for one in parameters}
         self._tensors = {_memory(one): one for one in buffers} | self._parameters
         self._reach = reach
@@ -76,4 +76,4 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -135,3 +135,21 @@ def test_a_transform_beside_a_modules_own_parameters_says_what_works():
         assert engine.zero.params.gathered.live_numel == 0
 
     on_threads(2, work, seeded(Owner))
+
+
+def test_a_transform_over_a_sharded_weight_says_what_works():
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return grad(lambda weight: (inputs.detach().sum(0) @ weight.T).sum())(self.layer.weight).sum()
+
+    def work(communicator, model):
+        engine = polyaccel.initialize(model=model, config=make_config(3, zero=ZERO))[0]
+        with pytest.raises(ShardingError) as caught:
+            engine(data(0, 0))
+        assert all(part in str(caught.value) for part in ("torch.func", "torch.autograd.grad"))
+
+    on_threads(2, work, seeded(Owner))
