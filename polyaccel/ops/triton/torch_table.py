@@ -124,7 +124,7 @@ def _sum_plan(places: tuple[tuple[int, int, int], ...], device: torch.device) ->
     indices = np.array([index for index, _, _ in places])
     parts = [starts, lengths, indices, firsts, counts]
     plan = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
-    return plan.split([len(part) for part in parts])
+    return torch.split(plan, [len(part) for part in parts])
 
 
 class _TritonKernels(FusedKernels):
