@@ -10,6 +10,7 @@ an error that names the hint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -62,12 +63,9 @@ class ShardedParameter(ShowsGradient, nn.Parameter):
             sharded = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ShardedParameter]
             if sharded:
                 owner = _home(sharded[0]).owner
-                if owner is None:
-                    raise _not_here(sharded[0], func)
-                if (answer := owner.sharding.handle_state_dict_op(func, *args)) is not None:
+                if owner is not None and (answer := owner.sharding.handle_state_dict_op(func, *args)) is not None:
                     return answer
-                if not owner.sharding.try_unshard(sharded):
-                    raise _not_here(sharded[0], func)
+                _unshard(sharded, func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -110,6 +108,33 @@ def takes_hooks(module: nn.Module) -> bool:
     return scripted is None or not isinstance(module, scripted)
 
 
+def _unshard(sharded: list[nn.Parameter], what: Any) -> None:
+    """Make parameters whole for `what`. Raises ShardingError where that is not safe."""
+    owner = _home(sharded[0]).owner
+    if owner is None or not owner.sharding.try_unshard(sharded):
+        raise _not_here(sharded[0], what)
+
+
+@cache
+def _watch_transforms() -> None:
+    """Unshard what `torch.func`'s transforms wrap: they do so in C++, where `__torch_function__` is not called."""
+    from torch._functorch import eager_transforms, vmap
+
+    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+        if (wrap := getattr(module, name, None)) is not None:
+            setattr(module, name, _unsharding(wrap))
+
+
+def _unsharding(wrap: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(wrap)
+    def wrap_whole(tensor: Tensor, *args: Any) -> Tensor:
+        if isinstance(tensor, ShardedParameter):
+            _unshard([tensor], "a transform of torch.func")
+        return wrap(tensor, *args)
+
+    return wrap_whole
+
+
 def hide(parameter: nn.Parameter, home: ParamRecord, dtype: torch.dtype, device: torch.device) -> None:
     """Take the values of `parameter`, whose home is `home`, away; operations on it ask its adapter.
 
@@ -117,6 +142,7 @@ def hide(parameter: nn.Parameter, home: ParamRecord, dtype: torch.dtype, device:
     """
     if type(parameter) is ShardedParameter:
         return
+    _watch_transforms()
     if home.placeholder is None:
         home.placeholder = torch.empty(parameter.shape, dtype=dtype, device=device)
         home.placeholder.untyped_storage().resize_(0)
