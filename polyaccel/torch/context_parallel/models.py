@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Mapping
 from contextvars import Token
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -26,11 +27,14 @@ from transformers import PreTrainedModel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.context_parallel.batches import WholeBatch, own_part, target_count
+from polyaccel.torch.context_parallel.block_mask import DocumentMask
 from polyaccel.torch.context_parallel.huggingface import PREFIX, CutForward, current, registered
 from polyaccel.torch.context_parallel.loss_shift import loss_form
 from polyaccel.torch.context_parallel.losses import IGNORED, mean_of_ranks
 from polyaccel.torch.context_parallel.settings import SequenceSettings
 from polyaccel.torch.context_parallel.shares import TokenShares
+
+_log = getLogger(__name__)
 
 _FULL_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -54,6 +58,7 @@ class SequenceParallel:
         self._transformer.set_attn_implementation(name)
         if theirs._attn_implementation != name:
             raise _refusal(self._transformer, "its attention is not chosen by name (AttentionInterface)")
+        self._has_logged = False
         self._signature = inspect.signature(model.forward)
         self._loss = _loss_of(self._transformer)
         self._cut: _Pass | None = None
@@ -88,6 +93,7 @@ class SequenceParallel:
             return None
         rows, length = batch.shape
         shares, marks = self._shares(length), batch.marks()
+        self._log_documents(batch, marks)
         given = {**batch.named, "use_cache": False}
         tokens = batch.tokens
         assert tokens is not None
@@ -104,6 +110,17 @@ class SequenceParallel:
         whole_count = None if targets is None else target_count(targets)
         self._cut = _Pass(cut, current.set(cut), own_targets, whole_count)
         return (), own
+
+    def _log_documents(self, batch: WholeBatch, marks: DocumentMask) -> None:
+        if self._has_logged or batch.named.get("attention_mask") is not None:
+            return
+        if any(int(row.segments[-1]) for row in marks.rows):
+            self._has_logged = True
+            if self.communicator.rank == 0:
+                _log.warning(
+                    "sequence ranks separate the documents that position_ids mark; on one rank some models of "
+                    "transformers (OPT, BioGPT, AFMoE, Electra) let them attend to each other; logged once"
+                )
 
     def _is_cut(self, batch: WholeBatch) -> bool:
         has_labels = any(batch.named.get(name) is not None for name in ("labels", "shift_labels"))

@@ -105,6 +105,17 @@ def test_loss_and_gradients_are_those_of_one_rank(model, method, world, batch, l
     assert_one_rank(tiny(model), world, SequenceSettings(method), batch_of(batch, model, length), 1e-6)
 
 
+def test_packed_documents_are_logged_once(caplog):
+    def run(communicator):
+        own = tiny("llama").train()
+        apply_context_parallel(own, communicator, RING)
+        for kind in ("plain", "packed", "packed"):
+            own(**batch_of(kind, "llama", 24))
+
+    run_threads(2, run)
+    assert ["position_ids" in record.getMessage() for record in caplog.records] == [True]
+
+
 @combinations(
     core=["eager", "sdpa"],
     model=["llama", "mistral", "gpt2", "bert"],
