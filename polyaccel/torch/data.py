@@ -14,7 +14,7 @@ out, not when a worker has prepared it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import cycle, islice
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.errors import CheckpointError, ConfigError, PolyaccelError, Problem
 
 _LOG = logging.getLogger(__name__)
@@ -323,6 +324,22 @@ class RepeatingLoader(Iterator[_T]):
                 self._epoch = None
         problem = Problem("training_data", self.loader, "gives no micro-batch", "give it some data")
         raise ConfigError([problem], source="RepeatingLoader")
+
+
+def mean_to_host(losses: Sequence[Tensor], accelerator: Accelerator) -> Callable[[], float | None]:
+    """Queue a copy of the mean of `losses` to the host. The result waits for that copy and nothing queued later."""
+    if not losses:
+        return lambda: None
+    mean = torch.stack([loss.float() for loss in losses]).mean().to("cpu", non_blocking=True)
+    is_queued = accelerator.capabilities().streams
+    copied = accelerator.current_stream().record() if is_queued else None
+
+    def read() -> float:
+        if copied is not None:
+            copied.synchronize()
+        return float(mean)
+
+    return read
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -29,7 +29,15 @@ from polyaccel.torch.checkpoint.load import LoadOptions, frozen_with_states, loa
 from polyaccel.torch.checkpoint.offload_states import OffloadedStates, OffloadsStates
 from polyaccel.torch.checkpoint.unfreezing import is_due, migrate_optimizer_state
 from polyaccel.torch.checkpoint.whole_model import HasWholeModel
-from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader, call_with, cast_floats, loss_of, to_device
+from polyaccel.torch.data import (
+    RepeatingLoader,
+    ShardedDataLoader,
+    call_with,
+    cast_floats,
+    loss_of,
+    mean_to_host,
+    to_device,
+)
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.profiling.forward_work import ForwardWork
@@ -268,25 +276,12 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         if not self.counters.is_boundary:
             self.counters.advance()
             return
-        mean_loss = self._copy_mean_loss()  # asked for after the update, it would keep the host until that has ended
+        mean_loss = mean_to_host(
+            self._losses, self.accelerator
+        )  # asked for after the update, it would keep the host until that has ended
         self.optimizer.step()
         self._losses.clear()
         self._end_step(self.optimizer.param_groups, mean_loss(), lr_kwargs or {})
-
-    def _copy_mean_loss(self) -> Callable[[], float | None]:
-        """Queue a copy of the mean loss to the host. The result waits for the copy and nothing later."""
-        if not self._losses:
-            return lambda: None
-        mean = torch.stack([loss.float() for loss in self._losses]).mean().to("cpu", non_blocking=True)
-        is_queued = self.accelerator.capabilities().streams
-        copied = self.accelerator.current_stream().record() if is_queued else None
-
-        def read() -> float:
-            if copied is not None:
-                copied.synchronize()
-            return float(mean)
-
-        return read
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten. `closure` is

@@ -223,7 +223,7 @@ class StageModule:
                 )
             is_owner, is_user = self.stage == users[0], self.stage in users
             stand_in = _stand_in(parameter).requires_grad_(parameter.requires_grad and is_user)
-            if block is not None and not is_user:
+            if block is not None and not is_user and type(stand_in) is Tensor:  # a fake one is never changed
                 stand_in = RemoteParameter.of(stand_in, partial(self.is_changed_there, block))
             for _, module, name in () if is_owner else found:
                 del module._parameters[name]

@@ -9,7 +9,7 @@ an error that names the hint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any
 
@@ -108,7 +108,7 @@ def takes_hooks(module: nn.Module) -> bool:
     return scripted is None or not isinstance(module, scripted)
 
 
-def _unshard(sharded: list[nn.Parameter], what: Any) -> None:
+def _unshard(sharded: Sequence[nn.Parameter], what: Any) -> None:
     """Make parameters whole for `what`. Raises ShardingError where that is not safe."""
     owner = _home(sharded[0]).owner
     if owner is None or not owner.sharding.try_unshard(sharded):
