@@ -19,6 +19,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "causal/mamba": ("pipeline 2", "recomputation", "stage 3"),
     "masked/bert": ("tensor 2", "ring 2", "pipeline 2", "recomputation", "stage 3"),
     "sequence-to-sequence/t5": ("tensor 2", "recomputation", "tiles"),
+    "sequence-to-sequence/longt5": ("tensor 2", "tensor 3, stage 3"),
     "vision/vit": ("tensor 2", "pipeline 2", "recomputation", "stage 3"),
     "speech/whisper": ("recomputation", "stage 3"),
 }

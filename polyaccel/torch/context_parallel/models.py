@@ -114,7 +114,7 @@ class SequenceParallel:
     def _log_documents(self, batch: WholeBatch, marks: DocumentMask) -> None:
         if self._has_logged or batch.named.get("attention_mask") is not None:
             return
-        if any(int(row.segments[-1]) for row in marks.rows):
+        if any(len(row.cuts) > 2 for row in marks.rows):
             self._has_logged = True
             if self.communicator.rank == 0:
                 _log.warning(

@@ -50,7 +50,7 @@ _PLACE = re.compile(r"(idx|index|id|number)$|layer")
 _EPS = torch.finfo(torch.float32).eps
 _GRADIENT = "gradient of "
 _BY_HEAD = 4
-"""Dimensions of biases (batch, heads, queries, keys)."""
+"""Dimensions of biases (batch, heads, queries, keys); LongT5 has (1, 1, heads, queries, keys)."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class _Comparison:
     def has_biases(self, region: CutRegion) -> bool:
         """Whether an argument has a matrix for each head: then a block before this one may have cut it."""
         heads = sum(_head_counts(region))
-        return any(heads and len(shape) == _BY_HEAD and shape[1] == heads for shape in self._call.drawn_shapes())
+        return any(heads and len(shape) >= _BY_HEAD and shape[-3] == heads for shape in self._call.drawn_shapes())
 
     def tried(self, region: CutRegion, *, by_head: bool = False) -> tuple[CutRegion | None, str]:
         """Return `region`, with the shared weights that it needs, where whole and cut agree, else None and why. With
@@ -193,9 +193,9 @@ class _Comparison:
         counts = _head_counts(region) if by_head else ()
 
         def part(whole: Tensor, rank: int) -> Tensor:
-            if whole.dim() != _BY_HEAD or whole.shape[1] != sum(counts):
+            if whole.dim() < _BY_HEAD or whole.shape[-3] != sum(counts):
                 return whole
-            return whole.narrow(1, sum(counts[:rank]), counts[rank])
+            return whole.narrow(-3, sum(counts[:rank]), counts[rank])
 
         copies = [self._copy() for _ in range(self._ranks)]
         shapes = {name: tuple(one.shape) for name, one in copies[0].named_parameters(remove_duplicate=False)}
