@@ -141,7 +141,7 @@ def test_a_host_that_cannot_be_reached_is_named(two_hosts: Hosts, tmp_path: Path
     assert "ssh host9 (pid " in done.stderr
     assert "without a word of the ranks on host9" in done.stderr
     assert "Could not resolve hostname host9" in done.stderr
-    assert two_hosts.left() == []
+    two_hosts.wait_until_nothing_is_left()
 
 
 @pytest.fixture
