@@ -32,7 +32,7 @@ def page(rows: list[dict[str, Any]], day: date) -> str:
             "The tolerance follows from plain runs whose weights are moved by one unit in the last place. The rewrites",
             "are the same in every precision, so the models train in float32.",
             "",
-            "```sh",
+            "```text",
             'make test-zoo ARGS="--only causal/llama"',
             "```",
             "",
