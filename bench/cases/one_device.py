@@ -1,4 +1,4 @@
-"""Step time, memory and host synchronisations of a GPT on one device, beside plain torch and FSDP2.
+"""Step time, memory and host synchronisations of a GPT on one device, next to plain torch and FSDP2.
 
 `python -m bench one-device --size 350m` trains every variant in this process, one after another, in bf16:
 
@@ -51,7 +51,7 @@ VARIANTS = (
 
 
 class LargeGpt(nn.Module):
-    """GPT of a size of `SIZES` over 50,304 tokens, drawn alike by every variant."""
+    """GPT of a size of `SIZES` over 50,304 tokens, with the same weights in every variant."""
 
     def __init__(self, size: str, length: int) -> None:
         super().__init__()
@@ -96,13 +96,18 @@ def plain(args: argparse.Namespace, device: torch.device, *, compiled: bool) -> 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss: Tensor = called(tokens, targets)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(loss, model, optimizer)
         return loss
 
     return Built(step, torch.compiler.reset)
+
+
+def update(loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Run backward, clip and update as plain torch does."""
+    torch.autograd.backward(loss)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def fsdp2(args: argparse.Namespace, device: torch.device, *, offload: bool) -> Built:
@@ -122,10 +127,7 @@ def fsdp2(args: argparse.Namespace, device: torch.device, *, offload: bool) -> B
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(loss, model, optimizer)
         return loss
 
     return Built(step, lambda: None)
@@ -285,11 +287,11 @@ def update_rates(device: torch.device, numel: int = 1 << 28) -> dict[str, float]
     rule = OPTIMIZERS["AdamW"].rule({**ADAMW}, 3)
     buffers = [accelerator.allocate(numel, DType.FLOAT32) for _ in range(4)]
     out = accelerator.allocate(numel, DType.BFLOAT16)
-    update = kernels[UPDATE]
+    kernel = kernels[UPDATE]
     for buffer in buffers[:2]:
         buffer.raw.normal_()
-    found["polyaccel"] = rate(28 * numel, lambda: update(rule, buffers[0], buffers[1], buffers[2:]))
-    found["polyaccel_and_bf16"] = rate(30 * numel, lambda: update(rule, buffers[0], buffers[1], buffers[2:], out))
+    found["polyaccel"] = rate(28 * numel, lambda: kernel(rule, buffers[0], buffers[1], buffers[2:]))
+    found["polyaccel_and_bf16"] = rate(30 * numel, lambda: kernel(rule, buffers[0], buffers[1], buffers[2:], out))
     return found
 
 
