@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from planted_change import plant
 from torch import nn
 
 import polyaccel
@@ -116,18 +117,6 @@ def train(world=1, make_model=Net, *, optimizer=None, has_loss=True, steps=2, **
         return state
 
     return run_threads(world, program)
-
-
-def plant(monkeypatch, rewrite, change):
-    """Let `change` be made to the model after each application of `rewrite`."""
-    apply = rewrite.apply
-
-    def apply_wrongly(self, context):
-        done = apply(self, context)
-        change(context.model)
-        return done
-
-    monkeypatch.setattr(rewrite, "apply", apply_wrongly)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from planted_change import plant
 from torch import nn
 
 import polyaccel
@@ -91,18 +92,6 @@ def test_a_right_program_is_proven(case):
         assert proof.acted["tensor_parallel"] > 0
 
 
-def planted(monkeypatch, rewrite, change):
-    """Let `change` be made to the model after each application of `rewrite`."""
-    apply = rewrite.apply
-
-    def apply_wrongly(self, context):
-        done = apply(self, context)
-        change(context.model)
-        return done
-
-    monkeypatch.setattr(rewrite, "apply", apply_wrongly)
-
-
 def double_gradient(model):
     model.layers[1].fc2.bias.register_hook(lambda gradient: 2 * gradient)
 
@@ -120,7 +109,7 @@ def count_twice(model):
 
 
 def test_a_doubled_gradient_under_tensor_ranks(monkeypatch):
-    planted(monkeypatch, TensorParallel, double_gradient)
+    plant(monkeypatch, TensorParallel, double_gradient)
     proof = prove(threads_run(2, program(mesh={"tensor": 2})))
     assert (proof.findings[0].kind, proof.findings[0].name) == ("gradient", "layers.1.fc2.bias")
     assert proof.findings[0].found == pytest.approx(2 * proof.findings[0].wanted)
@@ -128,14 +117,14 @@ def test_a_doubled_gradient_under_tensor_ranks(monkeypatch):
 
 
 def test_an_output_off_by_a_factor_under_recomputation(monkeypatch):
-    planted(monkeypatch, ActivationCheckpointing, shift_output)
+    plant(monkeypatch, ActivationCheckpointing, shift_output)
     proof = prove(threads_run(2, program(activation_checkpointing={"enabled": True}, zero_optimization={"stage": 3})))
     assert not proof.is_proven
     assert proof.blamed == ("activation_checkpointing",)
 
 
 def test_a_buffer_updated_twice_shows_in_the_buffer_alone(monkeypatch):
-    planted(monkeypatch, ActivationCheckpointing, count_twice)
+    plant(monkeypatch, ActivationCheckpointing, count_twice)
     model = lambda: Net(norm=nn.BatchNorm1d)  # noqa: E731
     proof = prove(threads_run(1, program(model, activation_checkpointing={"enabled": True})))
     assert {one.kind for one in proof.findings} == {"buffer"}
