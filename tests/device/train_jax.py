@@ -1,4 +1,4 @@
-"""A job for the tests: a function of JAX on this machine's device, in views and native execution, beside float64."""
+"""A job for the tests: a function of JAX on this machine's device, in views and native execution, next to float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that nobody chose: torch's, transformers' and optax's public ones, on two ranks at stages 0, 2 and 3.
+"""Optimizers found by walking modules: torch's, transformers' and optax's, on two ranks at stages 0, 2 and 3.
 
 Each trains as plain torch or plain optax does, or is refused. `TESTS_OPTIMIZERS=full` takes all; otherwise each takes
 one stage, and of optax's every eighth is tried.

@@ -34,8 +34,8 @@ class UserWrites:
         Collective. Raises ShardingError on all ranks, naming parameter and ranks, where the values differ between
         ranks; then nothing is taken over.
         """
-        told = self._communicator.all_gather_object(list(changed))
-        names = list(dict.fromkeys(fqn for theirs in told for fqn in theirs))
+        gathered = self._communicator.all_gather_object(list(changed))
+        names = list(dict.fromkeys(fqn for theirs in gathered for fqn in theirs))
         if not names:
             return
         if self._communicator.world_size > 1:
@@ -43,7 +43,7 @@ class UserWrites:
             for fqn, values in zip(names, zip(*digests, strict=True), strict=True):
                 for ranks in self._holders(fqn):
                     if len({values[rank] for rank in ranks}) > 1:
-                        writers = [rank for rank in ranks if fqn in told[rank]]
+                        writers = [rank for rank in ranks if fqn in gathered[rank]]
                         raise _difference(fqn, {rank: values[rank] for rank in ranks}, writers, self._owner)
         for fqn in names:
             self.adopt(fqn)
@@ -59,8 +59,8 @@ class UserWrites:
         written: list[set[str]] = [set() for _ in range(self._communicator.world_size)]
         if not names:
             return written
-        told = self._communicator.all_gather_object([(self._digest(fqn), self.differs(fqn)) for fqn in names])
-        for fqn, found in zip(names, zip(*told, strict=True), strict=True):
+        gathered = self._communicator.all_gather_object([(self._digest(fqn), self.differs(fqn)) for fqn in names])
+        for fqn, found in zip(names, zip(*gathered, strict=True), strict=True):
             for ranks in self._holders(fqn):
                 digests = {rank: found[rank][0] for rank in ranks}
                 usual = max(digests.values(), key=[*digests.values()].count)
