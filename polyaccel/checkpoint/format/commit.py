@@ -120,7 +120,7 @@ def read_manifest(storage: Storage, commit: Commit) -> Manifest:
 
 
 def write_commit(storage: Storage, commit: Commit) -> None:
-    """Let the tag's marker name this save from now on."""
+    """Commit a checkpoint: replace the marker of its tag, which names this save from now on."""
     storage.write(f"{commit.tag}/{MARKER}", [commit.to_bytes()])
 
 
