@@ -13,7 +13,7 @@ from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.collective_call import require_success, run_on_all
 from polyaccel.checkpoint.format.pieces import reading
 from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
-from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
+from polyaccel.checkpoint.retention import KEEP_ALL, Retention
 from polyaccel.checkpoint.save import async_client
 from polyaccel.checkpoint.save.async_image import Image
 from polyaccel.checkpoint.save.per_node_thread import SavingThread, thread_communicator

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyaccel.cli.argument_types import positive, whole_number
 from polyaccel.cli.options import add_options
+from polyaccel.cli.parser import positive, whole_number
 from polyaccel.comm.flight_recorder.desync import Divergence, as_text, find_desync
 from polyaccel.comm.flight_recorder.dump import Dump, read_dump
 from polyaccel.errors import CommError

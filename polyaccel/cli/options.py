@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from polyaccel.cli.argument_types import non_negative, port, port_or_auto, whole_number
+from polyaccel.cli.parser import non_negative, port, port_or_auto, whole_number
 from polyaccel.launch.affinity import parse_cpulist
 from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S
 from polyaccel.launch.hosts import MOST_SLOTS

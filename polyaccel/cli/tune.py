@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from polyaccel.cli.argument_types import whole_number
+from polyaccel.cli.parser import whole_number
 from polyaccel.errors import LaunchError
 
 _DESCRIPTION = """\

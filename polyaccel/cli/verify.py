@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from polyaccel.cli.argument_types import whole_number
 from polyaccel.cli.options import add_options
+from polyaccel.cli.parser import whole_number
 from polyaccel.errors import PolyaccelError
 from polyaccel.verify.prove import Proof, prove
 from polyaccel.verify.variant import VARIABLE, Record, Variant

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from polyaccel.config.keys import Path, dotted, section_names, suggest_key, suggest_word
 from polyaccel.config.section import Section
-from polyaccel.config.unsupported_keys import Absent, absent_keys, entry_of, is_above
+from polyaccel.config.unsupported_keys import DROP_IN_KEYS, Absent, absent_keys, entry_of, is_above
 from polyaccel.errors import Problem
 
 M = TypeVar("M", bound=Section)
@@ -60,7 +60,8 @@ def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = 
     config, absent keys are suggested too: who spells one rightly learns that its feature does not exist."""
     if not suggests:
         return Problem(dotted((*prefix, *path)), value, "is not a known key", "remove it")
-    hint = suggest_key(model, path, () if prefix else absent_keys())
+    is_removed = not prefix and dotted(path) in DROP_IN_KEYS
+    hint = "remove it" if is_removed else suggest_key(model, path, () if prefix else absent_keys())
     if hint == "remove it" and not prefix:
         hint = "remove it; `polyaccel config check --deepspeed` explains keys of DeepSpeed"
     if prefix:

@@ -25,7 +25,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
 from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
 from polyaccel.checkpoint.format.tensors import PARAM
-from polyaccel.checkpoint.load.read_item import ReadItem
+from polyaccel.checkpoint.load.name_map import ReadItem
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.tagged_json import bytes_in

@@ -31,8 +31,7 @@ from polyaccel.core.types import DType, ParamSpec
 from polyaccel.engine.about import run_metadata
 from polyaccel.engine.base import EngineParts
 from polyaccel.engine.model_adapter import ModelAdapter
-from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of, loss_scaler_of
-from polyaccel.engine.policies.environment import replaced_values
+from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of, loss_scaler_of, replaced_values
 from polyaccel.engine.policies.modules import param_dtype_of
 from polyaccel.engine.policies.steps import plan_for, step_plan_for, step_policy
 from polyaccel.engine.policies.watching import alarms_of, monitors_of, trace_of

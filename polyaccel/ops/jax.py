@@ -18,9 +18,8 @@ import numpy as np
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import Formula, KernelTable, Rule, StochasticRounding
+from polyaccel.ops.base import Formula, KernelTable, Rule, StochasticRounding, by_op
 from polyaccel.ops.rounding import bfloat16_bits, float16_bits, halves, scramble
-from polyaccel.ops.table import by_op
 
 _ROW_NUMEL = 32
 

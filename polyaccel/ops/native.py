@@ -36,11 +36,11 @@ from polyaccel.ops.base import (
     Formula,
     KernelTable,
     StochasticRounding,
+    by_op,
     code_bits,
 )
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.rounding import halves
-from polyaccel.ops.table import by_op
 
 ABI_VERSION = 6
 VARIABLE = "POLYACCEL_NATIVE"

@@ -12,9 +12,14 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from polyaccel.checkpoint.collective_call import on_rank_0
-from polyaccel.checkpoint.in_memory.keepers import HostKeepers
 from polyaccel.checkpoint.in_memory.parts import files_of
-from polyaccel.checkpoint.in_memory.recovery import RecoverableStep, as_checkpoint, drop_others, find_survivor
+from polyaccel.checkpoint.in_memory.recovery import (
+    HostKeepers,
+    RecoverableStep,
+    as_checkpoint,
+    drop_others,
+    find_survivor,
+)
 from polyaccel.checkpoint.in_memory.writer import ReplicaWriter
 from polyaccel.checkpoint.load.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
 from polyaccel.checkpoint.save.protocol import SaveContents

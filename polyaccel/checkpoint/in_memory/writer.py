@@ -22,9 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from polyaccel.checkpoint.format.manifest import encode_plain
 from polyaccel.checkpoint.format.pieces import MAX_PIECE_NBYTES, FileLayout, PieceSpec, RankFile, TensorPiece
 from polyaccel.checkpoint.format.save_folders import rank_file
-from polyaccel.checkpoint.format.scalars import encode_plain
 from polyaccel.checkpoint.format.tensors import PARAM, Piece, TensorEntry
 from polyaccel.checkpoint.in_memory.images import BufferSlot, DoubleBuffer, MemoryBudget, NoRoom
 from polyaccel.checkpoint.in_memory.neighbours import NeighbourCopies

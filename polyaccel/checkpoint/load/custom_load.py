@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from polyaccel.checkpoint.format.tensors import BUFFER as BUFFER
 from polyaccel.checkpoint.format.tensors import PARAM, TensorEntry
-from polyaccel.checkpoint.load.name_map import Part, RenamedReader
-from polyaccel.checkpoint.load.read_item import ReadItem
+from polyaccel.checkpoint.load.name_map import Part, ReadItem, RenamedReader
 from polyaccel.checkpoint.load.reader import CheckpointReader
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType

@@ -16,11 +16,14 @@ to the ranks by notes. The steps are the same; the order is everything, see [Not
 | tidy | | moves `latest`, then deletes what is no longer needed |
 
 A failure before the first marker removes the folder on every storage. After it the save counts, whatever fails.
+
+[Note: Save protocol] in `protocol`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -33,14 +36,14 @@ from polyaccel.checkpoint.format.commit import (
     MANIFEST,
     Commit,
     check_tag,
+    place_id,
     read_commit,
     tag_names,
     write_commit,
     write_latest,
 )
-from polyaccel.checkpoint.format.identity import place_id
-from polyaccel.checkpoint.format.manifest import Manifest
-from polyaccel.checkpoint.format.pieces import FileLayout, RankFile, Read, TensorPiece
+from polyaccel.checkpoint.format.manifest import Manifest, encode_plain
+from polyaccel.checkpoint.format.pieces import FileLayout, RankFile, Read, TensorPiece, reading
 from polyaccel.checkpoint.format.save_folders import (
     clear_leftovers,
     discard,
@@ -49,13 +52,11 @@ from polyaccel.checkpoint.format.save_folders import (
     rank_file,
     save_number,
 )
-from polyaccel.checkpoint.format.scalars import encode_plain
 from polyaccel.checkpoint.format.tensors import build_tensors
-from polyaccel.checkpoint.retention.deletion import prune
-from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.retention import KEEP_ALL, Retention, prune
 from polyaccel.checkpoint.save.per_node import complete_markers
 from polyaccel.checkpoint.save.ranks import CollectiveRanks, SaveRanks
-from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.base import Storage, as_storage
 from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -330,3 +331,38 @@ def _may_be_committed(storage: Storage, tag: str, folder: str) -> bool:
     except CheckpointError:
         return True
     return commit is not None and commit.save == folder
+
+
+def save_checkpoint(
+    storage: Storage | str | os.PathLike[str],
+    tag: str,
+    *,
+    communicator: Communicator,
+    pieces: Iterable[TensorPiece],
+    scalars: Mapping[str, Any],
+    rank_blobs: Mapping[str, bytes],
+    tag_validation: TagValidation = "Warn",
+    save_latest: bool = True,
+    about: Mapping[str, Any] = MappingProxyType({}),
+    retention: Retention = KEEP_ALL,
+) -> Commit:
+    """Save a checkpoint under `tag`, replacing one of that name; every rank calls this with its own pieces and blobs.
+
+    `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.format.manifest`), checked on every rank; so is
+    `about`, which describes the run. When the call returns, on any rank, the checkpoint is complete and durable, and
+    `latest` names it if `save_latest`; but `latest` never moves to parameters that are not finite, of which the log
+    warns. Last of all, rank 0 deletes the tags that its `retention` does not keep.
+
+    Raises CheckpointError on every rank when anything failed on any. The tag is then what it was before, or, if the
+    very last steps failed, the new checkpoint, whole; `latest` and other tags are intact. Raises CommTimeout when a
+    rank does not take part.
+    """
+    tag, part, intents = agree_on_parts(
+        communicator,
+        tag,
+        lambda: SavePart.checked(communicator.rank, SaveContents(lambda: pieces, scalars, rank_blobs), about),
+        tag_validation,
+    )
+    task = SaveTask(as_storage(storage), tag, part, reading(part.contents), save_latest, retention)
+    ranks = CollectiveRanks.of(task.storage, communicator)
+    return save_parts(ranks, task, [intent.nbytes for intent in intents])

@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
             names = orbax.write(out, tensors, report)
         elif other is None:
-            from polyaccel.checkpoint.convert.formats import torch_dcp_write
+            from polyaccel.checkpoint.convert.formats import torch_dcp
 
-            names = torch_dcp_write.write(out, reader, tensors, report)
+            names = torch_dcp.write(out, reader, tensors, report)
         else:
             out.mkdir(parents=True, exist_ok=True)
             names = other(out, reader, tensors, report)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyaccel.cli.argument_types import non_negative, positive, whole_number
+from polyaccel.cli.parser import non_negative, positive, whole_number
 from polyaccel.errors import PolyaccelError
 
 if TYPE_CHECKING:

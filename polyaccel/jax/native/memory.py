@@ -19,7 +19,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.program import Held
-from polyaccel.zero.buckets.replicas import Replica
+from polyaccel.zero.buckets.bucket_params import Replica
 from polyaccel.zero.plan.layout import Bucket, ShardLayout, Slot
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION, Placement, ZeroPolicy
 from polyaccel.zero.update.consistency import Consistency

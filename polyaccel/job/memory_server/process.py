@@ -22,12 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from math import inf
+from pathlib import Path
 from threading import BoundedSemaphore, Condition, Lock, Thread
 from time import monotonic
 from typing import Any
 
+from polyaccel.core.cgroup import memory_limit_nbytes
 from polyaccel.job.memory_server.client import KeeperClient
-from polyaccel.job.memory_server.memory import default_limit_nbytes
 from polyaccel.job.memory_server.protocol import (
     MOST_KEY_LENGTH,
     ProtocolError,
@@ -44,6 +45,7 @@ HERE = b"."
 """The answer to any line on standard input."""
 _GREETING_S = 10.0
 _MOST_CONNECTIONS = 4096
+_SHARE_OF_MEMORY = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +302,10 @@ def _line(descriptor: int) -> bytes:
 
 if __name__ == "__main__":
     main(sys.argv)
+
+
+def default_limit_nbytes() -> int:
+    """Three quarters of the memory of this host, or of what a control group leaves of it to this process."""
+    total_nbytes = int(Path("/proc/meminfo").read_text().split("\n", 1)[0].split()[1]) * 1024
+    limit = memory_limit_nbytes()
+    return int(_SHARE_OF_MEMORY * (total_nbytes if limit is None else min(total_nbytes, limit)))

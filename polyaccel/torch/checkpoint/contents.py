@@ -19,9 +19,8 @@ from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
-from polyaccel.torch.checkpoint.extra_states import extra_state_blobs, merged_blobs
 from polyaccel.torch.checkpoint.random_states import RandomStates
-from polyaccel.torch.checkpoint.saved_buffers import module_buffers
+from polyaccel.torch.checkpoint.saved_buffers import extra_state_blobs, merged_blobs, module_buffers
 from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.sharding.buffers import plain_values
 from polyaccel.torch.sharding.module_adapter import TorchAdapter

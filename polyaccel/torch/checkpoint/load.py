@@ -23,12 +23,15 @@ from polyaccel.errors import CheckpointError, ConfigError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.checkpoint.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, tied_names
 from polyaccel.torch.checkpoint.custom_loading import CustomLoad, CustomLoading
-from polyaccel.torch.checkpoint.extra_states import (
+from polyaccel.torch.checkpoint.random_states import RandomStates
+from polyaccel.torch.checkpoint.saved_buffers import (
+    Reader,
+    module_buffers,
+    read_buffer,
+    saved_buffers,
     saved_extra_states,
     set_extra_states,
 )
-from polyaccel.torch.checkpoint.random_states import RandomStates
-from polyaccel.torch.checkpoint.saved_buffers import Reader, module_buffers, read_buffer, saved_buffers
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.trained_state import over_stages
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from polyaccel.accelerators.detect import choose_accelerator, host_accelerator
-from polyaccel.comm.collectives.fake import FakeCommunicator
+from polyaccel.comm.collectives.single import FakeCommunicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.table import PipelineTable
 from polyaccel.planner.model import ActivationNeeds, ModelShape, StageNeeds
@@ -26,9 +26,8 @@ from polyaccel.torch.estimate.stage_memory import estimate_stage_memory
 from polyaccel.torch.experts.models import cut_expert_shapes, has_experts
 from polyaccel.torch.profiling.forward_work import product_speed
 from polyaccel.torch.settings import TileSettings
-from polyaccel.torch.tensor_parallel.make_plan import plan_by
+from polyaccel.torch.tensor_parallel.make_plan import plan_by, shared_by
 from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
-from polyaccel.torch.tensor_parallel.shapes import shared_by
 from polyaccel.torch.tiled.models import TiledModel
 
 

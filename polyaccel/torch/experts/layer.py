@@ -16,9 +16,8 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.experts import gates
 from polyaccel.torch.experts.gates import RoutingDecision
-from polyaccel.torch.experts.products import GroupedProducts, computed
+from polyaccel.torch.experts.products import GroupedProducts, Rowwise, computed
 from polyaccel.torch.experts.routing import capacity_of, chosen_by_experts, kept_choices, route
-from polyaccel.torch.experts.rowwise import Rowwise
 
 
 def loss_free_balancer(model: nn.Module, ranks: Callable[[], Communicator]) -> Callable[[bool], None] | None:

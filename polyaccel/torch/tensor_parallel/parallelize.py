@@ -35,8 +35,7 @@ from polyaccel.torch.tensor_parallel.layers import (
 from polyaccel.torch.tensor_parallel.plan import CutModule, CutPlan, TokenPlan
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 from polyaccel.torch.tensor_parallel.regions import Regions, sync_rng
-from polyaccel.torch.tensor_parallel.sequence_parallel.layers import TokenBlock, TokenRegion
-from polyaccel.torch.tensor_parallel.sequence_parallel.stream import TokenStream
+from polyaccel.torch.tensor_parallel.sequence_parallel import TokenBlock, TokenRegion, TokenStream
 
 _log = logging.getLogger(__name__)
 _KINDS: dict[str, type] = {

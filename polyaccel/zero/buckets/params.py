@@ -19,10 +19,9 @@ from polyaccel.comm.work import Work
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.offload.tier import Tier
-from polyaccel.zero.buckets.bucket_params import BucketParams
+from polyaccel.zero.buckets.bucket_params import BucketParams, Replica, replicas_of
 from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
 from polyaccel.zero.buckets.param_listener import ParamListener
-from polyaccel.zero.buckets.replicas import Replica, replicas_of
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.plan.bucket_plan import StepPlan

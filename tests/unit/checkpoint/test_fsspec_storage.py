@@ -17,7 +17,7 @@ import pytest
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.retention import Retention
 from polyaccel.checkpoint.storage import fsspec as module
 from polyaccel.checkpoint.storage.fsspec import FsspecStorage, part_nbytes
 from polyaccel.comm.base import Communicator

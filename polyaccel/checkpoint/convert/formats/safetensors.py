@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, file_names, in_files, index_of
-from polyaccel.checkpoint.convert.formats.model_files import find_files
-from polyaccel.checkpoint.convert.formats.trainer_states import with_states
+from polyaccel.checkpoint.convert.formats.model_files import find_files, with_states
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming
 from polyaccel.checkpoint.format.pieces import SAFETENSORS_TYPES
 from polyaccel.checkpoint.storage.base import FileStorage

@@ -16,22 +16,28 @@ What a rank draws in between is its own: its numbers are those of other tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.sharding.units import find_blocks
 from polyaccel.torch.tensor_parallel.functions import gathered, part_of, shared_weight, summed_part
+from polyaccel.torch.tensor_parallel.plan import CutPlan, TokenPlan
 from polyaccel.torch.tensor_parallel.products import as_autocast, changeable, chosen, input_grad, product, weight_grads
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks, even_parts
 from polyaccel.torch.tensor_parallel.regions import Regions
+from polyaccel.torch.tensor_parallel.structure import CutRegion
 
 _DIM = 1
 """Of what passes between blocks (batch, tokens, features)."""
+_NAME = "hidden_states"
+_KEY = "tensor_parallel.sequence_sharded"
 
 
 class TokenStream:
@@ -178,3 +184,113 @@ class _ColumnOfTokens(Function):
         of_x = input_grad(ctx, grad, weight, None) if ctx.needs_input_grad[0] else None
         x = None if part is None else ctx.again.whole(part)
         return of_x, None, *weight_grads(ctx, grad, x, of_bias=ctx.needs_input_grad[3]), None, None
+
+
+class TokenBlock(nn.Module):
+    """A block, which runs on this rank's tokens. The first one is given all, and the last one gives all."""
+
+    tokens: TokenStream
+    is_first: bool
+    is_last: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block gives. What it is called with is kept where it is recomputed: tokens are cut before."""
+        if self.is_first:
+            part = self.tokens.begin(_input_of(self, args, kwargs), draws_apart=self.training)
+            args, kwargs = _with_input(part, args, kwargs)
+        out = super().__call__(*args, token_sizes=self.tokens.sizes, **kwargs)
+        if not self.is_last:
+            return out
+        return (self.tokens.end(out[0]), *out[1:]) if isinstance(out, tuple) else self.tokens.end(out)
+
+    def forward(self, *args: Any, token_sizes: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
+        """The block's own, on tokens of a pass with `token_sizes`."""
+        with self.tokens.in_pass(token_sizes):
+            return super().forward(*args, **kwargs)
+
+
+class TokenRegion(nn.Module):
+    """A module that works on all tokens: attention, or a feed-forward layer. What it gives is this rank's tokens."""
+
+    tokens: TokenStream
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        with self.tokens.region(_input_of(self, args, kwargs)) as whole:
+            args, kwargs = _with_input(whole, args, kwargs)
+            return super().forward(*args, **kwargs)
+
+
+def _input_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What the module works on. Raises ShardingError where that is not found."""
+    found = args[0] if args else kwargs.get(_NAME)
+    if isinstance(found, Tensor):
+        return found
+    kind = type(module).__name__
+    raise ShardingError(
+        f"a {kind} is called without tokens: neither is its first argument a tensor, nor has it one named {_NAME}",
+        hint="leave tensor_parallel.sequence_sharded out",
+        value=kind,
+    )
+
+
+def _with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with `x` in place of what the module works on."""
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, _NAME: x})
+
+
+def with_shared_tokens(plan: CutPlan, model: nn.Module, regions: Iterable[CutRegion]) -> CutPlan:
+    """`plan`, and that ranks share tokens between its `regions`.
+
+    Raises ShardingError, naming a module, for a model that has something else than norms between attention and
+    feed-forward layers, or whose regions are not modules inside of blocks of one list.
+    """
+    modules = dict(model.named_modules())
+    inside = {region.name: region for region in regions}
+    blocks = tuple(find_blocks(model))
+    lists = {name.rpartition(".")[0] for name in blocks}
+    kind = type(model).__name__
+    if len(lists) != 1 or not inside:
+        raise _refused(kind, f"it has {len(lists)} lists of blocks, and not one")
+    for name, region in inside.items():
+        _check_region(region, blocks, plan, modules)
+        if not any(name.startswith(f"{block}.") for block in blocks):
+            raise _refused(name, "it is not a module inside of a block")
+    weights = {}
+    for block in blocks:
+        if not any(name.startswith(f"{block}.") for name in inside):
+            raise _refused(block, "nothing of it is cut")
+        for name, module in modules[block].named_modules(prefix=block):
+            own = dict(module.named_parameters(recurse=False))
+            if not own or any(name == region or name.startswith(f"{region}.") for region in inside):
+                continue
+            if any(parameter.dim() != 1 for parameter in own.values()):
+                raise _refused(name, "it stands between regions that are cut, and is not a norm")
+            weights[name] = tuple(own)
+    return replace(plan, tokens=TokenPlan(blocks, tuple(inside), weights))
+
+
+def _check_region(region: CutRegion, blocks: Iterable[str], plan: CutPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Raise ShardingError for a region that needs more than its tokens gathered before and its outputs added up."""
+    by_name = {each.name: each for each in plan.modules}
+    if region.name in blocks:
+        raise _refused(region.name, "its layers stand in the block itself, and not in a separate module")
+    for layer in region.layers:
+        if not layer.startswith(f"{region.name}."):
+            raise _refused(region.name, f"{layer} stands outside of it")
+    rows = [each for each in region.modules if each.how == "row"]
+    if len(rows) != 1:
+        raise _refused(region.name, "it has experts, or ends in no layer that is cut by its inputs")
+    for name, module in modules[region.name].named_modules(prefix=region.name):
+        own = [each for each, _ in module.named_parameters(recurse=False)]
+        cut = by_name.get(name)
+        if own and (cut is None or cut.sizes is not None or cut.how not in ("column", "row", "shared weights")):
+            raise _refused(name, "its weights are whole, and all ranks compute the same with them")
+
+
+def _refused(name: str, why: str) -> ShardingError:
+    return ShardingError(
+        f"{_KEY}: tensor ranks cannot share the tokens of {name}: {why}",
+        hint=f"leave {_KEY} out, or share sequences by sequence_parallel_size",
+        value=name,
+    )
