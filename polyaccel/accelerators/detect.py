@@ -3,7 +3,7 @@
 The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority; where two
 have that one, the user must choose. A device is present when its plugin's `probe()` says so; that its package can be
 imported proves nothing. A name that no plugin has may be that of a device which torch knows
-(`polyaccel.accelerators.torch_generic`), or else JAX (`polyaccel.accelerators.jax_device`). The decision is logged
+(`polyaccel.accelerators.torch_generic`), or else JAX (`polyaccel.accelerators.jax_generic`). The decision is logged
 once, with the package it came from and its version.
 """
 
@@ -145,10 +145,7 @@ def _from_environment() -> tuple[str | None, str]:
 
 
 def _torch_device(name: str, origin: str) -> Accelerator | None:
-    """The accelerator for devices of the type that torch calls `name`; None where torch knows no such type.
-
-    Raises PluginNotFound where torch knows the type but sees no device of it.
-    """
+    """Return the accelerator for torch's device type `name`; None if torch has no such type."""
     if find_spec("torch") is None:
         return None
     from polyaccel.accelerators.torch_generic import device_plugin
@@ -168,7 +165,7 @@ def _jax_device(name: str, origin: str) -> Accelerator | None:
     """The accelerator for the platform that JAX calls `name`; None where JAX has no such platform."""
     if find_spec("jax") is None:
         return None
-    from polyaccel.accelerators.jax_device import device_plugin
+    from polyaccel.accelerators.jax_generic import device_plugin
 
     plugin = device_plugin(name)
     if plugin is None:

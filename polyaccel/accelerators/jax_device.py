@@ -13,11 +13,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from polyaccel.accelerators import device_probe
-from polyaccel.accelerators.base import Accelerator, Capabilities, DeviceQueue, MemoryStats, Probe, Stream
+from polyaccel.accelerators.base import Accelerator, Capabilities, DeviceQueue, MemoryStats, Stream
 from polyaccel.accelerators.memory.numpy import allocate_numpy
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DeviceId, DType
@@ -165,25 +164,3 @@ class JaxAccelerator(Accelerator):
 
     def current_stream(self) -> Stream:
         return DeviceQueue(self.synchronize)
-
-
-def device_plugin(platform: str) -> type[GenericJaxAccelerator] | None:
-    """The accelerator for JAX's devices of this platform; None if JAX has none."""
-    try:
-        jax.local_devices(backend=platform)
-    except (RuntimeError, AssertionError):  # not a platform of this installation, or one that does not start
-        return None
-    members = {"name": platform, "jax_platform": platform, "__module__": __name__}
-    return type(GenericJaxAccelerator.__name__, (GenericJaxAccelerator,), members)
-
-
-class GenericJaxAccelerator(JaxAccelerator):
-    """A platform of JAX that no plugin is for. `device_plugin` makes the classes."""
-
-    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
-
-    @classmethod
-    def probe(cls) -> Probe:
-        count = len(jax.local_devices(backend=cls.jax_platform))
-        found = f"jax {jax.__version__} sees {count} {cls.name} device{'s' if count > 1 else ''}"
-        return device_probe.usable(f"{found}; no plugin is for it")

@@ -136,10 +136,7 @@ _read: dict[str, dict[tuple[Commit, str], SavedTag]] = {}
 
 
 def prune(storage: Storage, retention: Retention) -> tuple[str, ...]:
-    """Delete the tags of `storage` that `retention` does not keep, one process at a time. Returns those deleted.
-
-    What cannot be looked at or deleted wastes room, but does no harm, and is logged.
-    """
+    """Delete the tags that `retention` does not keep; return them. Failures are logged."""
     deleted: list[str] = []
     if retention.keeps_all:
         return ()

@@ -88,10 +88,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _as_deepspeed(file: str, world_size: int, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the drop-in makes of a config, and a sentence for each change.
-
-    Raises ConfigError where the drop-in is missing or refuses the config.
-    """
+    """Return the drop-in's form of a config, and a sentence for each change."""
     found = [point for point in metadata.entry_points(group=READERS) if point.name == "deepspeed"]
     if not found:
         hint = "pip install ./plugins/polyaccel-deepspeed"
@@ -106,8 +103,7 @@ def _as_deepspeed(file: str, world_size: int, settings: dict[str, Any]) -> tuple
 
 
 def _implied_world_size(config: Config) -> int:
-    """The number of ranks for which three given batch sizes agree, or the least that `elasticity` has; 1 when they
-    leave it open or never agree."""
+    """Return the ranks for which the batch sizes agree, or the least of `elasticity`; 1 if undetermined."""
     from polyaccel.config.elastic import compute_elastic_config
 
     if config.elasticity.enabled:

@@ -67,8 +67,7 @@ def manifest(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
 
 
 def words(job: Job) -> Iterator[str]:
-    """The options of `polyaccel run`, but those about hosts and exported variables, its script and the arguments, that
-    make this job."""
+    """Return the options of `polyaccel run` for this job, without hosts and exported variables."""
     if job.bind_cores:
         yield "--bind-cores"
     if job.cores is not None:

@@ -42,8 +42,7 @@ def job_of(
     *,
     variables: Mapping[str, str] | None = None,
 ) -> Job:
-    """The job that the options describe. `variables` are for ranks anywhere; None: other hosts get those of the files
-    `ENVIRONMENT_FILE`. Raises LaunchError, naming the option or the file's line."""
+    """Return the job that the options describe; `variables` None: other hosts read files `ENVIRONMENT_FILE`."""
     hosts = choose_hosts(args, count_ranks)
     node = _node(args, hosts)
     given = {**(variables or {}), **dict(_exported(args.export, environment))}

@@ -54,11 +54,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with the arguments `argv` (None: those of the process) and return its exit code.
-
-    1 stands for an error, whose message goes to standard error, and 2 for wrong arguments. A traceback is shown only
-    with -v before the verb, or POLYACCEL_DEBUG=1.
-    """
+    """Run the command `argv` (None: this process's); return 1 for errors, 2 for wrong arguments."""
     open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -51,10 +51,7 @@ def add_parser(subparsers: _SubParsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the job that the arguments describe. Returns its exit code.
-
-    Raises PluginNotFound for a launcher that is not installed, LaunchError for one that cannot be used here.
-    """
+    """Start the job that the arguments describe; return its exit code."""
     if args.emit is not None:
         print(manifest(args, os.environ), end="")
         return 0
@@ -120,8 +117,7 @@ def pid_file(suffix: str) -> Iterator[None]:
 
 
 def shown_plan(plan: LaunchPlan, environment: Mapping[str, str], secret: str = "") -> str:
-    """The processes of a plan as lines for a shell, with the variables that differ from `environment`; the job's
-    `secret` is left out, and the user's are hidden."""
+    """Return a plan's processes as shell lines, with changed variables; secrets are hidden."""
     lines = []
     for rank in plan.ranks:
         own = {name: value for name, value in rank.environment.items() if environment.get(name) != value}
@@ -146,11 +142,7 @@ def choose_launcher(name: str) -> Launcher:
 
 
 def count_ranks() -> int:
-    """The ranks that `--nproc auto` means: one a device of the accelerator that would be chosen.
-
-    The CPU is one device, however many sockets it has; ranks that each stay within a NUMA node use its memory better
-    than one that spans several, so there it is one rank a node.
-    """
+    """Return the ranks of `--nproc auto`: one a device; on CPUs one a NUMA node, whose memory is near."""
     from polyaccel.accelerators.detect import (
         choose_accelerator,
     )  # may import torch, which an explicit --nproc has no use for

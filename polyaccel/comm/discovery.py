@@ -100,10 +100,7 @@ def discover(
 
 
 def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[DiscoveryRow]:
-    """A row for each source: the variables that it sees, whether `discover()` would read it, and its error if any.
-
-    Imports nothing and sends nothing.
-    """
+    """Return a row for each source: its variables, whether `discover()` reads it, and its error. Sends nothing."""
     request = Request(os.environ if environ is None else environ)
     matched = False
     for source in SOURCES[1:]:
@@ -114,8 +111,7 @@ def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[Discovery
 
 
 def export_torchrun_env(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
-    """Copy the variables of other launchers to torchrun's, and set gloo's network interface where it would take a wrong
-    one. What is set stays."""
+    """Export other launchers' variables as torchrun's, and gloo's interface where its choice is wrong."""
     if rendezvous.world_size == 1:
         return
     values: dict[str, object] = {}

@@ -82,11 +82,7 @@ def initialized_world() -> tuple[int, int] | None:
 
 
 def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline, enter: Callable[[], object]) -> None:
-    """Make torch's default group over `backend`, or adopt the script's. Nothing happens for one process without one.
-
-    `enter` is called in the thread that makes the group: libraries remember a device by thread. Raises CommTimeout,
-    with what this rank waited for and which ranks were there, when ranks are missing at the `deadline`.
-    """
+    """Make torch's default group over `backend`, or adopt the script's; `enter` runs in that thread."""
     adopted = initialized_world()
     if rendezvous.world_size == 1 and adopted is None:
         return
@@ -103,10 +99,7 @@ def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline,
 
 
 def store_all_gather(topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
-    """Every rank's `text` for `topic`, in rank order, through the store of the default group.
-
-    Raises CommTimeout, naming them, when ranks post none before the `deadline`, and CommError when the store ends.
-    """
+    """Return every rank's `text` for `topic` in rank order. Raises CommTimeout, CommError if the store ends."""
     from torch.distributed import distributed_c10d
 
     return _exchange(distributed_c10d._get_default_store(), topic, rank, world_size, text, deadline)

@@ -263,9 +263,7 @@ class ResolvedConfig(Config):
         return json.dumps(tree if secrets else redact_tree(tree), indent=2) + "\n"
 
     def public_tree(self) -> dict[str, Any]:
-        """Return the complete config as a tree of JSON for other readers: options of plugins, which may be keys, are
-        left out.
-        """
+        """Return the config as JSON without plugins' options, which may hold keys."""
         tree: dict[str, Any] = redact_tree(self.model_dump(mode="json", by_alias=True))
         tree["checkpoint"]["storage"], _ = self.checkpoint.storage_plugin
         tree["monitors"] = sorted(self.monitors)

@@ -16,8 +16,7 @@ _PACKAGES = ("polyaccel", "torch", "jax", "numpy", "safetensors", "transformers"
 
 
 def run_metadata(config: Mapping[str, Any], storage: str, accelerator: Accelerator, mesh: Mesh) -> dict[str, Any]:
-    """Plain values: versions of packages, the plugins and where they are from, the mesh, and `config`, a tree of JSON.
-    `storage` is the name of the storage's plugin."""
+    """Return versions, plugins, mesh and `config` as plain values; `storage` is the plugin's name."""
     return {
         "packages": {name: version for name in _PACKAGES if (version := _version(name))} | {"python": _python()},
         "plugins": {

@@ -29,8 +29,7 @@ def training_facts(
     settings: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> list[str]:
-    """What must be equal on all ranks, a line for each fact: versions of packages and plugins, as `run_metadata` has
-    them, parameters in order, optimizer groups, settings by key."""
+    """Return a line for each fact that must be equal on all ranks: versions, parameters, groups, settings."""
     return [*_versions(about), *_parameters(specs), f"optimizer {optimizer}", *_groups(groups), *_settings(settings)]
 
 
@@ -64,10 +63,7 @@ def _settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def require_same_training(communicator: Communicator, facts: Sequence[str]) -> None:
-    """Raise ShardingError on all ranks, naming the first difference and the ranks, unless all have equal `facts`.
-
-    Collective. One small message, and the facts themselves only where they differ.
-    """
+    """Raise ShardingError on all ranks with the first difference in `facts`. Collective, one small message."""
     if communicator.world_size == 1:
         return
     digest = blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
@@ -93,8 +89,7 @@ def require_same_training(communicator: Communicator, facts: Sequence[str]) -> N
 
 
 def warn_of_uneven_batches(communicator: Communicator, micro_batch_size: int) -> None:
-    """Warn, on rank 0, where ranks have micro-batches of different sizes, which weigh the same in the mean over ranks.
-    Collective."""
+    """Warn on rank 0 of micro-batches of different sizes, which weigh the same in the mean. Collective."""
     if communicator.world_size == 1:
         return
     ranks_of: dict[int, list[int]] = {}

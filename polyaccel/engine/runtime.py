@@ -84,8 +84,7 @@ class EngineBuilder:
         return self.config.fp16.enabled and self.config.fp16.auto_cast
 
     def engine_parts(self) -> EngineParts:
-        """The parts of every frontend's engine. Collective where the config has monitors or a folder; see
-        `start_monitoring`."""
+        """Return the parts of every engine. Collective where the config has monitors or a folder."""
         monitor = start_monitoring(self.communicator, self.config.run_dir, monitors_of(self.config), self.about)
         return EngineParts(
             config=self.config,
@@ -107,8 +106,7 @@ class EngineBuilder:
         return run_metadata(self.config.public_tree(), storage, self.accelerator, self.mesh)
 
     def apply_to_process(self) -> None:
-        """Do what concerns the whole process: keep freed memory for the next step, show the log, log written values
-        that have no effect, and as it asks switch garbage collection off and show the config."""
+        """Apply the process-wide settings: kept memory, log, ignored values, garbage collection, shown config."""
         if self.accelerator.works_on_host_memory:
             keep_freed_memory()
         show_log(self.communicator.rank, self.config.log_level)
@@ -129,10 +127,7 @@ class EngineBuilder:
         *,
         resident: bool = False,
     ) -> ZeroEngine:
-        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises.
-
-        Raises ShardingError on all ranks where their models, optimizers, settings or amounts of data differ.
-        """
+        """Return the ZeRO step of `adapter`'s model. Collective; raises ShardingError where ranks differ."""
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
@@ -178,10 +173,7 @@ class EngineBuilder:
         return {spec.fqn: max(numels) for spec, numels in zip(cut, zip(*gathered, strict=True), strict=True)}
 
     def process_group_for(self, axes: Collection[str]) -> Communicator:
-        """The communicator of the ranks that share this rank's place along every axis of the mesh but `axes`.
-
-        Collective: every rank asks for the same axes in the same order. It belongs to the runtime (`leave_groups`).
-        """
+        """Return the group with equal coordinates except along `axes`. Collective; `leave_groups` closes it."""
         inside = self.mesh.within(axes)
         names = tuple(axis.name for axis in self.mesh.axes if axis.name in inside and axis.size > 1)
         if self.mesh.size_of(names) == self.communicator.world_size:
@@ -230,8 +222,7 @@ class EngineBuilder:
         self._groups.clear()
 
     def communicators(self, layout: ShardLayout, traffic: TrafficPolicy) -> Communicators:
-        """The communicators that carry parameters and gradients of `layout` as `traffic` sets. Collective where some
-        parameters are cut, and where near ranks keep second copies."""
+        """Return the communicators of `layout`'s parameters and gradients by `traffic`. Collective if cut or hpZ."""
         cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
         groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}
         return Communicators(self.communicator, groups, self.model_parallel_group)
@@ -243,8 +234,7 @@ class EngineBuilder:
 
 
 def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> ShardGroups:
-    """The communicators of one group of ranks for parameters and gradients. Collective where near ranks keep second
-    copies."""
+    """Make one group's communicators for parameters and gradients. Collective where second shards exist."""
     near = None
     if traffic.near_ranks > 1:
         for first in range(0, communicator.world_size, traffic.near_ranks):
@@ -269,11 +259,7 @@ def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> Sh
 
 
 def build(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> EngineBuilder:
-    """The runtime for a config over the default communicator.
-
-    `world_size` counts what trains where that is not its processes. `hints` resolve values that are `"auto"`. Raises
-    ConfigError, and CommError before `init_distributed`.
-    """
+    """Return the runtime of a config; `hints` resolve `"auto"`, `world_size` counts other than processes."""
     communicator = default_communicator()
     config = resolve_config(parsed, world_size=world_size or communicator.world_size, hints=hints)
     accelerator = communicator.accelerator

@@ -35,11 +35,7 @@ def open_tiers(
     *,
     resident: bool,
 ) -> Tiers:
-    """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.
-
-    Collective. `resident`: the optimizer needs all states in memory. Raises ConfigError when they would not be, and
-    OffloadError when a place cannot be used.
-    """
+    """Open the tiers of optimizer states and parameters. Collective; `resident`: states must be in memory."""
     states, params = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     device = _new_tier("none")
     tier = device if states.device == "none" else _new_tier(states.device)

@@ -91,9 +91,7 @@ class JaxModule(nn.Module):
 
     @property
     def copies(self) -> CopyCount:
-        """Number of tensors that went to JAX and arrays that came back so far, copied and not. It prints as "zero-copy
-        76/76".
-        """
+        """Count arrays passed so far, copied and not; prints as "zero-copy 76/76"."""
         return self._call.handover.count()
 
     @torch.compiler.disable(reason="a function of JAX is compiled by JAX")  # type: ignore[no-untyped-call, untyped-decorator]

@@ -181,8 +181,7 @@ class TorchFunction:
     def _function(
         self, form: Any, constants: Sequence[Any]
     ) -> Callable[[ExitStack, dict[str, Tensor], Sequence[Tensor], int | None], Any]:
-        """The module on `buffers` and tensors (parameters, then arguments), its random numbers by a seed. It has them
-        until the stack is left."""
+        """Return the module as a function of buffers, tensors and a seed, bound until the stack is left."""
 
         def function(until: ExitStack, buffers: dict[str, Tensor], tensors: Sequence[Tensor], seed: int | None) -> Any:
             params = dict(zip(self._names, tensors, strict=False))

@@ -38,9 +38,7 @@ saved names, `dst` is the tree of parameters, the floating ones at least float32
 def contents_of(
     run: TrainingRun, stacking: Stacking, client_state: Mapping[str, Any], *, allows_bytes: bool
 ) -> SaveContents:
-    """What this rank saves of the whole state of `run`, as it is now, whose layers are cut by `stacking`;
-    `client_state` may have bytes if it `allows_bytes`. Collective where there are stages. Raises PolyaccelError after
-    half an update."""
+    """Return what this rank saves of `run`, cut by `stacking`. Collective where there are stages."""
     run.zero.consistency.require()
     run.zero.params.wait_all_gathers()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
@@ -72,11 +70,7 @@ def load_run(
     name_map: NameMap | None,
     custom: OwnTree | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Take over a checkpoint's state. Collective. Returns its path and the client state. `custom` makes the
-    parameters, see [Note: User-defined loading] in `checkpoint.load.custom_load`.
-
-    Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
-    """
+    """Take over a checkpoint on all ranks or none; return path and client state. Collective."""
     run.zero.params.wait_all_gathers()
     members = run.members()
 
@@ -107,8 +101,7 @@ def _check(
     name_map: NameMap | None,
     custom: OwnTree | None,
 ) -> LoadPlan:
-    """Check and verify what this rank will take over from `saved`; see [Note: All-or-nothing load] in `engine.resume`.
-    `members` are the parameters of all stages of a pipeline."""
+    """Check what this rank takes over; `members`: all stages' parameters. See [Note: All-or-nothing load]."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
     state_names(saved, None, wanted=optimizer_states)
@@ -168,8 +161,7 @@ class OwnTree:
     params: Any
 
     def values(self, saved: CheckpointReader, allocate: Any) -> GivenValues:
-        """What the function makes of the checkpoint. Raises CheckpointError for a tree of another structure, and where
-        the function raises."""
+        """Return what the user's function makes of the checkpoint."""
         src = {
             name: value.data.view(numpy_dtype(value.dtype)).reshape(value.shape)
             for name, value in saved_values(saved, allocate)

@@ -21,12 +21,7 @@ from polyaccel.jax.program.module_units import blocks_of, equinox_with_units, li
 
 
 def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
-    """The function and the parameters that `model` and `params` mean.
-
-    flax.linen needs `params`, the result of `model.init`; flax.nnx and equinox modules have their own. Raises
-    PolyaccelError for a model without parameters, and for a module with other state than parameters: a function has
-    none.
-    """
+    """Return function and parameters of `model`; flax.linen needs `params` from `model.init`."""
     kind = type(model).__name__
     for package, name, convert in _KINDS:
         loaded = sys.modules.get(package)

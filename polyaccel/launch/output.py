@@ -149,8 +149,7 @@ class JobOutput:
             self._show_sentences()
 
     def last_lines(self, rank: int) -> list[str]:
-        """The last lines that a rank wrote to standard error or, if it wrote none, to standard output. Call `drain`
-        first."""
+        """Return a rank's last lines of standard error, else of standard output. Call `drain` first."""
         tails = [stream.tail.decode(errors="backslashreplace").strip() for stream in reversed(self._streams[rank])]
         return next((tail.splitlines()[-_TAIL_LINES:] for tail in tails if tail), [])
 
@@ -169,8 +168,7 @@ class JobOutput:
             stream.ended.wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Show what is in the pipes now and nothing more. False when the reader of our output did not take all of it
-        within `timeout_s`: then call again, or give the rest up."""
+        """Show what is in the pipes now; False if our reader did not take all within `timeout_s`."""
         if self._thread.is_alive():
             self._is_closing = True
             self._wake()
@@ -238,8 +236,7 @@ class JobOutput:
 
 
 def merged_log(job: Job) -> Path | None:
-    """Where the lines of all ranks that a launcher sees are kept, each with its rank before it: DIR/all.log, or
-    DIR/host_N.log where each host has its own launcher; None for a job that keeps no files."""
+    """Return the file of all ranks' lines: DIR/all.log, or DIR/host_N.log; None without files."""
     if job.log_dir is None:
         return None
     is_one_of_many = job.node is not None and len(job.hosts) > 1
@@ -273,8 +270,7 @@ class LineSink:
         return self._waited_s if began_s is None or monotonic() - began_s < _WAITS_S else monotonic()
 
     def column(self, writer: object) -> bytes:
-        """The last byte that was written, if `writer` wrote it, which shows whether its line is unfinished. Else a
-        newline."""
+        """Return the last byte that `writer` wrote, which shows an unfinished line, else a newline."""
         return self._last if writer is self._writer else b"\n"
 
     def write(self, writer: object, data: bytes) -> None:

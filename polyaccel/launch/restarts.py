@@ -107,8 +107,7 @@ class Keepers:
 
     @classmethod
     def of(cls, launcher: Launcher, job: Job, secret: bytes) -> Keepers | None:
-        """Those of a job's hosts; None where not every host can have one. Raises LaunchError when the one on this host
-        cannot be started."""
+        """Return keepers of a job's hosts; None where not every host can have one. Raises LaunchError here."""
         if not can_keep():
             return None
         name, ways = keeper_name(), dict[str, tuple[str, ...]]()

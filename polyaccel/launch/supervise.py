@@ -305,11 +305,7 @@ class Supervisor:
         self._kill_at_s = monotonic() + _KILL_AGAIN_S
 
     def _kill_what_is_left(self) -> None:
-        """Kill every process of the job that is left.
-
-        There is none, unless an exception was raised or a process cannot be killed (it hangs within a driver or on
-        NFS).
-        """
+        """Kill the job's remaining processes: only after an exception, or if one hangs in a driver or NFS."""
         left = self._tree.signal(signal.SIGKILL)
         if left and self._kill_rounds >= _KILL_ROUNDS:
             self._output.say(f"pid {_listed(left)} could not be killed: it hangs within the kernel")

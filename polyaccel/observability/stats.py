@@ -67,8 +67,7 @@ class DevicePhaseTimer:
         self._marks.append((phase, self._record()))
 
     def take(self) -> dict[str, float]:
-        """End a step, before whose end `charge` was called. Returns the seconds by phase of the last step that the
-        device has ended; empty where it has ended none since the last call."""
+        """End a step with `charge`d phases; return seconds by phase of the last step that the device ended."""
         self._pending.append((self._begin, self._marks))
         if self._marks:
             self._begin = self._marks[-1][1]
@@ -167,8 +166,7 @@ class WorkCounter:
         self._peak = self.measure_peak()
 
     def take(self, seconds: float) -> dict[str, float]:
-        """The figures of a step of so many seconds, by the names of `StepMetrics`; those that were not counted are left
-        out."""
+        """Return a step's figures by `StepMetrics` names; uncounted ones are left out."""
         tokens, operations = self._tokens, self._operations
         self._tokens, self._operations = 0, 0.0
         found: dict[str, float] = {}

@@ -45,10 +45,7 @@ class Transfers(ABC):
 
     @abstractmethod
     def start(self, path: Path, offset: int, memory: Buffer, *, writes: bool) -> Transfer:
-        """Fill `memory`, which is in host memory, with the bytes of the file from `offset` on; or write it there.
-
-        `memory` is kept alive, and is the transfer's until it is done. Raises OSError when it cannot be asked for.
-        """
+        """Fill `memory` (host) from the file at `offset`, or write it; the transfer holds it until done."""
 
     @abstractmethod
     def close(self) -> None:
@@ -140,8 +137,7 @@ class NativeTransfers(Transfers):
 
     @property
     def files(self) -> int:
-        """The threads' handle, a `pa_files`. Raises InvariantError once they have ended, and in a forked child, which
-        has none."""
+        """Return the threads' handle `pa_files`. Raises InvariantError after their end and in forks."""
         if self._files is None or self._pid != os.getpid():
             raise InvariantError("files were used after their threads had ended")
         return self._files

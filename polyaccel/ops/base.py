@@ -645,6 +645,13 @@ class KernelTable:
 
 
 def by_op(*kernels: Callable[..., Any]) -> dict[Op[Any], Callable[..., Any]]:
-    """Return each of `kernels` under the op of its name."""
+    """Return each of `kernels` under the op of its name.
+
+    Args:
+        *kernels: Functions with the names of ops.
+
+    Returns:
+        Kernels by op.
+    """
     ops = {op.name: op for op in ALL_OPS}
     return {ops[kernel.__name__]: kernel for kernel in kernels}

@@ -29,8 +29,7 @@ class Timeline:
 
 
 def dependencies(task: PipelineTask, chunks: int) -> tuple[PipelineTask, ...]:
-    """What must be done before `task`, in a model of `chunks`. A need of BACKWARD_INPUT stands for BACKWARD too, as
-    either makes the gradient of the chunk's input."""
+    """Return what must precede `task` in `chunks`; BACKWARD_INPUT stands for BACKWARD too."""
     op, micro_batch, chunk = task
     if op is PipelineOp.FORWARD:
         return (PipelineTask(op, micro_batch, chunk - 1),) if chunk else ()
@@ -43,9 +42,7 @@ def dependencies(task: PipelineTask, chunks: int) -> tuple[PipelineTask, ...]:
 
 
 def compute_timeline(table: PipelineTable, durations: Sequence[Sequence[float]], transfer: float = 0.0) -> Timeline:
-    """Do every task as early as its stage and its needs allow. `durations[op][chunk]` is how long a task takes, in any
-    unit, and `transfer` how long what one stage made is under way to another. Every task must stand in the table at
-    most once."""
+    """Schedule tasks as early as possible; `durations[op][chunk]` and `transfer` in any one unit."""
     count = table.micro_batches
     gradients = table.chunks * count
     last = table.chunks - 1
@@ -158,27 +155,23 @@ class PipelineTiming:
 
     @property
     def waiting(self) -> tuple[float, ...]:
-        """How long each stage waits between its first task and its last: what is left of the idle time where stages
-        begin the next step when they have ended this one."""
+        """Return each stage's wait between its first and last task, idle even in back-to-back steps."""
         pairs = zip(self.starts, self.ends, self.busy, strict=True)
         return tuple(ends[-1] - starts[0] - busy for starts, ends, busy in pairs)
 
     @property
     def bubble_share(self) -> float:
-        """The idle share of all stages' time: (p - 1) / (m + p - 1) for 1F1B with even chunks, p stages and m
-        micro-batches."""
+        """Return the idle share of all stages: (p - 1) / (m + p - 1) for even 1F1B."""
         return sum(self.idle) / (self.makespan * self.table.stages)
 
     @property
     def overhead(self) -> float:
-        """How much longer the makespan is than the work of the busiest stage: (p - 1) / m for 1F1B with even chunks,
-        (p - 1) / (m v) for v interleaved chunks a stage."""
+        """Return makespan over the busiest stage's work, less 1: (p - 1) / (m v) for even chunks."""
         return self.makespan / max(self.busy) - 1
 
 
 def simulate(table: PipelineTable, times: OpTimes) -> PipelineTiming:
-    """Run a table that `check_table` accepts on paper. Raises PipelineError for times of another number of chunks, and
-    for a table whose tasks wait for each other."""
+    """Simulate a checked table. Raises PipelineError for other numbers of chunks, and cycles."""
     if any(len(part) != table.chunks for part in times.durations):
         raise PipelineError(
             f"times of {[len(part) for part in times.durations]} chunks for a table of {table.chunks}",

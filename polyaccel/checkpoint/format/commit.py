@@ -107,8 +107,7 @@ def read_commit(storage: Storage, tag: str) -> Commit | None:
 
 
 def read_manifest(storage: Storage, commit: Commit) -> Manifest:
-    """Read and verify the manifest that a marker names, and see that every file that belongs into this storage has its
-    length. Raises CheckpointError."""
+    """Read and verify the manifest that a marker names, and the lengths of this storage's files."""
     path = f"{commit.folder}/{MANIFEST}"
     _check_size(storage, path, commit.manifest_nbytes)
     data = storage.read(path, 0, commit.manifest_nbytes)

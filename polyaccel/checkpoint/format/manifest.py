@@ -150,8 +150,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, what: str = "the manifest") -> Manifest:
-        """The inverse of `to_json`. Raises CheckpointError, naming `what`, for bytes that are not a manifest this
-        version can read, and for one that was changed after it was written."""
+        """Parse and verify a manifest; errors name it `what`."""
         tree = json_object(data, what)
         version = check_format(tree.get("format"), what)
         digest = tree.pop("digest", None)

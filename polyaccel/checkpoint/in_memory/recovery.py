@@ -67,12 +67,7 @@ class RecoverableStep:
 
 
 def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[RecoverableStep | None, int]:
-    """What is left of engine `engine` from the starts of the job before `attempt`, with weights that are finite as far
-    as is recorded, and None where no step is whole; and the last step that any rank had finished, 0 where none is
-    recorded. Collective.
-
-    Raises CheckpointError where a keeper is lost or the note of rank 0's part is damaged wherever it is.
-    """
+    """Find the newest whole step of `engine` from before `attempt`, and the last finished step. Collective."""
     gathered = keepers.on_leaders(
         _LOOKING, lambda: (list(keepers.client.names(parts_of(engine))), _last(keepers, engine, attempt))
     )
@@ -93,11 +88,7 @@ def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[Reco
 
 
 def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) -> str:
-    """Make a checkpoint of a survivor, in the keepers' memory and of the memory that is there. Returns its tag.
-    Collective.
-
-    Raises CheckpointError, on every rank, for a note that is damaged, and where a keeper is lost.
-    """
+    """Make a checkpoint of a survivor in the keepers' memory; return its tag. Collective."""
     keepers.on_leaders(_MAKING, lambda: keepers.client.drop(f"{files_of(engine)}/"))
     notes = _notes(keepers, survivor.parts)
     storage, ids = keepers.storage(files_of(engine)), ("",) * keepers.nodes.count

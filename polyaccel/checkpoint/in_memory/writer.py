@@ -212,8 +212,7 @@ class ReplicaWriter:
         return self._neighbours.exchange(key, whole, part, self._client)
 
     def _finish(self, copy: _Copy | None) -> PartKey | None:
-        """Copy what is left, compute checksums, and let the keeper have the part. None where something was written
-        meanwhile, or no part was begun."""
+        """Copy the rest, compute checksums, and hand the part to the keeper; None if it was written to meanwhile."""
         if copy is None:
             return None
         half, image = copy.half, copy.half.image

@@ -143,8 +143,7 @@ def call_load_fn(function: Callable[..., Any], src: Any, dst: Any) -> Any:
 
 
 def saved_values(saved: CheckpointReader, allocate: Callable[[int, DType], Buffer]) -> Iterator[tuple[str, GivenValue]]:
-    """Every parameter and buffer of a checkpoint, whole and verified, by its saved name, read through buffers of
-    `allocate`. Raises CheckpointError for damage."""
+    """Yield every parameter and buffer, whole and verified, by saved name, through buffers of `allocate`."""
     for entry in saved.tensors():
         if entry.kind in (PARAM, BUFFER):
             flat = allocate(prod(entry.shape), entry.dtype)

@@ -137,10 +137,7 @@ def agree_on_parts(
     *,
     has_room: Callable[[int], bool] = lambda nbytes: False,
 ) -> tuple[str, SavePart, list[Intent]]:
-    """The tag that all ranks save under, this rank's part, which `make` gives, and the intents of all ranks.
-
-    Collective. Raises what `run_on_all` raises.
-    """
+    """Return the agreed tag, this rank's part from `make`, and all ranks' intents. Collective."""
     barrier(communicator, "save_checkpoint")
     parts: list[SavePart] = []
 
@@ -173,11 +170,7 @@ def begin_save(
     owned: ExitStack,
     owner: Callable[[], ProcessIdentity] = ProcessIdentity.me,
 ) -> str:
-    """Return the folder to save in, which is the `owner`'s on every storage until `owned` is closed; `nbytes` are the
-    lengths of all ranks' files. Collective.
-
-    Nothing of a checkpoint is deleted to make room, only what will not be finished.
-    """
+    """Return the folder to save in, owned until `owned` is closed; `nbytes` by rank. Collective."""
     step = f"preparing to save {tag!r}"
     if ranks.nodes.count > 1:
         complete_markers(ranks, storage)
@@ -197,8 +190,7 @@ def begin_save(
 
 
 def run_save(ranks: SaveRanks, task: SaveTask, folder: str) -> Commit | None:
-    """Take the steps of a save from the write on. None on a rank whose steps end with that. Raises CheckpointError as
-    `save_checkpoint` does."""
+    """Take the steps of a save from the write on; None on ranks that end earlier."""
     storage, tag, part, commit = task.storage, task.tag, task.part, None
     path, step = f"{tag}/{folder}", f"committing {tag!r}"
 
@@ -262,8 +254,7 @@ def manifest_of(
     extra_files: Mapping[str, int] = MappingProxyType({}),
     held: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
 ) -> Manifest:
-    """The manifest of what the ranks wrote, checked. `extra_files` has the lengths of files that hold nothing but
-    blobs, `held` is as in `Manifest`."""
+    """Make and check the manifest; `extra_files` has lengths of files with blobs only."""
     manifest = Manifest(
         tag=tag,
         world_size=len(files),

@@ -156,8 +156,7 @@ class FsspecStorage(Storage):
         self._abort_uploads(store, path, place, is_tree=False)
 
     def _abort_uploads(self, store: Any, path: str, place: str, *, is_tree: bool) -> None:
-        """Take back parts that no living process will make an object: all below a folder, if `is_tree`, or else those
-        directly in it that are a day old. Only S3 can be asked."""
+        """Abort multipart uploads of dead processes: all below a folder if `is_tree`, else a day old. S3 only."""
         if "s3" not in store.protocol:
             return
         bucket, prefix, *_ = store.split_path(place)

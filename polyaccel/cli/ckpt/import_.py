@@ -39,10 +39,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint and print a line for what it has and one for what was left out; the exit code is 0.
-
-    Raises CheckpointError for what cannot be read, and where a run that continues would miss what was left out.
-    """
+    """Write the checkpoint, print what it has and lacks, and return 0."""
     source: Path = args.src
     read = _reader(args.source)
     if not source.exists():

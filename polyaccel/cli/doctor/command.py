@@ -75,8 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the exit code is 1 when the accelerator and comm backend chosen here cannot train, and when
-    something that is installed is broken."""
+    """Print the report; return 1 if the chosen accelerator or backend cannot train, or a plugin is broken."""
     with contextlib.redirect_stdout(sys.stderr):
         report = examine()
     if isinstance(sys.stdout, io.TextIOWrapper):

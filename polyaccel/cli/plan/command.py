@@ -186,8 +186,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
-    """Return the model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers.
-    Only a module or a directory needs torch. Raises PolyaccelError."""
+    """Return the model that `MODEL` names, as a rank of `mesh` holds it. Only modules and directories need torch."""
     from polyaccel.core.types import DType
     from polyaccel.planner.model import parse_count, shape_of_count
     from polyaccel.planner.pass_settings import PassSettings

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def run_pipeline(args: argparse.Namespace) -> int:
-    """Print what the table that the arguments ask for does, and write the files that they name. Raises
-    PolyaccelError."""
+    """Print what the table does, and write the requested files."""
     table = _table(args)
     programs = check_table(table)
     forward, backward_input, backward_weight = args.times

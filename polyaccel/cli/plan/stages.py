@@ -24,9 +24,7 @@ from polyaccel.zero.plan.placement import Place
 def estimated_activations(
     args: argparse.Namespace, config: ResolvedConfig, rows: int | None = None
 ) -> tuple[ActivationNeeds, ...]:
-    """Return the needs of the model that `args.model` names, on `rows` (those of the arguments or the config) of
-    `args.sequence_length` tokens; empty where that is None. Only for that torch is needed. Raises PolyaccelError for a
-    model without a config.json, and for ranks that share other things than layers or sequences."""
+    """Return activation needs of `args.model` by rows; empty without `sequence_length`. Needs torch then."""
     if args.sequence_length is None:
         if args.batch is not None:
             raise PolyaccelError(
@@ -58,8 +56,7 @@ _LEGEND = (
 
 
 def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
-    """Print what every stage needs. The exit code is 1 when limits were given and no setting lets all stages fit them.
-    Raises PolyaccelError for a model that is a number, and for activations where ranks share experts."""
+    """Print what every stage needs; return 1 if no setting fits the given limits."""
     mesh = mesh_of(planned.config, args.world_size)
     table, settings = table_of(planned.config, mesh.size_of(("pipe",))), PassSettings.of(planned.config, mesh)
     check_stage_settings(settings, with_activations=args.sequence_length is not None)

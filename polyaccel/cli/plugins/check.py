@@ -82,8 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose(name: str, group: PluginGroup | None) -> PluginInfo:
-    """Return the installed plugin of this name, or the device of torch or JAX. Raises PluginConflict when plugins of
-    several kinds have it."""
+    """Return the installed plugin of this name, or a device of torch or JAX."""
     groups = [one for one in PluginGroup if any(info.name == name for info in list_plugins(one))]
     if not groups and group in (None, PluginGroup.ACCELERATORS) and _is_a_framework_device(name):
         package = "torch or JAX"

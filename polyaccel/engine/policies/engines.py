@@ -69,8 +69,7 @@ def save_policy_of(config: ResolvedConfig) -> SavePolicy:
 
 
 def common_settings_of(config: ResolvedConfig) -> dict[str, Any]:
-    """The part of the config that must be equal on all ranks, as a tree: what numbers and exchanges depend on. Where
-    files lie may differ."""
+    """Return the settings that must be equal on all ranks, as a tree; folders may differ."""
     tree: dict[str, Any] = config.model_dump(mode="json", by_alias=True, include=_COMMON_SETTINGS)
     for section in ("offload_param", "offload_optimizer"):
         offload = tree["zero_optimization"].get(section) or {}
@@ -95,8 +94,7 @@ def loss_scaler_of(config: ResolvedConfig) -> LossScaler:
 
 
 def native_optimizer_of(config: ResolvedConfig) -> tuple[SliceOptimizer, dict[str, Any]] | None:
-    """The config's optimizer with its group defaults, if it is one that runs on slices; None if it is another or
-    none."""
+    """Return the config's optimizer with group defaults if it runs on slices, else None."""
     section = config.optimizer
     if section is None or section.type not in OPTIMIZERS:
         return None

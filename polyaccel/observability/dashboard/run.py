@@ -211,8 +211,7 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """`failed` where the log of any rank has it, else what rank 0's has, `running` or `ended`: rank 0 writes the
-        steps that are shown, and others close theirs a moment earlier or later. "" where there is none."""
+        """Return `failed` if any rank's log has it, else rank 0's `running` or `ended`; "" if unknown."""
         return "failed" if "failed" in self._ends.values() else self._ends.get(0, "")
 
     def shown(self) -> dict[str, Any]:

@@ -13,10 +13,7 @@ from polyaccel.errors import ConfigError, Problem
 
 
 def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
-    """`options` of the monitor `name`, every one of `kinds` among them: None where it was left out.
-
-    Raises ConfigError for an option that `kinds` does not have, or a value of another kind.
-    """
+    """Return `options` with every one of `kinds` (None if left out). Raises ConfigError."""
     problems = []
     for option, value in options.items():
         if option not in kinds:
@@ -30,8 +27,7 @@ def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) ->
 
 
 def required(name: str, module: str, extra: str) -> Any:
-    """The library `module` of the monitor `name`. Raises ConfigError where it cannot be imported; `extra` of
-    polyaccel's brings it."""
+    """Import the monitor's library `module`; the error names the `extra` that brings it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

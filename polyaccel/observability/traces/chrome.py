@@ -52,8 +52,7 @@ def write_trace(
     offsets: Sequence[ClockOffset],
     profiled: Mapping[int, Sequence[Sequence[Any]]] = MappingProxyType({}),
 ) -> None:
-    """Write the spans of each rank, on rank 0's clock, which begins with the first of them, and by rank what a profiler
-    recorded (`kept_events`). Raises OSError."""
+    """Write ranks' spans on rank 0's clock, and profilers' `kept_events` by rank."""
     pairs = list(zip(spans, offsets, strict=True))
     begin_s = min((span.begin_s + at.ahead_s for own, at in pairs for span in own), default=0.0)
     events: list[dict[str, Any]] = []
@@ -78,8 +77,7 @@ def write_trace(
 
 
 def read_trace(path: Path) -> dict[int, list[Span]]:
-    """The spans of each rank, in order of their begin, seconds since the trace's. Raises PolyaccelError for a file that
-    is not a trace of ours."""
+    """Read ranks' spans, ordered by begin, in seconds since the trace's."""
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         if whole["otherData"]["polyaccel_trace"] != _VERSION:
@@ -172,9 +170,7 @@ def clock_offsets(communicator: Communicator) -> tuple[ClockOffset, ...]:
 
 
 def kept_events(framework: str, events: Sequence[Mapping[str, Any]], shift_us: float) -> list[list[Any]]:
-    """What is kept of events: [track, name, begin, length, category] of each complete one, in nanoseconds of this
-    rank's wall clock: whole ones, for floating-point microseconds of it are a quarter apart, and events that are nested
-    would overlap. A track is a thread of the process, or a stream of a device."""
+    """Return [track, name, begin, length, category] in whole ns: rounded microseconds would overlap."""
     names: dict[Any, str] = {}
     for event in events:
         if event.get("ph") == "M" and event.get("name") == "thread_name":
@@ -205,9 +201,7 @@ def merged(rank: int, kept: Sequence[Sequence[Any]], shift_ns: int) -> Iterator[
 
 
 def _in_rows(kept: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Each of `kept_events` with the name of its row: its track, or another next to that where it would overlap an
-    event without lying in it, as a message does that is under way while its thread continues. Perfetto cannot show such
-    slices."""
+    """Return events with row names; those that overlap without nesting get another row, for Perfetto."""
     open_: dict[str, list[list[int]]] = {}
     for one in sorted(kept, key=lambda one: (one[2], -one[3])):
         track, _, begin_ns, length_ns, _ = one
@@ -221,8 +215,7 @@ def _in_rows(kept: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Sequence[Any]
 
 
 def _has_room(ends_ns: list[int], begin_ns: int, end_ns: int) -> bool:
-    """Whether an event lies in the innermost of those that are open in a row, or behind them all. `ends_ns` are their
-    ends; what has ended when it begins is taken out."""
+    """Return whether an event fits into a row whose open ends are `ends_ns`; drops ended ones."""
     while ends_ns and ends_ns[-1] <= begin_ns:
         ends_ns.pop()
     return not ends_ns or end_ns <= ends_ns[-1]

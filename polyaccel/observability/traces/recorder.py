@@ -29,8 +29,7 @@ class StepProfiler(Protocol):
         """Begin. Raises RuntimeError where another profiler is at work."""
 
     def stop(self) -> tuple[Sequence[Mapping[str, Any]], float]:
-        """End. Returns Chrome's trace events, and what is to be added to their times to have this rank's wall clock, in
-        microseconds."""
+        """End; return Chrome's trace events and the shift to this rank's wall clock in microseconds."""
 
 
 class RunTrace:

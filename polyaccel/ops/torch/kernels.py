@@ -11,9 +11,6 @@ where their scalar tails may not, so a multi-element expression could round diff
 thread's share. Hence: operations here round once (multiply, add, divide, square root; never `addcmul`, `lerp`,
 `add(alpha)`), and the fused Adam, which does fuse, is given only whole vectors: its tail is staged in padded scratch.
 Its threads share out whole cache lines, so their number does not matter either.
-
-[Note: Stochastic rounding] in `polyaccel.ops.base`. torch computes with signed integers only. In 32 bits their sums
-and products wrap like those of unsigned integers; the sign bits that a shift to the right brings in are masked away.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, by_op, code_bits
 from polyaccel.ops.optimizers import ADAM, ADAMW
-from polyaccel.ops.rounding import MULTIPLIERS, SHIFTS, halves
+from polyaccel.ops.torch.rounding import write_weights
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other
 # devices have no such cache but do have launch costs; there a chunk only bounds the scratch memory.
@@ -41,8 +38,6 @@ _DEVICE_CHUNK_NUMEL = 1 << 24
 _VECTOR_NUMEL = 16  # float32 elements in the widest vector register, and in a cache line
 _FUSED_ADAM_DEVICE = "cpu"
 """On an H100 torch's fused Adam gives NaN where infinities are in states and gradients: it blends them by `lerp`."""
-_Formula = Callable[..., tuple[Tensor, ...]]  # (scratch, master, gradient, states) -> (master, states)
-_GRAD = 1  # where the gradient stands among the tensors of a sweep: behind the master weights, before the states
 
 
 def torch_kernels() -> KernelTable:
@@ -149,6 +144,10 @@ def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
             wide = scratch.take("wide", chunk.numel(), totals.dtype).copy_(chunk)
             totals[index].add_(wide.mul_(wide).sum())
     out.bump_version()
+
+
+_Formula = Callable[..., tuple[Tensor, ...]]  # (scratch, master, gradient, states) -> (master, states)
+_GRAD = 1  # where the gradient stands among the tensors of a sweep: behind the master weights, before the states
 
 
 def update(
@@ -276,57 +275,3 @@ def _blocks(values: Tensor, block_numel: int) -> Tensor:
     """A copy of shape (blocks, block_numel), the last block filled up with zeros."""
     missing = -values.numel() % block_numel
     return torch.cat((values, values.new_zeros(missing))).view(-1, block_numel)
-
-
-def write_weights(target: Tensor, values: Tensor, rounding: StochasticRounding | None) -> None:
-    """Copy `values` to `target` in `target`'s type: stochastically with a `rounding` and 16 bits, else to nearest.
-
-    `rounding.start` is the index of the first element.
-    """
-    if rounding is None or target.dtype not in (torch.bfloat16, torch.float16):
-        target.copy_(values)
-        return
-    bits = values.float().view(torch.int32)
-    random = _random_bits(rounding, bits)
-    narrow = _bfloat16 if target.dtype is torch.bfloat16 else _float16
-    target.view(torch.int16).copy_(narrow(bits, random))
-
-
-def _random_bits(rounding: StochasticRounding, like: Tensor) -> Tensor:
-    """See `polyaccel.ops.rounding`."""
-    low, high = map(signed, halves(rounding.key))
-    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
-    x.add_(signed(rounding.start)).bitwise_xor_(low)
-    for round_, (shift, multiplier) in enumerate(zip(SHIFTS, MULTIPLIERS, strict=False)):
-        x.bitwise_xor_(_shifted(x, shift)).mul_(signed(multiplier))
-        if round_ == 0:
-            x.add_(high)
-    return x.bitwise_xor_(_shifted(x, SHIFTS[-1]))
-
-
-def signed(value: int) -> int:
-    """The lower 32 bits of `value` as a signed number."""
-    return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
-
-
-def _shifted(x: Tensor, places: int) -> Tensor:
-    """`x >> places` with zeros coming in."""
-    return (x >> places).bitwise_and_((1 << 32 - places) - 1)
-
-
-def _bfloat16(bits: Tensor, random: Tensor) -> Tensor:
-    magnitude = bits & 0x7FFFFFFF
-    rounded = (bits + torch.where(magnitude > 0x7F7F0000, 0x8000, _shifted(random, 16))) >> 16
-    return torch.where(magnitude > 0x7F800000, bits >> 16 | 0x40, rounded)
-
-
-def _float16(bits: Tensor, random: Tensor) -> Tensor:
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude + torch.where(magnitude > 0x477FE000, 0x1000, _shifted(random, 19)) - (112 << 23)) >> 13
-    special = torch.where(magnitude > 0x7F800000, 0x7E00 | magnitude >> 13 & 0x3FF, 0x7C00)
-    is_small = magnitude < 0x38800000
-    # In units of 2**-24 with 21 binary places, which are added apart for want of a 32nd bit.
-    places = (torch.where(is_small, magnitude, 0).view(torch.float32) * 2.0**45).to(torch.int32)
-    small = (places >> 21) + (((places & 0x1FFFFF) + _shifted(random, 11)) >> 21)
-    found = torch.where(magnitude >= 0x47800000, special, torch.where(is_small, small, normal))
-    return torch.where(bits < 0, found - 0x8000, found)

@@ -34,7 +34,7 @@ from polyaccel.ops.base import (
 )
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.rounding import halves
-from polyaccel.ops.torch.kernels import signed
+from polyaccel.ops.torch.rounding import signed
 from polyaccel.ops.triton.blocks import add_up, dequantize_blocks, partial_square_sums, quantize_blocks
 from polyaccel.ops.triton.numbers import BFLOAT16, FLOAT16, NOTHING, PLAIN
 from polyaccel.ops.triton.updates import SWEEPS, sweep

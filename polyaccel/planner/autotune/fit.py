@@ -56,8 +56,7 @@ class FitResult:
 
 
 def fit_settings(request: FitRequest) -> FitResult:
-    """Predict every candidate of the request's config, and compare it with the limits. Raises PolyaccelError for a
-    folder without trials, and what `peaks` raises."""
+    """Predict every candidate and compare it with the limits."""
     config, speeds, notes = request.planned.config, request.speeds, list[str]()
     records, told = ([], None) if request.trials is None else read_trials(request.trials)
     is_remote = True if told is None else told.is_remote
@@ -100,8 +99,7 @@ def _needs_alike(candidate: Candidate, own: Candidate) -> bool:
 
 
 def _known_pass(request: FitRequest, notes: list[str], *, has_trials: bool) -> Pass:
-    """What is known of a micro-batch's pass: activations where rows have a length, and the seconds of a sample. What
-    was assumed for it is added to `notes`."""
+    """Return a micro-batch's known activations and seconds; assumptions are added to `notes`."""
     kept = recomputed = None
     fixed = 0.0
     if request.sequence_length is not None:

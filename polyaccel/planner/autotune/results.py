@@ -32,8 +32,7 @@ text { font: 12px system-ui, sans-serif; fill: #1c2733 } .title { font-size: 15p
 def write_results(
     answer: TuneResult, own: Candidate, config_tree: Mapping[str, Any], train_batch_size: int, folder: Path
 ) -> None:
-    """Write the files into `folder`. Without a best there is no config, and one of before is removed. `own` is the
-    config's own part."""
+    """Write the result files into `folder`; without a best the old config goes. `own`: its own part."""
     if answer.best is None:
         (folder / BEST_FILE).unlink(missing_ok=True)
     else:
@@ -103,8 +102,7 @@ def pareto_front(records: Iterable[TrialRecord]) -> list[TrialRecord]:
 
 
 def front_picture(answer: TuneResult) -> str:
-    """The answer as SVG: seconds of a step over MiB of a rank. Blue is measured, grey estimated; the line is the front
-    of what is best, the ring the chosen one, the dashes the limit."""
+    """Draw step seconds over MiB: measured blue, estimated grey, the front, the choice and the limit."""
     tried = [(one, one.peak_nbytes or 0, one.step_s or 0.0) for one in answer.records if one.is_good]
     known = {one.candidate for one, _, _ in tried}
     guessed = [

@@ -85,8 +85,7 @@ def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[Tria
 
 
 def _keep_files_inside(changes: dict[str, Any], candidate: Candidate, folder: Path) -> None:
-    """Put the files of states into the trial's folder: a trial that is killed leaves them there. The disk is the
-    folder's own then."""
+    """Put state files into the trial's folder, which outlives a killed trial."""
     zero = changes["zero_optimization"]
     for key, device in (("offload_optimizer", candidate.offload), ("offload_param", candidate.offload_param)):
         if device == "nvme":

@@ -49,9 +49,7 @@ def tied_names(adapter: TorchAdapter) -> dict[str, str]:
 def contents_of(
     run: TorchRun, client_state: Mapping[str, Any], *, allows_bytes: bool, exclude_frozen: bool = False
 ) -> SaveContents:
-    """What this rank saves of the whole state of `run`, as it is now. `allows_bytes`: a client state may have bytes.
-    Collective. Raises PolyaccelError after half an update, and CheckpointError for a state of a client's optimizer that
-    cannot be saved."""
+    """Return what this rank saves of `run`. Collective. Raises after half an update."""
     run.zero.consistency.require()
     run.zero.params.wait_all_gathers()
     optimizer = run.zero.optimizer

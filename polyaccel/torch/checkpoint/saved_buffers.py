@@ -26,8 +26,7 @@ _KEY = "_extra_state"  # torch's name of it in a state dict
 
 
 def module_buffers(adapter: TorchAdapter) -> dict[str, Tensor]:
-    """The strided tensors that hold the values of the module's persistent buffers, by name. Every parameter is up to
-    date."""
+    """Return the strided tensors of persistent buffers by name, after parameters are up to date."""
     parameters = set(map(id, adapter.names))
     buffers = []
     for name, value in adapter.module.state_dict(keep_vars=True).items():
@@ -79,10 +78,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def extra_state_blobs(module: nn.Module) -> dict[str, bytes]:
-    """The extra states of all parts of `module` as bytes of a checkpoint; nothing where there are none.
-
-    Raises CheckpointError naming the part whose state a checkpoint cannot hold.
-    """
+    """Encode the extra states of `module`'s parts, if any."""
     states = {name: part.get_extra_state() for name, part in module.named_modules() if _has_extra_state(part)}
     for name, state in states.items():
         try:
@@ -106,10 +102,7 @@ def merged_blobs(gathered: Sequence[Mapping[str, bytes]]) -> dict[str, bytes]:
 
 
 def saved_extra_states(module: nn.Module, blobs: Mapping[str, bytes]) -> dict[str, Any]:
-    """The saved extra states of those parts of `module` that have one, by the part's name.
-
-    Raises CheckpointError if they cannot be read.
-    """
+    """Return saved extra states by part of `module`."""
     if _BLOB not in blobs:
         return {}
     states: dict[str, Any] = unpacked(blobs[_BLOB], "the extra states of modules")

@@ -105,8 +105,7 @@ class StackedExperts(nn.Module):
         self.__dict__["rowwise"] = Rowwise.of(self.__dict__["_expert"])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The sum of what each token's experts make of it, times their weights: (tokens, features) of `hidden_states`
-        (tokens, features), `top_k_index` and `top_k_weights` (tokens, k). A number past the last expert is none."""
+        """Return (tokens, features): sums of experts' outputs times `top_k_weights`; numbers past the end drop."""
         routing = route(top_k_index, top_k_weights, self.num_experts)
         rows, counts = hidden_states.index_select(0, routing.tokens), routing.counts.tolist()
         out = computed(self, rows, [(count,) for count in counts], self.products, None)

@@ -130,8 +130,7 @@ def _make_optimizer(context: RewriteContext) -> None:
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, config: ResolvedConfig) -> None:
-    """Raise ConfigError where `optimizer` calls a closure for the loss (`needs_closure`), and this run cannot compute
-    it again within a step."""
+    """Raise ConfigError where `optimizer` needs a closure that this run cannot compute again."""
     if not needs_closure(optimizer):
         return
     reason = f"{type(optimizer).__name__} evaluates the loss several times a step"

@@ -177,10 +177,7 @@ class GradientAccess:
         return fqn in self._trained
 
     def read(self, fqn: str) -> Tensor | None:
-        """The gradient, None if there is none. Not collective.
-
-        Raises ShardingError for one that is not reduced, PolyaccelError after a pass that failed.
-        """
+        """Return the gradient, None without one; not collective. Raises while it is not reduced."""
         if self._passes.hides_scaled_gradients and self._passes.loss_scale != 1.0:
             if not self._has_warned:
                 self._has_warned = True
@@ -207,10 +204,7 @@ class GradientAccess:
         return shown[0]
 
     def write(self, fqn: str, value: Tensor | None) -> None:
-        """Replace the gradient by `value`, of the parameter's shape and equal on all ranks; None: there is none.
-
-        Not collective. Raises ShardingError for another shape, for a sparse one, and where the gradient is not reduced.
-        """
+        """Replace the gradient by `value`, whole and equal on all ranks, or drop it; not collective."""
         if value is None:
             drop_gradient(self._step, fqn)
             self._shown.pop(fqn, None)
@@ -242,8 +236,7 @@ class GradientAccess:
         note_written(self._step, fqn, counts=not is_zero)
 
     def norm(self, fqn: str, order: float) -> float:
-        """The norm of a sharded gradient over all ranks. Collective, for all parameters at once: the first call after
-        a pass or a change exchanges them, and the others have them then."""
+        """Return a sharded gradient's norm over all ranks; the first call exchanges all. Collective."""
         if self._norms_of != self._step.reducer.passes:
             self._norms.clear()
             self._norms_of = self._step.reducer.passes

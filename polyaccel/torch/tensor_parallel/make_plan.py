@@ -105,8 +105,7 @@ def _as_planned(regions: Sequence[CutRegion]) -> ProvenRegions:
 
 
 def _loss_sizes(model: nn.Module, structure: Structure, plan: CutPlan) -> tuple[int, ...]:
-    """Each rank's words. Raises ShardingError for a model whose output layer is not cut, or that computes its loss
-    where it cannot be exchanged."""
+    """Return each rank's words. Raises ShardingError unless the output layer and its loss can be cut."""
     key = "tensor_parallel.vocab_parallel_lm_head"
     output = next((m for m in plan.modules if structure.modules[m.name] is output_layer(model)), None)
     if output is None or getattr(model, "loss_type", None) != "ForCausalLM":
@@ -296,8 +295,7 @@ class _Chosen:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Whether an embedding may be cut by words: nothing looks at the whole weight, and its class may do more only
-    around what `nn.Embedding` does."""
+    """Return whether an embedding may be cut by words: nothing needs its whole weight."""
     own = type(embedding).forward
     wraps = own is nn.Embedding.forward or "super" in getattr(getattr(own, "__code__", None), "co_names", ())
     return wraps and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
@@ -321,8 +319,7 @@ def shared_by(ranks: int, rules: CutRules) -> Callable[[nn.Module], None]:
 
 
 def cut_shapes(model: nn.Module, plan: CutPlan) -> None:
-    """Give the parameters of `model` the shapes that they have on the first rank, which has the most where blocks are
-    uneven. Only for a model that is not run."""
+    """Give `model`'s parameters the first rank's shapes, the largest ones; it must not be run."""
     modules, blocks = dict(model.named_modules()), dict[nn.Parameter, Block]()
     for each in plan.modules:
         for name in each.cuts:

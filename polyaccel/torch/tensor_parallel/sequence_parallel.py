@@ -240,11 +240,7 @@ def _with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def with_shared_tokens(plan: CutPlan, model: nn.Module, regions: Iterable[CutRegion]) -> CutPlan:
-    """`plan`, and that ranks share tokens between its `regions`.
-
-    Raises ShardingError, naming a module, for a model that has something else than norms between attention and
-    feed-forward layers, or whose regions are not modules inside of blocks of one list.
-    """
+    """Return `plan` with tokens shared between `regions`. Raises ShardingError for other layers there."""
     modules = dict(model.named_modules())
     inside = {region.name: region for region in regions}
     blocks = tuple(find_blocks(model))

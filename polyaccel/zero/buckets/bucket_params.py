@@ -83,8 +83,7 @@ class Replica:
 def replicas_of(
     buckets: Iterable[BucketParams], holders: Callable[[Bucket], Communicator], most_numel: int
 ) -> tuple[Replica, ...]:
-    """Every copy of a parameter that this rank has to itself while others hold the same, in pieces of at most so many
-    elements. Not those of which there is one for all ranks, in memory that they share."""
+    """Return copies of parameters that this rank holds alone, in pieces, without shared memory."""
     found = []
     for place in buckets:
         group = holders(place.bucket)

@@ -200,8 +200,7 @@ class ParamBuckets:
             self.gathered.reshard(index, keep=False)
 
     def write(self, fqn: str, value: Buffer) -> None:
-        """Overwrite a parameter with `value`, flat and equal on all ranks: in the bucket where that is whole, in this
-        rank's slice, and in the master weights in full precision. Not collective."""
+        """Overwrite a parameter by flat `value`: bucket, slice and master weights. Not collective."""
         place, slot = self.locate(fqn)
         index = place.bucket.index
         self.wait_all_gather(index)
@@ -217,8 +216,7 @@ class ParamBuckets:
         self.refresh_private_view(fqn)
 
     def refresh_private_view(self, fqn: str) -> None:
-        """Let users see the present values of a parameter in shared memory, whatever they wrote to it before, and keep
-        what they wrote as well."""
+        """Show users a shared parameter's present values, and keep what they wrote."""
         place, slot = self.locate(fqn)
         if place.shared is not None and place.shared.written():
             window = slot.offset, slot.param.numel

@@ -20,7 +20,8 @@ pytest.importorskip("jax")
 import jax
 
 from polyaccel.accelerators.detect import choose_accelerator
-from polyaccel.accelerators.jax_device import GenericJaxAccelerator, JaxAccelerator, device_plugin
+from polyaccel.accelerators.jax_device import JaxAccelerator
+from polyaccel.accelerators.jax_generic import GenericJaxAccelerator, device_plugin
 from polyaccel.core.types import DType
 from polyaccel.errors import PluginContractError, PluginNotFound
 from polyaccel.ops.base import CAST, QUANTIZE, UPDATE

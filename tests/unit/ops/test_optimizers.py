@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, Groups, Callable[[list[torch.Tensor]], torch.optim.O
 
 def jax_accelerator() -> Accelerator:
     pytest.importorskip("jax")
-    from polyaccel.accelerators.jax_device import device_plugin
+    from polyaccel.accelerators.jax_generic import device_plugin
 
     plugin = device_plugin("cpu")
     assert plugin is not None

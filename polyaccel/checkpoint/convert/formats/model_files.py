@@ -57,10 +57,7 @@ class ModelFiles:
 
 
 def find_files(source: Path, suffix: str) -> ModelFiles:
-    """The files of the model at `source`, a file or a folder.
-
-    Raises CheckpointError where there are none, where one of the index is missing, and where several could be meant.
-    """
+    """Return the files of the model at `source`, a file or a folder."""
     if source.is_file():
         return ModelFiles([source], {}, [])
     present = sorted(file for file in source.glob("*") if file.is_file())
@@ -114,10 +111,7 @@ def _by_name(source: Path, files: Sequence[Path], suffix: str) -> list[Path]:
 
 
 def with_states(incoming: Incoming, files: ModelFiles) -> Incoming:
-    """`incoming` with what lies next to the model's files. What cannot be taken over is left out, as needed.
-
-    Raises CheckpointError for a file that is not a state dict, or names a class that no state needs.
-    """
+    """Add the states that lie next to the model's files; leave out what cannot be taken over."""
     incoming = replace(incoming, left_out=[*incoming.left_out, *files.left_out()])
     optimizers = [file for file in files.other_files if OPTIMIZERS.fullmatch(file.name)]
     schedules = [file for file in files.other_files if SCHEDULES.fullmatch(file.name)]

@@ -25,11 +25,7 @@ STEM, SUFFIX = "pytorch_model", ".bin"
 
 
 def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress: Progress) -> list[str]:
-    """Write `pytorch_model.bin`, or several files and their index. Returns their names.
-
-    `torch.save` wants all tensors of a file at once: they stand in a file next to it meanwhile, mapped into memory, so
-    that the system may drop what it needs the room for. Raises CheckpointError for damage.
-    """
+    """Write one file, or several and their index, through mapped temporary files; return their names."""
     out.mkdir(parents=True, exist_ok=True)
     files = in_files(tensors, most_nbytes)
     names = file_names(STEM, SUFFIX, len(files))
@@ -56,11 +52,7 @@ def on_disk(
 
 
 def read(source: Path) -> Incoming:
-    """The tensors of a file, or of a folder's model, mapped and not read; of tied ones the first. An optimizer and a
-    schedule come along that are in the file, as in Lightning's, or next to it.
-
-    Raises CheckpointError for a file that holds no tensors by name, naming what torch refused to make.
-    """
+    """Read tensors of a file or a folder's model, mapped; of tied ones the first. Includes trainers' states."""
     files = find_files(source, SUFFIX)
     trees = {file: _Parts.of(load_tree(file), file) for file in files.files}
     files.check({file: [*parts.weights] for file, parts in trees.items()})

@@ -74,10 +74,7 @@ _CLASSES = {"Adam": "AdamW", "Sgd": "SGD", "Adagrad": "Adagrad", "Adamax": "Adam
 
 
 def read(source: Path) -> Incoming:
-    """The parameters, the optimizer with its groups, the schedule and the count of steps.
-
-    Raises CheckpointError where `source` is not one, or its metadata names what it should not.
-    """
+    """Read the parameters, the optimizer with its groups, the schedule and the count of steps."""
     metadata = _checked_metadata(source)
     files = _Cached(source, metadata)
     found = _sorted(metadata)
@@ -315,8 +312,7 @@ class _Records(pickle.Unpickler):
 
 
 def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
-    """Write parameters and buffers under `model`, optimizer states under `optimizer.state`, and the groups. Returns the
-    names of the files. Raises CheckpointError for damage."""
+    """Write parameters and buffers under `model`, states under `optimizer.state`, and groups; return file names."""
     out.mkdir(parents=True, exist_ok=True)
     with on_disk(out, tensors, progress) as found:
         model = {tensor.name: found[tensor] for tensor in tensors if tensor.tensor.kind in (PARAM, BUFFER)}
@@ -348,8 +344,7 @@ def alone() -> Iterator[None]:
 
 
 def _groups(reader: CheckpointReader, params: Sequence[str]) -> dict[str, Any]:
-    """The groups with all settings that torch's optimizer of the same kind has. Nothing where the checkpoint has no
-    group for a parameter."""
+    """Return the groups with all settings of torch's optimizer of that kind; {} if a parameter has no group."""
     saved = reader.scalars.get("optimizer")
     groups = saved.get("param_groups", []) if isinstance(saved, Mapping) else []
     names = saved.get("param_names") if isinstance(saved, Mapping) else None

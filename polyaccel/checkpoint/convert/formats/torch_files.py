@@ -18,8 +18,7 @@ TYPES = {dtype: getattr(torch, dtype.value) for dtype in DType}
 
 
 def load_tree(file: Path) -> Any:
-    """What `torch.save` wrote, mapped into memory: tensors and plain containers, and the arguments of a command line.
-    Raises CheckpointError for anything else, by its name."""
+    """Load what `torch.save` wrote, mapped: tensors, plain containers, arguments of a command line."""
     try:
         with torch.serialization.safe_globals([Namespace]):
             try:

@@ -22,10 +22,7 @@ NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def optimizer_from(state_dict: Any, origin: str) -> PeerOptimizer:
-    """The optimizer of `state_dict()`, whose parameters are numbers, or names as `get_optimizer_state_dict` gives them.
-
-    What cannot be taken over is left out, as needed.
-    """
+    """Return the optimizer of a `state_dict()` whose parameters are numbers or names."""
     peer = PeerOptimizer(origin)
     groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     states = state_dict.get("state") if isinstance(state_dict, Mapping) else None

@@ -55,10 +55,7 @@ def find_oneccl() -> OneCcl | None:
 
 
 def compiled(oneccl: OneCcl) -> Path:
-    """The library that was compiled against `oneccl`: the one that the user built before the one that pip did.
-
-    Raises CommError where there is none, or pip's is stale: oneCCL or polyaccel is of another version now.
-    """
+    """Return the library compiled against `oneccl`: the user's build before pip's. Raises CommError if stale."""
     built = _built(oneccl)
     if built.exists():
         return built
