@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyaccel.pipeline.render import estimated_picture
+from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import make_table
+from polyaccel.pipeline.timing import OpTimes, simulate
 from polyaccel.registry import PluginGroup
 
 PICTURES = Path(__file__).parents[1] / "pictures"
@@ -26,7 +27,7 @@ def _document(title: str, height: int, lines: Sequence[str]) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
             f"<title>{title}</title>",
             f'<rect width="{_WIDTH}" height="{height}" rx="8" fill="#fafafa"/>',
-            f'<g font-family="sans-serif" font-size="14" fill="{_INK}">',
+            f'<g font-family="sans-serif" font-size="17" fill="{_INK}">',
             *lines,
             "</g>",
             "</svg>",
@@ -67,7 +68,7 @@ def zero_stages() -> str:
 
 def mesh_axes() -> str:
     """Draw eight ranks of a mesh of two pipeline stages, two data ranks and two tensor ranks."""
-    lines = [_text(20, 32, '"mesh": {"pipe": 2, "data": 2, "tensor": 2}, ranks 0 to 7', bold=True)]
+    lines = [_text(20, 32, '"mesh": {"pipe": 2, "data": 2, "tensor": 2}, with ranks 0 to 7', bold=True)]
     for pipe in range(2):
         left = 40 + pipe * 360
         lines.append(_box(left, 56, 320, 236, "#ffffff", line=_COLOURS[0]))
@@ -85,9 +86,7 @@ def mesh_axes() -> str:
                 x = left + 28 + tensor * 136
                 lines.append(_box(x, top + 30, 128, 40, _COLOURS[2]))
                 rank = 4 * pipe + 2 * data + tensor
-                lines.append(
-                    _text(x + 64, top + 55, f"rank {rank}: tensor {tensor}", anchor="middle", colour="#ffffff")
-                )
+                lines.append(_text(x + 64, top + 55, f"{rank}: tensor {tensor}", anchor="middle", colour="#ffffff"))
     lines.append(_text(380, 180, "→", anchor="middle", bold=True))
     return _document("Eight ranks of a mesh with the axes pipe, data and tensor", 312, lines)
 
@@ -141,7 +140,7 @@ def sharded_sequence() -> str:
         (None, "all-gather of tokens"),
         (("attention, heads 0 to 3", "attention, heads 4 to 7"), ""),
         (None, "reduce-scatter of tokens"),
-        (("tokens 0 to 127: x + ..., norm", "tokens 128 to 255: x + ..."), "dropout: other numbers"),
+        (("tokens 0 to 127: x + ...", "tokens 128 to 255: x + ..."), "dropout: other numbers"),
     )
     return _two_ranks("A block over two tensor ranks, with sharded sequences", steps)
 
@@ -177,7 +176,8 @@ def drawings() -> dict[str, str]:
     found = {f"{draw.__name__}.svg": draw() for draw in made}
     found |= {"logo.svg": mark("#ffffff"), "icon.svg": mark(_COLOURS[0])}
     for schedule in ("gpipe", "1f1b", "zb-h1"):
-        found[f"schedule_{schedule}.svg"] = estimated_picture(make_table(schedule, stages=4, micro_batches=8))
+        table = make_table(schedule, stages=4, micro_batches=8)
+        found[f"schedule_{schedule}.svg"] = to_svg(simulate(table, OpTimes.even(table.chunks)), _WIDTH)
     return found
 
 
