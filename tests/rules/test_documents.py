@@ -95,6 +95,14 @@ def _dead_links(document: Path) -> list[str]:
     return [str(file) for file in files if not file.exists()]
 
 
+def test_every_error_in_the_page_on_troubleshooting_is_one_of_ours() -> None:
+    page = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text(encoding="utf-8")
+    errors = re.findall(r"^\| `([^`]+)`[^|]* \|", page, re.MULTILINE)
+    code = "\n".join(file.read_text(encoding="utf-8") for file in ROOT.glob("polyaccel/**/*.py"))
+    assert len(errors) > 5
+    assert [error for error in errors if error not in code] == []
+
+
 def test_the_page_on_packages_has_each_folder() -> None:
     page = (ROOT / "docs" / "packages.md").read_text(encoding="utf-8")
     rows = {
