@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from polyaccel.core.install_line import install_line
 from polyaccel.core.types import Probe
 from polyaccel.errors import ConfigError, Problem
 
@@ -31,14 +32,14 @@ def required(name: str, module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        problem = Problem(name, module, f"cannot be imported: {error}", f"pip install 'polyaccel[{extra}]'")
+        problem = Problem(name, module, f"cannot be imported: {error}", install_line(extra))
         raise ConfigError([problem]) from error
 
 
 def probe_of(package: str, extra: str) -> Probe:
     """Whether `package` is there, without importing it."""
     if find_spec(package) is None:
-        return Probe(usable=False, reason=f"the package {package} is not installed: pip install 'polyaccel[{extra}]'")
+        return Probe(usable=False, reason=f"the package {package} is not installed: {install_line(extra)}")
     return Probe(usable=True, reason=f"the package {package} is installed")
 
 
