@@ -13,6 +13,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 from check_rows import check_rows
+from cli_reference import cli_reference
 from compatibility import compatibility
 from config_reference import config_reference
 from notes import notes
@@ -25,6 +26,7 @@ SOURCE_LINK = re.compile(r"\[([\w.]+)\]\((?:\.\./)+((?:polyaccel|csrc|plugins)/[
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that no file holds."""
     files.append(File.generated(config, "reference/config.md", content=config_reference()))
+    files.append(File.generated(config, "reference/cli.md", content=cli_reference()))
     files.append(File.generated(config, "compatibility.md", content=compatibility()))
     files.append(File.generated(config, "reference/check.md", content=check_rows()))
     files.append(File.generated(config, "reference/notes.md", content=notes()))

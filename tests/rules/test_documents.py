@@ -21,7 +21,7 @@ RUN_ELSEWHERE = {
 }
 """Commands that another test runs."""
 MAKE = {
-    "make train": "polyaccel run --nproc 2 examples/gpt/train.py",
+    "make train": "examples/gpt/train.py",
     "make check": "tests/unit",
     "make test": "python -m pytest",
     "make test-builds": "python -m pytest",
@@ -37,7 +37,7 @@ PATH = re.compile(r"`((?:polyaccel|plugins|tests|csrc|docs)/[\w./-]+|[\w-]+\.(?:
 
 
 MADE_BY_MKDOCS = {
-    *(ROOT / "docs" / "reference" / name for name in ("config.md", "check.md", "notes.md")),
+    *(ROOT / "docs" / "reference" / name for name in ("config.md", "cli.md", "check.md", "notes.md")),
     ROOT / "docs" / "compatibility.md",
 }
 """Pages that docs/generate/hooks.py makes while the site is built."""
