@@ -13,11 +13,12 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 from check_rows import check_rows
+from cli_reference import cli_reference
 from compatibility import compatibility
 from config_reference import config_reference
 from notes import notes
 
-TABLES = {made.__name__: made for made in (check_rows, compatibility, config_reference, notes)}
+TABLES = {made.__name__: made for made in (check_rows, cli_reference, compatibility, config_reference, notes)}
 PART = re.compile(r"<!-- docs/generate/(\w+)\.py: begin -->\n.*?<!-- docs/generate/\1\.py: end -->", re.DOTALL)
 """Where a page has tables that are made from the project, with what the repository shows in their place."""
 SOURCE_LINK = re.compile(r"\[([\w.]+)\]\((?:\.\./)+((?:polyaccel|csrc|plugins)/[^)]+)\)")

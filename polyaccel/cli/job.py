@@ -95,7 +95,7 @@ def choose_hosts(args: argparse.Namespace, count_ranks: Callable[[], int]) -> Ho
         if value is not None
     ]
     if len(named) > 1 or (args.nproc is not None and (args.include or args.exclude)):
-        both = " and ".join([*named, "--nproc"][:2])
+        both = " and ".join([*named, "--ranks"][:2])
         raise LaunchError(f"{both} cannot be given together", hint="choose hosts and slots by one of them")
     if args.hosts is not None and args.hostfile is not None:
         raise LaunchError("--hosts and --hostfile cannot be given together", hint="name the hosts by one of them")

@@ -16,6 +16,7 @@ from polyaccel.cli.elastic import check_size, elastic_job, elastic_sizes, refuse
 from polyaccel.cli.emit import add_emit_options, manifest
 from polyaccel.cli.job import is_far, job_of
 from polyaccel.cli.options import add_options
+from polyaccel.cli.parser import describe
 from polyaccel.cli.streams import flush_output
 from polyaccel.errors import LaunchError
 from polyaccel.job.auth import SECRET_VARIABLE
@@ -33,7 +34,7 @@ _DEFAULT_LAUNCHER, _DEFAULT_FAR, _ELASTIC = "local", "ssh", "torchelastic"
 _DESCRIPTION = """\
 Start one process a rank, each with the variables of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT) and of DeepSpeed (CROSS_RANK, CROSS_SIZE, LOCAL_SIZE), show what they print with the rank's
-number before each line, and end all of them when one fails. The exit code is that of the first rank that failed."""
+number before each line, and end all of them when one fails."""
 
 
 def add_parser(subparsers: _SubParsers) -> None:
@@ -47,6 +48,22 @@ def add_parser(subparsers: _SubParsers) -> None:
     )
     add_options(parser)
     add_emit_options(parser)
+    describe(
+        parser,
+        examples=(
+            "polyaccel run --ranks 2 train.py --epochs 3",
+            "polyaccel run --hosts a:8,b:8 --restarts 3 train.py",
+            "polyaccel run --emit k8s --image registry/train --num-nodes 2 --ranks 8 train.py",
+        ),
+        codes={
+            0: "every rank exited with 0",
+            124: "no rank made a step for --hang-timeout",
+            130: "interrupted by Ctrl-C",
+            "N": "that of the first rank that failed; 128 + N for signal N",
+        },
+        missing="give a script: polyaccel run [options] train.py",
+        verbose="show the output of every rank in full, also after the first failure",
+    )
     parser.set_defaults(func=run)
 
 
@@ -145,7 +162,7 @@ def count_ranks() -> int:
     """Return the ranks of `--nproc auto`: one a device; on CPUs one a NUMA node, whose memory is near."""
     from polyaccel.accelerators.detect import (
         choose_accelerator,
-    )  # may import torch, which an explicit --nproc has no use for
+    )  # may import torch, which an explicit --ranks has no use for
 
     accelerator = choose_accelerator(None)
     if accelerator.name == "cpu":

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from polyaccel.cli.argument_types import whole_number
 from polyaccel.cli.options import add_options
-from polyaccel.cli.parser import whole_number
+from polyaccel.cli.parser import describe
 from polyaccel.errors import PolyaccelError
 from polyaccel.verify.prove import Proof, prove
 from polyaccel.verify.variant import VARIABLE, Record, Variant
@@ -40,6 +41,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     count = whole_number("a number of 1 or more", 1)
     parser.add_argument("--steps", type=count, default=2, metavar="N", help="optimizer steps to compare; default: 2")
     add_options(parser)
+    describe(
+        parser,
+        examples=("polyaccel verify --ranks 2 train.py",),
+        codes={0: "the training equals plain torch", 1: "it differs, or an error, stated on standard error"},
+        missing="give a script: polyaccel verify [options] train.py",
+    )
     parser.keeps_words = True  # type: ignore[attr-defined]
     parser.set_defaults(func=run)
 

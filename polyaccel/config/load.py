@@ -122,6 +122,9 @@ def read_tree(source: object, source_name: str | None = None) -> tuple[Any, list
     if text is None:
         try:
             text = path.read_text(encoding="utf-8-sig")
+        except FileNotFoundError as error:
+            hint = "pass the path of a JSON file, a dict, or base64 of JSON"
+            raise ConfigError([Problem("config", str(source), "no such file", hint)], source=name) from error
         except (OSError, UnicodeDecodeError) as error:
             hint = "pass the path of a JSON file, a dict, or base64 of JSON"
             raise ConfigError([Problem("config", str(source), f"cannot be read: {error}", hint)], source=name) from None

@@ -90,7 +90,7 @@ def first_hosts(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
     """The first `count` of `hosts`. Raises LaunchError where there are fewer."""
     if not 1 <= count <= len(hosts):
         hint = f"give a number from 1 to {len(hosts)}, or name more hosts in a hostfile, with lines `host slots=N`"
-        raise LaunchError(f"--num_nodes {count}, and {_count(len(hosts), 'host')} given", hint=hint, value=count)
+        raise LaunchError(f"--num-nodes {count}, and {_count(len(hosts), 'host')} given", hint=hint, value=count)
     return dict(list(hosts.items())[:count])
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from polyaccel.checkpoint.convert.exporting import BUFFER
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, imported
 from polyaccel.checkpoint.format.tensors import PARAM
-from polyaccel.cli.ckpt.shown import progress, size
+from polyaccel.cli.ckpt.shown import progress
 from polyaccel.errors import CheckpointError
+from polyaccel.utils.sizes import size
 
 GROUP = "polyaccel.importers"
 """Entry points of packages that read more formats: functions from a path to an `Incoming`."""

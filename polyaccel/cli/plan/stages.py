@@ -1,4 +1,4 @@
-"""`polyaccel plan CONFIG MODEL -n N` where the config has stages: what a rank of each stage needs."""
+"""`polyaccel plan CONFIG MODEL --ranks N` where the config has stages: what a rank of each stage needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
+from polyaccel.cli.plan.tables import UNITS, column_table, print_parts, short_bytes, short_count, titled
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import PolyaccelError
@@ -65,7 +65,7 @@ def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
     rows = args.batch or settings.micro_batch
     shape = None if args.sequence_length is None else (rows, args.sequence_length)
     needs = rank_stages(args.model, shape, settings, table)
-    limits = Limits(device_nbytes=args.limit_device, host_nbytes=args.limit_host)
+    limits = Limits(device_nbytes=args.memory, host_nbytes=args.host_memory)
     plan = plan_stages(planned, table, needs, args.world_size, limits)
     if args.json:
         print(json.dumps(_as_json(plan), indent=2))
@@ -91,9 +91,9 @@ def _print(plan: PipelinePlan) -> None:
             *(str(each.kept), short_bytes(state), *told),
         )
     names = ", ".join(f"{one.stage} {one.offload}/{one.offload_param}" for one in plan.fitting) or "none"
-    parts = [Text(head), *(Text(f"Assumed: {sentence}.") for sentence in plan.assumptions)]
-    parts.append(Text(f"Settings (ZeRO stage, offload of states/parameters) that fit on every stage: {names}."))
-    print_parts([*parts[:-1], titled("Bytes of one rank on its device", shown), Text(_LEGEND), parts[-1]])
+    verdict = Text(f"Settings (ZeRO stage, offload of states/parameters) that fit on every stage: {names}.")
+    parts = [verdict, Text(head), *(Text(f"Assumed: {sentence}.") for sentence in plan.assumptions)]
+    print_parts([*parts, titled(f"Memory of one rank on its device ({UNITS})", shown), Text(_LEGEND)])
 
 
 def _as_json(plan: PipelinePlan) -> dict[str, Any]:

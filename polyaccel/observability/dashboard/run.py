@@ -34,6 +34,22 @@ _AT_ONCE_NBYTES = 1 << 20
 _TAIL_NBYTES = 64
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a run has written into `folder`."""
+    return any((folder / file).is_file() for file in (RUN_FILE, METRICS_FILE))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs directly in `folder`, the one written last first."""
+    found = [each for each in folder.iterdir() if is_run(each)] if folder.is_dir() else []
+    return sorted(found, key=_written_s, reverse=True)
+
+
+def _written_s(folder: Path) -> float:
+    files = (folder / file for file in (RUN_FILE, METRICS_FILE))
+    return max(file.stat().st_mtime for file in files if file.is_file())
+
+
 class WatchedRun:
     """The run in `folder`. `look` reads what is new; `revision` grows with it.
 
@@ -44,7 +60,7 @@ class WatchedRun:
         self.folder = folder
         self.name = name
         self.revision = 0
-        if not any((folder / file).is_file() for file in (RUN_FILE, METRICS_FILE)):
+        if not is_run(folder):
             raise PolyaccelError(
                 f"{folder} is not a run's folder: it has neither {RUN_FILE} nor {METRICS_FILE}",
                 hint='name the folder that "run_dir" of the config named',
