@@ -33,6 +33,7 @@ from polyaccel.torch.settings import TileSettings
 from polyaccel.torch.tensor_parallel.make_plan import plan_by, shared_by
 from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
 from polyaccel.torch.tiled.models import TiledModel
+from polyaccel.torch.tiled.tokenwise import TokenwiseLayers
 
 
 def rank_shape(name: str, settings: PassSettings) -> ModelShape:
@@ -117,9 +118,13 @@ def _share_layers(model: nn.Module, settings: PassSettings) -> None:
 
 def _share_sequences(model: nn.Module, settings: PassSettings) -> None:
     """Let `model` run on the first rank's share of sequences, and in tiles, where the settings say so."""
-    if settings.sequence_ranks > 1 and settings.sequence_method != "manual":
-        sequences = SequenceSettings(settings.sequence_method, settings.core_attention)
-        apply_context_parallel(model, FakeCommunicator(settings.sequence_ranks, host_accelerator()), sequences)
+    method = settings.sequence_method
+    if settings.sequence_ranks > 1 and method != "manual":
+        ranks = FakeCommunicator(settings.sequence_ranks, host_accelerator())
+        if method == "tokenwise":
+            TokenwiseLayers(model, ranks)
+        else:
+            apply_context_parallel(model, ranks, SequenceSettings(method, settings.core_attention))
     if settings.tiles is not None:
         TiledModel(model, TileSettings(**settings.tiles))
 

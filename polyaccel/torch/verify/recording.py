@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class StepRecording:
     """The steps of one engine, the `index`-th of its rank.
 
     `gradient_of` and `value_of` are called for all trained parameters in the order of `module.named_parameters`.
+    Buffers that another stage of a pipeline changes are not recorded.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class StepRecording:
         value_of: Whole,
         groups: Callable[[], Sequence[dict[str, Any]]],
         records_draws: bool,
+        buffers_elsewhere: Container[str] = (),
     ) -> None:
         self._run, self._rank, self._module = run, rank, module
         self._gradient_of, self._value_of = gradient_of, value_of
@@ -46,6 +48,7 @@ class StepRecording:
         self._record.unfinished += 1
         self._prefix = f"{index}:" if index else ""
         self._groups = groups
+        self._buffers_elsewhere = buffers_elsewhere
         self._records_draws = records_draws and threading.current_thread() is threading.main_thread()
         self._step = 0
         self._attributes = dict(attributes_of(module))
@@ -82,7 +85,7 @@ class StepRecording:
                 self._add("update", name, value.detach() - self._before.pop(name))
                 self._add(MAGNITUDE, name, value.detach().abs().amax() if value.numel() else torch.zeros(()))
         for name, buffer in self._module.named_buffers():
-            if buffer.layout is torch.strided and not buffer.is_meta:
+            if buffer.layout is torch.strided and not buffer.is_meta and name not in self._buffers_elsewhere:
                 self._add("buffer", name, buffer)
         for name, number in attributes_of(self._module):
             if self._attributes.get(name) != number:

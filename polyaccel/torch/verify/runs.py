@@ -15,6 +15,7 @@ from polyaccel.torch.api.fragments import safe_get_full_fp32_param, safe_get_ful
 from polyaccel.torch.api.optimizer import schedule_class
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.pipeline.module import PipelineModule
+from polyaccel.torch.pipeline.stage_module import cut_of
 from polyaccel.torch.sharding.tensor_shard import Blocks
 from polyaccel.torch.verify.plain_engine import OptimizerLike, PlainEngine
 from polyaccel.torch.verify.recording import StepRecording
@@ -89,6 +90,7 @@ def record_steps(run: ActiveRun, engine: TorchEngine) -> None:
         value_of=lambda name, parameter: whole(name, safe_get_full_fp32_param(parameter)),
         groups=lambda: engine.optimizer.param_groups,
         records_draws=not shares_samples(engine.runtime),
+        buffers_elsewhere=() if (cut := cut_of(engine.module)) is None else cut.buffers_elsewhere,
     )
     acted = run.record_of(engine.communicator.rank).acted
     for one in engine.rewrites:
