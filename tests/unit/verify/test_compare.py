@@ -112,7 +112,9 @@ def test_a_variant_comes_from_the_environment(tmp_path, monkeypatch):
     with running(Variant("plain")) as inner:
         assert active_run({}) is inner
     assert active_run({}) is run
-    run.record_of(0).add(0, "loss", "", 1.0)
+    record = run.record_of(0)
+    record.add(0, "loss", "", 1.0)
+    record.engines = record.unfinished = 1
     with pytest.raises(VerificationEnd):
-        run.end(0)
+        run.end_engine(0)
     assert Record.read(tmp_path / "rank0.npz").values["0/loss/"] == 1.0
