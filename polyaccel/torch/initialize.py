@@ -91,12 +91,13 @@ def initialize(
     runtime.apply_to_process()
     require_unsharded(model)
     if run is not None and run.variant.is_plain:
-        given = model, runtime, optimizer, model_parameters, training_data, collate_fn, lr_scheduler
-        return plain_run(run, *given, engine_class, pipeline_engine_class)
+        classes, of_data = (engine_class, pipeline_engine_class), (training_data, collate_fn)
+        return plain_run(run, model, runtime, optimizer, model_parameters, *of_data, lr_scheduler, *classes)
     everything, attributes = runtime, attributes_before(run, model)
     if run is not None and "pipeline" in run.variant.without and runtime.mesh.has_several("pipe"):
-        given = model, runtime, optimizer, model_parameters
-        model, model_parameters, runtime, engine_class = unstaged(*given, pipeline_engine_class)
+        model, model_parameters, runtime, engine_class = unstaged(
+            model, runtime, optimizer, model_parameters, pipeline_engine_class
+        )
     has_own_mesh = mpu is not None or mesh_param is not None
     proof = None
     if run is None:

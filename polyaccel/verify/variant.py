@@ -102,7 +102,8 @@ class Record:
     def write(self, folder: Path) -> None:
         """Write the record to a file of `folder` that only this rank writes."""
         facts = {"acted": self.acted, "order": self.order, "events": self.events}
-        np.savez(folder / f"rank{self.rank}.npz", **self.values, **{_FACTS: np.array(json.dumps(facts))})
+        arrays: dict[str, Any] = {**self.values, _FACTS: np.array(json.dumps(facts))}
+        np.savez(folder / f"rank{self.rank}.npz", **arrays)
         self.is_written = True
 
     @staticmethod

@@ -65,17 +65,18 @@ class InputGradients:
                 continue
             name = f"input {index} of pass {self._passes}"
             if one.requires_grad:
-                one.register_hook(partial(self._add, name))
+                one.register_hook(partial(self._add, name))  # type: ignore[no-untyped-call]
             elif index == first and type(one) is Tensor and not one.is_inference():
                 leaf = one.detach().requires_grad_()
-                leaf.register_hook(partial(self._add, name))
+                leaf.register_hook(partial(self._add, name))  # type: ignore[no-untyped-call]
                 leaves[index] = leaf.clone()  # which a model may change in place
         self._passes += 1
         return tree_unflatten(leaves, tree)
 
     def _watch_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad and module.training:
-            output.register_hook(partial(self._add, f"output of {name} {self._counts[name]}"))
+            called = f"output of {name} {self._counts[name]}"
+            output.register_hook(partial(self._add, called))  # type: ignore[no-untyped-call]
             self._counts[name] += 1
 
     def _add(self, name: str, gradient: Tensor) -> None:

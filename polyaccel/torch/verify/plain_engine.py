@@ -120,7 +120,7 @@ class PlainEngine(TorchEngine):
         if self.optimizer is not None and self.training and torch.is_grad_enabled():
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(self._on_users_pass)
+                    leaf.register_hook(self._on_users_pass)  # type: ignore[no-untyped-call]
         return outputs
 
     def _let_gradients_be_divided(self) -> None:
@@ -128,7 +128,7 @@ class PlainEngine(TorchEngine):
         for parameter in self._own_module.parameters():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                parameter.register_hook(self._share_of)
+                parameter.register_hook(self._share_of)  # type: ignore[no-untyped-call]
 
     def _share_of(self, gradient: Tensor) -> Tensor:
         share = self._shared.get(_SHARE, 1.0)
@@ -139,7 +139,7 @@ class PlainEngine(TorchEngine):
         """Let gradients be averaged when the pass that has begun at an output ends, unless it is `backward`'s."""
         if not self._in_own_pass:
             self._in_own_pass = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_users_pass)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_users_pass)
 
     def _end_users_pass(self) -> None:
         self._in_own_pass = False
@@ -248,9 +248,9 @@ class PlainEngine(TorchEngine):
         """Keep the whole state, apart from the script's own checkpoints."""
         return self._saves.save(save_dir, tag, *more, **named)
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, **choices: Any) -> Any:
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *more: Any, **choices: Any) -> Any:
         """Go on from what `save_checkpoint` of this run kept. Raises CheckpointError where there is nothing."""
-        return self._saves.load(load_dir, tag, **choices)
+        return self._saves.load(load_dir, tag, *more, **choices)
 
     def wait_for_checkpoint(self) -> None:
         """Do nothing: what is saved is complete."""

@@ -104,8 +104,8 @@ class StepRecording:
                 self._add(MAGNITUDE, name, value.detach().abs().amax() if value.numel() else torch.zeros(()))
         for name, states in self._read.states().items():
             for key, state in states.items():
-                is_tensor = isinstance(state, Tensor)
-                self._add("state", f"{name} {key}", state if is_tensor else torch.tensor(state, dtype=torch.float64))
+                value = state if isinstance(state, Tensor) else torch.tensor(state, dtype=torch.float64)
+                self._add("state", f"{name} {key}", value)
         self._record_module()
 
     def _record_module(self) -> None:

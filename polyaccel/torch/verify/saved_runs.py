@@ -88,7 +88,8 @@ class PlainSaves:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        **_: Any,
+        *_: Any,
+        **__: Any,
     ) -> tuple[str, dict[str, Any]]:
         """Go on from a save of this run, or else from a checkpoint of an engine."""
         left_out = {"optimizer"} if not load_optimizer_states else set()
@@ -110,7 +111,7 @@ class PlainSaves:
         engine = self._engine
         runtime, parts = engine.runtime, self._parts()
         saved = open_checkpoint(runtime.storage(load_dir), tag, communicator=runtime.communicator, fallback=True)
-        values = SavedValues.of(saved)
+        values = SavedValues.model_validate(saved.scalars)
         if "counters" not in left_out:
             engine.counters.load_state_dict(values.counters)
         if "data" in parts and "data" not in left_out and values.data is not None:
