@@ -23,10 +23,12 @@ from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.torch.api.client_optimizer import needs_closure
-from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
+from polyaccel.torch.api.optimizer import ZeroOptimizer, make_groups, torch_optimizer
 from polyaccel.torch.data import cast_floats
+from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.settings import ModuleSettings
+from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.verify.recording import Quantities, StepRecording, attributes_of
 from polyaccel.torch.verify.saved_runs import PlainSaves
 from polyaccel.torch.verify.shadow import move_weights
@@ -42,6 +44,8 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 class PlainEngine(TorchEngine):
     """The engine of a plain run: what scripts ask and set is a `TorchEngine`'s, and nothing of what it computes."""
+
+    torch_optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -62,6 +66,8 @@ class PlainEngine(TorchEngine):
             matrix_kernels="off",
             drop_last=runtime.config.dataloader_drop_last,
         )
+        self._autocast = ForwardAutocast(self.device.type, None)
+        self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
         self._is_double = run.variant.is_double
         model.to(torch_device_of(runtime.accelerator))
         self._modules["module"] = model
@@ -69,7 +75,11 @@ class PlainEngine(TorchEngine):
         move_weights(model, run.variant.moved)
         if self._is_double:
             model.double()
-        self.optimizer: Any = _optimizer(runtime, model, client, model_parameters)
+        own = _optimizer(runtime, model, client, model_parameters)
+        self.optimizer: Any = None
+        if own is not None:
+            self.torch_optimizer = own
+            self.optimizer = ZeroOptimizer(own.param_groups, self._update, self.zero_grad)
         self.training_dataloader: Any = None
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
@@ -81,15 +91,15 @@ class PlainEngine(TorchEngine):
             self._record(run, model)
 
     def _record(self, run: ActiveRun, model: nn.Module) -> None:
-        if needs_closure(self.optimizer):
-            kind = type(self.optimizer).__name__
+        if needs_closure(self.torch_optimizer):
+            kind = type(self.torch_optimizer).__name__
             hint = "verify the script with another optimizer: the rewrites are the same"
             raise PolyaccelError(f"{kind} evaluates the loss several times a step", hint=hint, value=kind)
         named = list(model.named_parameters())
         read = Quantities(
             gradient_of=lambda _, parameter: parameter.grad,
             value_of=lambda _, parameter: parameter,
-            states=lambda: plain_states(self.optimizer, named),
+            states=lambda: plain_states(self.torch_optimizer, named),
             groups=lambda: self.optimizer.param_groups,
             shares_samples=shares_samples(self.runtime),
             attributes=dict(attributes_of(model)),
@@ -193,6 +203,13 @@ class PlainEngine(TorchEngine):
         if not self.counters.is_boundary:
             self.counters.advance()
             return
+        self.optimizer.step()
+        loss = sum(float(one) for one in self._losses) / len(self._losses) if self._losses else None
+        self._losses.clear()
+        self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
+        self._recording.end_step(loss)
+
+    def _update(self, closure: Callable[[], Any] | None) -> None:
         while self._average(is_in_step=True):
             pass  # some rank has a pass more than this one
         trained = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
@@ -205,14 +222,10 @@ class PlainEngine(TorchEngine):
         norm = nn.utils.get_total_norm(grads).float() if grads else torch.tensor(0.0)
         if clipping:
             nn.utils.clip_grads_with_norm_(trained, clipping, norm)
-        self.optimizer.step()
+        self.torch_optimizer.step()
         self._take_result(StepResult(True, float(norm), min(float(norm), clipping or float("inf")), None))
         self._recording.after_update(float(norm))
         self.zero_grad()
-        loss = sum(float(one) for one in self._losses) / len(self._losses) if self._losses else None
-        self._losses.clear()
-        self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
-        self._recording.end_step(loss)
 
     def _average_at_boundary(self) -> None:
         """Average gradients that a script may look at now. Collective at the boundary."""

@@ -34,6 +34,7 @@ class _Trained(Protocol):
 
     runtime: EngineBuilder
     optimizer: Any
+    torch_optimizer: torch.optim.Optimizer
     lr_scheduler: Any
     training_dataloader: Any
     counters: StepCounters
@@ -73,7 +74,7 @@ class PlainSaves:
         engine = self._engine
         parts = {
             "module": engine._own_module,
-            "optimizer": engine.optimizer,
+            "optimizer": engine.torch_optimizer if engine.optimizer is not None else None,
             "lr_scheduler": engine.lr_scheduler,
             "data": engine.training_dataloader,
             "counters": engine.counters,
@@ -156,17 +157,17 @@ def _read_states(engine: _Trained, saved: CheckpointReader, values: SavedValues)
         if entry.kind not in (PARAM, BUFFER):
             kinds.setdefault(entry.fqn, []).append(entry.kind)
     groups = [] if values.optimizer is None else values.optimizer.param_groups
-    for group, settings in zip(engine.optimizer.param_groups, groups, strict=False):
+    for group, settings in zip(engine.torch_optimizer.param_groups, groups, strict=False):
         group.update({key: value for key, value in settings.items() if key in group and key != "params"})
     for parameter, name in names.items():
         for kind in kinds.get(name, ()):
-            state = engine.optimizer.state[parameter]
+            state = engine.torch_optimizer.state[parameter]
             state[kind] = _read(saved, name, kind).to(parameter.device, parameter.dtype).view(parameter.shape)
         if name in kinds:
             numbers = values.client_optimizer.get(name, {})
             steps = {"step": float(values.param_steps[name])} if name in values.param_steps else {}
             for key, number in {**steps, **numbers}.items():
-                engine.optimizer.state[parameter].setdefault(key, torch.tensor(number))
+                engine.torch_optimizer.state[parameter].setdefault(key, torch.tensor(number))
 
 
 def keep_saves_apart(run: ActiveRun, engine: TorchEngine) -> None:
