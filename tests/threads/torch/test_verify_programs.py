@@ -17,6 +17,8 @@ from polyaccel.comm.default import default_communicator
 from polyaccel.torch.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from polyaccel.torch.rewrites.engine import ActivationCheckpointing
 from polyaccel.torch.rewrites.stages import PipelineLayers
+from polyaccel.torch.verify.forward_pass import ForwardOrder
+from polyaccel.torch.verify.shadow import OtherOrder
 from polyaccel.verify.prove import prove, threads_run
 
 _LOCK = threading.Lock()
@@ -141,6 +143,53 @@ def test_only_the_wrong_one_of_two_engines_is_named(monkeypatch):
     proof = prove(threads_run(2, gan))
     assert (proof.findings[0].engine, proof.findings[0].parameter) == (1, "0.0.weight")
     assert proof.blamed == ("activation_checkpointing",)
+
+
+class Turned(nn.Module):
+    """Modules that are called in another order than they are made, and one that is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first, self.unused = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.last(self.first(x)) * self.scale
+
+
+def test_the_forward_order_is_that_of_calls():
+    module = Turned()
+    order = ForwardOrder(module)
+    module(torch.randn(3, 4))
+    names = [name.partition(".")[0] for name in order.take()]
+    assert list(dict.fromkeys(names)) == ["first", "last", "scale", "unused"]
+
+
+PRODUCTS = {
+    "linear": (functional.linear, (5, 7, 300), (9, 300)),
+    "matmul": (torch.matmul, (5, 7, 300), (5, 300, 4)),
+    "conv2d": (functional.conv2d, (2, 60, 6, 6), (4, 60, 3, 3)),
+    "causal attention": (
+        lambda q, k: functional.scaled_dot_product_attention(q, k, k.sin(), is_causal=True),
+        *((2, 3, 40, 16),) * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_another_order_is_the_same_but_for_rounding(name):
+    function, *shapes = PRODUCTS[name]
+    draw = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(shape, generator=draw).requires_grad_() for shape in shapes)
+    wanted = function(one, other)
+    with OtherOrder():
+        found = function(one, other)
+    weights = torch.randn(wanted.shape, generator=draw)
+    of_wanted = torch.autograd.grad(wanted, (one, other), weights)
+    of_found = torch.autograd.grad(found, (one, other), weights)
+    for a, b in zip((found, *of_found), (wanted, *of_wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(found, wanted)
 
 
 class Words(nn.Module):
