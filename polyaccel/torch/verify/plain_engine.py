@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.torch.api.client_optimizer import needs_closure
+from polyaccel.torch.api.fragments import serve_plain
 from polyaccel.torch.api.optimizer import ZeroOptimizer, make_groups, torch_optimizer
 from polyaccel.torch.data import cast_floats
 from polyaccel.torch.engine.autocast import ForwardAutocast
@@ -34,6 +37,7 @@ from polyaccel.torch.verify.saved_runs import PlainSaves
 from polyaccel.torch.verify.shadow import move_weights
 from polyaccel.torch.verify.states import plain_states
 from polyaccel.verify.variant import ActiveRun
+from polyaccel.zero.fragments import GRAD, PARAM
 from polyaccel.zero.update.optimizer_step import StepResult
 
 _TORCH = {"adagrad": "Adagrad", "adam": "Adam", "adamax": "Adamax", "adamw": "AdamW", "sgd": "SGD"}
@@ -96,6 +100,8 @@ class PlainEngine(TorchEngine):
             hint = "verify the script with another optimizer: the rewrites are the same"
             raise PolyaccelError(f"{kind} evaluates the loss several times a step", hint=hint, value=kind)
         named = list(model.named_parameters())
+        for _, parameter in named:
+            serve_plain(parameter, partial(_tensor_of, ref(parameter), ref(self.torch_optimizer)))
         read = Quantities(
             gradient_of=lambda _, parameter: parameter.grad,
             value_of=lambda _, parameter: parameter,
@@ -291,6 +297,17 @@ class PlainEngine(TorchEngine):
 
     def reload_states(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
+
+
+def _tensor_of(
+    parameter: Callable[[], nn.Parameter | None], optimizer: Callable[[], torch.optim.Optimizer | None], kind: str
+) -> Tensor | None:
+    """What plain torch has of a parameter, as `safe_get_full_*` name it."""
+    one, owner = parameter(), optimizer()
+    if one is None or owner is None or kind in (PARAM, GRAD):
+        return one if one is None or kind == PARAM else one.grad
+    state = owner.state.get(one, {}).get(kind)
+    return state if isinstance(state, Tensor) else None
 
 
 def shares_samples(runtime: EngineBuilder) -> bool:
