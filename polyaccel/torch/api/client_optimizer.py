@@ -285,6 +285,10 @@ class ClientOptimizer(SliceOptimizer):
                     others.append((fqn, name))
         return StatesByKind(flat, self._numbers(), others)
 
+    def states_of_wholes(self) -> dict[str, Mapping[str, Any]]:
+        """The states of an optimizer on whole parameters, by parameter; none of one on slices."""
+        return {} if self._flat else {fqn: self.optimizer.state.get(tensor, {}) for fqn, tensor in self._tensors()}
+
     def restore(
         self,
         shards: Sequence[Shard],

@@ -24,7 +24,7 @@ from polyaccel.torch.verify.batches import MicroBatch, scalar_of
 from polyaccel.torch.verify.generators import has_own_generators, restore, states_of
 from polyaccel.torch.verify.plain_engine import PlainEngine, has_equivalent
 from polyaccel.torch.verify.runs import record_steps, shares_samples, verified_config
-from polyaccel.torch.verify.shadow import WithoutDropout
+from polyaccel.torch.verify.shadow import OtherOrder, WithoutDropout
 from polyaccel.torch.verify.untouched import NotProvenError, Untouched
 from polyaccel.verify.compare import Finding, in_order
 from polyaccel.verify.prove import Proof, prove
@@ -99,6 +99,8 @@ class CopiedTrainings:
             stack.enter_context(torch.autocast(self._engine.device.type, enabled=False))
             if self._shares or not has_own_generators():
                 stack.enter_context(WithoutDropout())
+            if variant.reorders:
+                stack.enter_context(OtherOrder())
             try:
                 (self._run_plain if variant.is_plain else self._run_engine)(active)
             except VerificationEnd:
@@ -118,7 +120,7 @@ class CopiedTrainings:
         model = self._model()
         runtime = self._engine.runtime.with_config(verified_config(self._config, model, active.variant))
         client, groups = self._optimizer_for(model)
-        engine = PlainEngine(active, model, runtime, client, groups, records_draws=not self._shares)
+        engine = PlainEngine(active, model, runtime, client, groups)
         if self._is_staged:
             engine.train()
         may_stand_in = not self._is_staged and not runtime.mesh.has_several("sequence")
