@@ -40,6 +40,7 @@ from polyaccel.torch.verify.copied_trainings import STEPS, Compose, CopiedTraini
 from polyaccel.torch.verify.generators import restore, states_of
 from polyaccel.torch.verify.proof_ranks import ProofRanks
 from polyaccel.torch.verify.shadow import arithmetic_config
+from polyaccel.torch.verify.shrunk_model import ShrunkModel
 from polyaccel.torch.verify.untouched import NotProvenError, Untouched, plain_name
 from polyaccel.verify.compare import EXACT, Finding
 from polyaccel.verify.prove import Proof
@@ -51,6 +52,8 @@ log = getLogger(__name__)
 
 _BYTES_OF_PARAMETER = 48
 """Two models with gradients and two states each in float32, the weights, and copies of updates."""
+_LARGE, _MOST = 16_000_000, 256_000_000
+"""Parameters from which a small model takes the place of one of transformers, and with which others are compared."""
 _MOST_FINDINGS = 50
 _CHANGES_MODEL = {
     "pipeline": "use fewer stages",
@@ -74,6 +77,8 @@ class FirstStepProof:
         self._world_size = runtime.communicator.world_size
         self._untouched: Untouched | None = None
         self._reason = "the script brought its own groups" if has_own_mesh else ""
+        self._shrunk: ShrunkModel | None = None
+        self._refusal = ""
         self._numel = sum(one.numel() for one in model.parameters())
         self._taken: list[MicroBatch] = []
         self._handle: RemovableHandle | None = None
@@ -82,6 +87,11 @@ class FirstStepProof:
                 self._untouched = Untouched.of(model, self._config, self._world_size)
             except NotProvenError as error:
                 self._reason = error.message
+        if not self._reason and self._numel > _LARGE and runtime.communicator.rank == 0:
+            try:
+                self._shrunk = ShrunkModel(model)
+            except NotProvenError as error:
+                self._refusal = error.message
 
     @staticmethod
     def prepare(
@@ -135,11 +145,13 @@ class FirstStepProof:
     def _too_large(self, engine: TorchEngine, ranks: Sequence[ProofRanks]) -> str:
         is_alone = all(one.mesh.world_size == 1 for one in ranks)
         accelerator = engine.accelerator if is_alone else host_accelerator(engine.accelerator)
+        if self._shrunk is not None or engine.communicator.rank:
+            return ""
         stats = accelerator.memory_stats()
         needed = self._numel * max(one.mesh.world_size for one in ranks) * _BYTES_OF_PARAMETER
-        if needed <= (stats.free_nbytes or stats.total_nbytes or 1 << 32) // 2:
+        if self._numel <= _MOST and needed <= (stats.free_nbytes or stats.total_nbytes or 1 << 32) // 2:
             return ""
-        return f"the whole model of {self._numel:,} parameters does not fit one rank several times"
+        return f"{self._numel:,} parameters are too many for one rank {self._refusal}".rstrip()
 
     def _say(self, engine: TorchEngine, reason: str) -> None:
         if engine.communicator.rank == 0:
@@ -166,7 +178,7 @@ class FirstStepProof:
         else:
             self._conclude(engine, proof, perf_counter() - began_s)
         finally:
-            self._untouched = None
+            self._untouched = self._shrunk = None
             self._taken.clear()
 
     def _conclude(self, engine: TorchEngine, proof: Proof, seconds: float) -> None:
@@ -182,7 +194,8 @@ class FirstStepProof:
         elif idle:
             self._say(engine, f"{', '.join(idle)} changed nothing")
         elif engine.communicator.rank == 0:
-            summary = f"{proof.quantities} quantities of {STEPS} steps equal plain torch in float32"
+            where = "" if self._shrunk is None else ", in a small model of this structure"
+            summary = f"{proof.quantities} quantities of {STEPS} steps equal plain torch in float32{where}"
             log.info("proven: %s: %s (%.1f s)", ", ".join(self._names) or "the engine", summary, seconds)
             keep_proven(self._digest, summary)
 
@@ -192,7 +205,8 @@ class FirstStepProof:
         ranks = engine.communicator
         if not ranks.broadcast_object(len(self._taken)):
             raise NotProvenError("its inputs were not seen, or cannot be copied")
-        values = _whole_values(engine, self._untouched)
+        is_shrunk = ranks.broadcast_object(self._shrunk is not None)
+        values = {} if is_shrunk else _whole_values(engine, self._untouched)
         if ranks.rank:
             values = {}
         for is_small in (True, False):
@@ -228,11 +242,16 @@ class FirstStepProof:
         self, engine: TorchEngine, values: dict[str, Tensor], batches: dict[int, tuple[MicroBatch, MicroBatch]]
     ) -> dict[str, Any]:
         """What rank 0 found, as a plain value. Raises nothing that the model or the engine of copies raises."""
-        assert self._untouched is not None  # else there is no proof
+        untouched = self._untouched
+        assert untouched is not None  # else there is no proof
         try:
             proofs = []
+            if self._shrunk is not None:
+                untouched = Untouched.of(self._shrunk.module, self._config, self._world_size)
+                values = self._shrunk.values(engine.device)
+                batches = {rank: (self._shrunk.batch(a), self._shrunk.batch(b)) for rank, (a, b) in batches.items()}
             for one in self._ranks:
-                trainings = CopiedTrainings(self._untouched, one, self._compose, engine, values, batches)
+                trainings = CopiedTrainings(untouched, one, self._compose, engine, values, batches)
                 proofs.append(trainings.prove())
         except NotProvenError as error:
             return {"reason": error.message, "is_unfit": isinstance(error, UnfitError)}
