@@ -23,7 +23,7 @@ CASES = {
             "pipeline",
             "replica",
         ),
-        *("one-device", "saves", "sequence", "start", "tensor", "trainer", "tuning", "watching"),
+        *("one-device", "saves", "sequence", "start", "tensor", "trainer", "tuning", "verify", "watching"),
     )
 } | {"backends": "collectives", "comm": "collectives", "hosts": "steps", "memory": "steps", "steps": "steps"}
 """The module of each command."""

@@ -73,7 +73,7 @@ class MicroBatch:
 
         def cut(one: Tensor) -> Tensor:
             one = one[:samples] if fewer and one.dim() else one
-            return one[:, :tokens] if shorter and one.dim() > 1 else one
+            return (one[:, :tokens] if shorter and one.dim() > 1 else one).contiguous()  # as a script's would be
 
         return self._map(cut)
 

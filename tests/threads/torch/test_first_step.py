@@ -24,7 +24,6 @@ from polyaccel.torch.verify.first_step import FirstStepProof
 from polyaccel.torch.verify.untouched import Untouched
 
 BASE = {
-    "verify": "auto",
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -83,6 +82,7 @@ class Still(Net):
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("POLYACCEL_VERIFY")
 
 
 @pytest.fixture

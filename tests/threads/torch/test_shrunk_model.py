@@ -23,6 +23,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "bos_token_id": 998
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("POLYACCEL_VERIFY")
     monkeypatch.setattr(first_step, "_LARGE", 1000)
 
 
