@@ -100,7 +100,8 @@ def _layers(fields: dict[str, Any], depth: int) -> int:
     periods = [_period(value) for value in fields.values() if isinstance(value, list) and len(value) == depth > 1]
     periods += [int(value) + 1 for name, value in numbers.items() if _PERIOD.search(name) and 1 < value < min(depth, 9)]
     dense = [int(value) + 1 for name, value in numbers.items() if _DENSE.match(name)]
-    return min(depth, max(2, *periods, *dense))
+    least: list[int] = [2, *periods, *dense]
+    return min(depth, max(least))
 
 
 def _period(kinds: list[Any]) -> int:
