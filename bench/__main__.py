@@ -10,7 +10,7 @@ from bench.runner import run_case
 
 NAMES = (
     *("all-to-all", "experts", "imports", "jax", "kernels", "longest", "one-device", "ownership", "pipeline"),
-    *("replica", "saves", "sequence", "start", "tensor", "trainer", "tuning", "watching"),
+    *("replica", "saves", "sequence", "start", "tensor", "trainer", "tuning", "verify", "watching"),
 )
 CASES = {name: name.replace("-", "_") for name in NAMES}
 CASES |= {"backends": "collectives", "comm": "collectives", "hosts": "steps", "memory": "steps", "steps": "steps"}

@@ -69,7 +69,7 @@ class Config(Section):
     machine (kept in the user's cache) finds it at least 1.2 times as fast as torch's own, on every rank. It rounds
     differently. The environment variable POLYACCEL_MATRIX_KERNELS (auto, on, off) goes before this key."""
 
-    verify: Literal["auto", "always", "off"] = "off"
+    verify: Literal["auto", "always", "off"] = "auto"
     """polyaccel's own: compare the first step with plain torch, on copies of the model and small parts of its batches.
     "auto" does so once a model and config where a rewrite cuts the model or runs parts of it again, and keeps the
     result in the user's cache; "always" does so in every run; "off" never. A difference is an error before the first

@@ -74,8 +74,6 @@ class EngineBuilder:
     """Called before the groups along axes of the mesh are left, for what works over them."""
     model_parallel_group: Communicator | None = None
     """Process group of the other pipeline stages, or None without pipeline parallelism."""
-    borrows_groups: bool = False
-    """Whether the groups along axes of the mesh belong to another runtime, which leaves them."""
     _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     @property
@@ -206,16 +204,10 @@ class EngineBuilder:
                 self.process_group_for(axes)
             set_mesh(self.communicator, self.mesh, self.process_group_for)
 
-    def with_config(self, parsed: Config) -> EngineBuilder:
-        """The runtime of a second engine on the same ranks with the groups of this one, which outlives it."""
-        return replace(build(parsed), trace=None, borrows_groups=True, _groups=self._groups)
-
     def leave_groups(self) -> None:
         """Leave the groups along axes of the mesh."""
         while self.cleanup_callbacks:
             self.cleanup_callbacks.pop()()
-        if self.borrows_groups:
-            return
         forget_mesh(self.communicator, self.process_group_for)
         for group in self._groups.values():
             group.close()

@@ -58,6 +58,8 @@ class PlainEngine(TorchEngine):
         runtime: EngineBuilder,
         client: OptimizerLike | None,
         model_parameters: Iterable[Any] | None,
+        *,
+        records_draws: bool = True,
     ) -> None:
         nn.Module.__init__(self)
         self._compose(runtime.engine_parts())
@@ -92,9 +94,9 @@ class PlainEngine(TorchEngine):
         self._shared = run.record_of(self.communicator.rank).shared
         self._synchronizes, self._in_own_pass = True, False
         if self.optimizer is not None:
-            self._record(run, model)
+            self._record(run, model, records_draws=records_draws)
 
-    def _record(self, run: ActiveRun, model: nn.Module) -> None:
+    def _record(self, run: ActiveRun, model: nn.Module, *, records_draws: bool) -> None:
         if needs_closure(self.torch_optimizer):
             kind = type(self.torch_optimizer).__name__
             hint = "verify the script with another optimizer: the rewrites are the same"
@@ -107,7 +109,7 @@ class PlainEngine(TorchEngine):
             value_of=lambda _, parameter: parameter,
             states=lambda: plain_states(self.torch_optimizer, named),
             groups=lambda: self.optimizer.param_groups,
-            shares_samples=shares_samples(self.runtime),
+            shares_samples=shares_samples(self.runtime) or not records_draws,
             attributes=dict(attributes_of(model)),
         )
         self._recording = StepRecording(run, self.communicator.rank, self, model, read)
