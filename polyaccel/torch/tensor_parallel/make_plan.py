@@ -19,6 +19,7 @@ from polyaccel.engine.policies.modules import CutRules, LayerRule
 from polyaccel.errors import ShardingError
 from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.comparison import ProvenRegions, proven_regions
+from polyaccel.torch.tensor_parallel.names import HEAD_SIZE
 from polyaccel.torch.tensor_parallel.plan import (
     CutHeads,
     CutModule,
@@ -92,7 +93,7 @@ def make_plan(
         )
     plan = replace(
         chosen.plan(source),
-        whole={**proven.whole, **styled.whole},
+        whole={**chosen.whole, **proven.whole, **styled.whole},
         unproven={**proven.unproven, **styled.unproven},
     )
     if share_tokens:
@@ -156,6 +157,8 @@ class _Chosen:
         self._structure = structure
         self._ranks = ranks
         self.modules: dict[str, CutModule] = {}
+        self.whole: dict[str, str] = {}
+        """Regions that stay whole, by name, with the reason."""
         self._heads: list[CutHeads] = []
 
     def plan(self, source: str) -> CutPlan:
@@ -187,7 +190,24 @@ class _Chosen:
             by_parent.setdefault(name.rpartition(".")[0], []).append(name)
         for parent, names in by_parent.items():
             sizes, heads = self._heads_of(parent, names, wished)
-            yield CutRegion(parent, tuple(self._styled(parent, name, wished[name], sizes) for name in names), heads, ())
+            modules = tuple(self._styled(parent, name, wished[name], sizes) for name in names)
+            split = self._split_head_of(parent, sizes, modules) if heads else None
+            if split is not None:
+                self.whole[parent] = f"{self._ranks} ranks cannot share the heads of {split}"
+                continue
+            yield CutRegion(parent, modules, heads, ())
+
+    def _split_head_of(self, parent: str, heads: int, modules: Sequence[CutModule]) -> str | None:
+        """The first layer with fewer key heads than an attention module has query heads, of which a rank would have a
+        part of one."""
+        module = self._structure.modules[parent]
+        size = next((found for each in HEAD_SIZE if isinstance(found := getattr(module, each, None), int)), 0)
+        for cut in modules if size else ():
+            for _, runs in cut.cuts.values():
+                is_of_keys = sum(lengths(runs)) < heads * size
+                if is_of_keys and any(start % size or count % size for run in runs for start, count in run):
+                    return cut.name
+        return None
 
     def _styled(self, parent: str, name: str, wish: ParallelStyle, heads: int) -> CutModule:
         layer = self._structure.modules[name]

@@ -76,6 +76,7 @@ _STYLES: dict[str, ParallelStyle] = {
     "colwise_rep": ParallelStyle("column", is_gathered=True),
     "colwise_gather_output": ParallelStyle("column", is_gathered=True),
     "packed_colwise": ParallelStyle("column", sections=(-1, -1)),
+    "packed_rowwise": ParallelStyle("row", sections=(-1, -1)),
     "rowwise": ParallelStyle("row"),
     "rowwise_rep": ParallelStyle("row", is_split=True),
     "rowwise_split_input": ParallelStyle("row", is_split=True),
