@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -83,11 +84,25 @@ def move_weights(model: nn.Module, units: int) -> None:
             parameter.copy_(torch.nextafter(parameter, towards))
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Dropout leaves its input as it is while this mode is active."""
+class _RunMode(TorchFunctionMode):
+    """A mode that stays active while a backward pass computes blocks again, which torch would suspend it for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        if func is not Tensor.backward:
+            return self.call(func, args, dict(kwargs or {}))
+        given = inspect.signature(Tensor.backward).bind(*args, **(kwargs or {})).arguments
+        with self:
+            return torch.autograd.backward(given.pop("self"), given.pop("gradient", None), **given)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of any other function."""
+        raise NotImplementedError
+
+
+class WithoutDropout(_RunMode):
+    """Dropout leaves its input as it is while this mode is active."""
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS:
             value: Tensor = args[0] if args else kwargs["input"]
@@ -100,15 +115,14 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class OtherOrder(TorchFunctionMode):
+class OtherOrder(_RunMode):
     """Matrix products, convolutions and attention add up in another order while this mode is active.
 
     Rewrites do so as well: they cut sums over ranks and tiles. Inputs and weights are turned around along the dimension
     of the sum, and inputs along that of samples too, over which the gradients of weights are sums.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         turned = _TURNED.get(func)
         tensors = [one for one in args[:2] if type(one) in (Tensor, nn.Parameter) and one.is_floating_point()]
         if turned is None or len(tensors) < 2 or any(one.layout is not torch.strided for one in tensors):
