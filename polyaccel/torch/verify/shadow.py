@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -84,15 +85,27 @@ def move_weights(model: nn.Module, units: int) -> None:
             parameter.copy_(torch.nextafter(parameter, towards))
 
 
+_PASSES = {function: inspect.signature(function) for function in (Tensor.backward, torch.autograd.backward)}
+
+
 class _RunMode(TorchFunctionMode):
     """A mode that stays active while a backward pass computes blocks again, which torch would suspend it for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.backward:
-            return self.call(func, args, dict(kwargs or {}))
-        given = inspect.signature(Tensor.backward).bind(*args, **(kwargs or {})).arguments
+        kwargs = dict(kwargs or {})
+        if func not in _PASSES:
+            return self.call(func, args, kwargs)
+        given = _PASSES[func].bind(*args, **kwargs).arguments
+        tensors = (given.pop("self"),) if func is Tensor.backward else tuple(given.pop("tensors"))
+        gradients = given.pop("gradient" if func is Tensor.backward else "grad_tensors", None)
+        if given.get("inputs") is not None:
+            return func(*args, **kwargs)
+        gradients = (gradients,) * len(tensors) if gradients is None or isinstance(gradients, Tensor) else gradients
+        pairs = zip(tensors, gradients, strict=True)
+        grads = [torch.ones_like(one) if gradient is None else gradient for one, gradient in pairs]
+        edges = [get_gradient_edge(one) for one in tensors]  # for which torch suspends no mode
         with self:
-            return torch.autograd.backward(given.pop("self"), given.pop("gradient", None), **given)
+            return torch.autograd.backward(edges, grads, **given)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of any other function."""
