@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -83,11 +85,37 @@ def move_weights(model: nn.Module, units: int) -> None:
             parameter.copy_(torch.nextafter(parameter, towards))
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Dropout leaves its input as it is while this mode is active."""
+_PASSES = {function: inspect.signature(function) for function in (Tensor.backward, torch.autograd.backward)}
+
+
+class _RunMode(TorchFunctionMode):
+    """A mode that stays active while a backward pass computes blocks again, which torch would suspend it for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func not in _PASSES:
+            return self.call(func, args, kwargs)
+        given = _PASSES[func].bind(*args, **kwargs).arguments
+        tensors = (given.pop("self"),) if func is Tensor.backward else tuple(given.pop("tensors"))
+        gradients = given.pop("gradient" if func is Tensor.backward else "grad_tensors", None)
+        if given.get("inputs") is not None:
+            return func(*args, **kwargs)
+        gradients = (gradients,) * len(tensors) if gradients is None or isinstance(gradients, Tensor) else gradients
+        pairs = zip(tensors, gradients, strict=True)
+        grads = [torch.ones_like(one) if gradient is None else gradient for one, gradient in pairs]
+        edges = [get_gradient_edge(one) for one in tensors]  # for which torch suspends no mode
+        with self:
+            return torch.autograd.backward(edges, grads, **given)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of any other function."""
+        raise NotImplementedError
+
+
+class WithoutDropout(_RunMode):
+    """Dropout leaves its input as it is while this mode is active."""
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS:
             value: Tensor = args[0] if args else kwargs["input"]
@@ -100,15 +128,14 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class OtherOrder(TorchFunctionMode):
+class OtherOrder(_RunMode):
     """Matrix products, convolutions and attention add up in another order while this mode is active.
 
     Rewrites do so as well: they cut sums over ranks and tiles. Inputs and weights are turned around along the dimension
     of the sum, and inputs along that of samples too, over which the gradients of weights are sums.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         turned = _TURNED.get(func)
         tensors = [one for one in args[:2] if type(one) in (Tensor, nn.Parameter) and one.is_floating_point()]
         if turned is None or len(tensors) < 2 or any(one.layout is not torch.strided for one in tensors):

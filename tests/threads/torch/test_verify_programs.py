@@ -11,6 +11,7 @@ import torch
 from planted_change import plant
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import polyaccel
 from polyaccel.comm.default import default_communicator
@@ -19,7 +20,7 @@ from polyaccel.torch.pipeline.module import LayerSpec, PipelineModule, TiedLayer
 from polyaccel.torch.rewrites.engine import ActivationCheckpointing
 from polyaccel.torch.rewrites.stages import PipelineLayers
 from polyaccel.torch.verify.forward_pass import ForwardOrder
-from polyaccel.torch.verify.shadow import OtherOrder
+from polyaccel.torch.verify.shadow import OtherOrder, WithoutDropout
 from polyaccel.verify.prove import prove, threads_run
 
 _LOCK = threading.Lock()
@@ -193,6 +194,21 @@ def test_another_order_is_the_same_but_for_rounding(name):
     for a, b in zip((found, *of_found), (wanted, *of_wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found, wanted)
+
+
+def test_modes_stay_active_where_blocks_are_computed_again():
+    x, weight = torch.randn(3, 8), torch.randn(8, 8, requires_grad=True)
+    computed = []
+
+    def block(one):
+        computed.append(functional.dropout(functional.linear(one, weight), 0.5))
+        return computed[-1].sin()
+
+    with WithoutDropout(), OtherOrder():
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert len(computed) == 2
+    assert torch.equal(*computed)
+    assert (computed[0] != 0).all()
 
 
 class Words(nn.Module):
