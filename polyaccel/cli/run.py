@@ -62,7 +62,6 @@ def add_parser(subparsers: _SubParsers) -> None:
             "N": "that of the first rank that failed; 128 + N for signal N",
         },
         missing="give a script: polyaccel run [options] train.py",
-        verbose="show the output of every rank in full, also after the first failure",
     )
     parser.set_defaults(func=run)
 

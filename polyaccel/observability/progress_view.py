@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: a bar on a terminal, plain lines elsewhere, nothing on ranks but the first."""
+"""Progress of a training on standard output: a bar on a terminal, plain lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from polyaccel.comm.default import default_communicator
 from polyaccel.observability.metrics import StepMetrics
 
 _LINES_EVERY_S = 10.0
 
 
 class Progress(ABC):
-    """Told of every step; a context manager."""
+    """The progress of a training, as a context manager."""
 
     def __enter__(self) -> Progress:
         return self
@@ -26,19 +27,37 @@ class Progress(ABC):
 
     @abstractmethod
     def step(self, metrics: StepMetrics) -> None:
-        """An optimizer step was taken."""
+        """Show an optimizer step.
+
+        Args:
+            metrics: The figures of the step, `engine.metrics`.
+        """
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Show a line and leave it there."""
+        """Print a line above the progress.
+
+        Args:
+            text: The line.
+        """
 
     def close(self) -> None:  # noqa: B027 - only the bar has something to put away
         """Give the terminal back."""
 
 
-def open_progress(*, total: int, done: int, rank: int, console: Console | None = None) -> Progress:
-    """The view of a run of `total` steps of which `done` are behind it."""
-    if rank != 0:
+def open_progress(total: int, done: int = 0, *, rank: int | None = None, console: Console | None = None) -> Progress:
+    """Return the progress of a training for its steps.
+
+    Args:
+        total: Optimizer steps of the whole run.
+        done: Steps that were taken before, as by a resumed run.
+        rank: This rank; None for that of the default communicator.
+        console: Where it is shown; None for standard output.
+
+    Returns:
+        A bar where standard output is a terminal, else a line about every ten seconds. Ranks except 0 show nothing.
+    """
+    if (default_communicator().rank if rank is None else rank) != 0:
         return SilentProgress()
     console = console or Console(highlight=False)
     # Open MPI gives its first rank a terminal even where its own output is a file, which a bar would fill.
@@ -47,7 +66,7 @@ def open_progress(*, total: int, done: int, rank: int, console: Console | None =
 
 
 class SilentProgress(Progress):
-    """What ranks but the first show."""
+    """No output, for ranks except the first."""
 
     def step(self, metrics: StepMetrics) -> None:
         return None
@@ -57,7 +76,7 @@ class SilentProgress(Progress):
 
 
 class BarProgress(Progress):
-    """One line that is drawn again and again, 80 columns or wider."""
+    """A bar with the figures of the last step, 80 columns or wider."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         self._bar = RichProgress(
