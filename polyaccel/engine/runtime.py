@@ -215,9 +215,10 @@ class EngineBuilder:
                 self.process_group_for(axes)
             set_mesh(self.communicator, self.mesh, self.process_group_for)
 
-    def with_config(self, parsed: Config) -> EngineBuilder:
-        """The runtime of a second engine on the same ranks with the groups of this one, which outlives it."""
-        return replace(build(parsed), trace=None, borrows_groups=True, _groups=self._groups)
+    def with_config(self, parsed: Config, *, world_size: int | None = None) -> EngineBuilder:
+        """The runtime of a second engine on the same ranks with the groups of this one, which outlives it. `world_size`
+        as in `build`."""
+        return replace(build(parsed, world_size=world_size), trace=None, borrows_groups=True, _groups=self._groups)
 
     def leave_groups(self) -> None:
         """Leave the groups along axes of the mesh."""

@@ -24,7 +24,7 @@ _QUANTILE = 0.9  # of ratios: one moved run that agrees with the plain one by ch
 EXACT = frozenset({"attribute", "random"})
 MAGNITUDE = "magnitude"
 """Kind of the largest absolute value of a parameter, in whose last place its update is rounded."""
-KINDS = ("gradient", "norm", "update", "buffer", "attribute", "random", "loss")
+KINDS = ("gradient", "norm", "update", "state", "buffer", "attribute", "random", "loss")
 """Kinds of quantities: causes come before what follows from them."""
 Values = Mapping[str, Array]
 
