@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import getLogger
 from typing import Any
@@ -101,6 +101,8 @@ class JaxEngine(Engine):
         self._losses: list[jax.Array] = []
         self._cuts: set[Any] = set()
         """The batches that `_look_at_cut` has seen, by their shapes."""
+        self.before_training: Callable[[Any, bool], None] | None = None
+        """Called once, before the first training, with its batch, or its micro-batches and False."""
         self._scaled: set[Any] = set()
         """The micro-batches that `_require_scalable` has seen, by their shapes."""
         rewrites.engine = self
@@ -248,11 +250,21 @@ class JaxEngine(Engine):
             raise PolyaccelError("train_batch has no data", hint="pass a batch, or an iterator of micro-batches")
         if _is_iterator(data):
             with self.timer("data"):
-                return [next(data) for _ in range(count)]
+                parts = [next(data) for _ in range(count)]
+            self._look_at_first(parts, is_whole=False)
+            return parts
+        self._look_at_first(data, is_whole=True)
         hint = "give all arrays a first axis of gradient_accumulation_steps * train_micro_batch_size_per_gpu"
         parts = split_batch(data, count, over="micro-batches", length_cure=hint)
         self._look_at_cut(data, parts)
         return parts
+
+    def _look_at_first(self, data: Any, *, is_whole: bool) -> None:
+        """Let `before_training` see the first batch, or the first micro-batches. Collective."""
+        if self.before_training is not None:
+            call, self.before_training = self.before_training, None
+            with self.timer(OUTSIDE):
+                call(data, is_whole)
 
     def _look_at_cut(self, batch: Any, parts: Sequence[Any]) -> None:
         """Warn once of an entry of `batch` that was cut into `parts` though the function looks up rows in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -17,12 +17,16 @@ from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.engine import NativeEngine
-from polyaccel.jax.native.mesh import native_mesh
+from polyaccel.jax.native.mesh import DeviceMesh, native_mesh
 from polyaccel.jax.pipeline_engine import JaxPipelineEngine
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.pytree import require_only_params
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
+from polyaccel.jax.verify.first_step import FirstStepProof
+from polyaccel.jax.verify.plain_engine import PlainJaxEngine
+from polyaccel.jax.verify.runs import config_without, float32_config, record_engine, switch_off
 from polyaccel.jax.views_engine import ViewsEngine
+from polyaccel.verify.variant import active_run
 from polyaccel.zero.plan.policy import Placement
 
 
@@ -41,34 +45,58 @@ def initialize(
     """Build an engine around `model`, a function or a module of flax or equinox; as `polyaccel.initialize`."""
     require_only_params(params)
     parsed = load_config(config)
+    if (run := active_run()) is not None:
+        parsed = float32_config(parsed)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     mesh = native_mesh() if parsed.jax.execution == "native" else None
     runtime = build(parsed, world_size=None if mesh is None else mesh.world_size)
+    devices = 1 if mesh is None else len(mesh.local)
+    if run is not None and run.variant.without:
+        parsed = config_without(parsed, runtime.config, devices, run.variant.without)
+        mesh = None if "jax" in run.variant.without else mesh
+        runtime = build(parsed, world_size=None if mesh is None else mesh.world_size)
     runtime.apply_to_process()
     _check_config(runtime)
-    rewrites = RewriteContext(
+
+    given = RewriteContext(
         model=model,
         params=params,
         runtime=runtime,
         client=optimizer,
         seed=seed,
         stacked=stacked,
-        own_devices=1 if mesh is None else len(mesh.local),
+        own_devices=1 if mesh is None else devices,
     )
+    if run is not None:
+        if run.variant.is_plain:
+            return cast(JaxEngine, PlainJaxEngine(run, given))
+        switch_off(given, run.variant.without)
+    proof = None if run is not None else FirstStepProof.prepare(given, parsed)
+    engine = compose(given, mesh)
+    if proof is not None:
+        proof.attach(engine, lambda given: compose(given, mesh if given.is_native else None))
+    _add_schedule(engine, runtime, given)
+    if run is not None:
+        record_engine(run, engine)
+    return engine
+
+
+def compose(rewrites: RewriteContext, mesh: DeviceMesh | None) -> JaxEngine:
+    """Apply the rewrites, and build the engine of what they leave. Collective."""
     rewrites.apply([one for one in REWRITES if not one.needs_engine])
-    engine: JaxEngine
     if mesh is not None:
-        engine = NativeEngine(rewrites, mesh)
-    else:
-        engine = ViewsEngine(rewrites) if rewrites.cut is None else JaxPipelineEngine(rewrites, rewrites.cut)
+        return NativeEngine(rewrites, mesh)
+    return ViewsEngine(rewrites) if rewrites.cut is None else JaxPipelineEngine(rewrites, rewrites.cut)
+
+
+def _add_schedule(engine: JaxEngine, runtime: EngineBuilder, rewrites: RewriteContext) -> None:
     section = runtime.config.scheduler
     if section is not None:
         if "lr" not in rewrites.hyperparameters:
             hint = 'use "optimizer" of the config with it; an optax transformation has its schedule inside'
             raise ConfigError([Problem("scheduler.type", section.type, "there is no learning rate to move", hint)])
         engine.lr_scheduler = build_schedule(section.type, section.params, engine.optimizer)
-    return engine
 
 
 def _check_config(runtime: EngineBuilder) -> None:

@@ -20,8 +20,11 @@ from polyaccel.jax.program.module_calls import LinenStreams, ModuleCall, missing
 from polyaccel.jax.program.module_units import blocks_of, equinox_with_units, linen_interceptor, nnx_with_units
 
 
-def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
-    """Return function and parameters of `model`; flax.linen needs `params` from `model.init`."""
+def as_function(model: Any, params: Any, *, with_units: bool = True) -> tuple[LossFn, Any]:
+    """Return function and parameters of `model`, whose repeated blocks are units `with_units`.
+
+    flax.linen needs `params` from `model.init`.
+    """
     kind = type(model).__name__
     for package, name, convert in _KINDS:
         loaded = sys.modules.get(package)
@@ -32,7 +35,7 @@ def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
                     hint="pass a function fn(params, batch, rng) that uses its parts, and its parameters as params=",
                     value=kind,
                 )
-            return convert(model, params)
+            return convert(model, params, with_units)
     if hasattr(model, "opt_state"):
         raise PolyaccelError(
             f"a {kind} is a training state, and no model",
@@ -49,7 +52,7 @@ def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
     return model, params
 
 
-def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
+def _from_linen(model: Any, params: Any, with_units: bool) -> tuple[LossFn, Any]:
     from flax import linen
     from flax.errors import InvalidRngError
 
@@ -59,7 +62,7 @@ def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
     if others:
         raise _stateful(others)
     params = params.get("params", params)
-    interceptor = linen_interceptor(blocks_of(params))
+    interceptor = linen_interceptor(blocks_of(params) if with_units else ())
     of_call, streams = ModuleCall(type(model)), LinenStreams()
 
     def loss(params: Any, batch: Any, rng: Any) -> Any:
@@ -84,7 +87,7 @@ def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
     return loss, params
 
 
-def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
+def _from_nnx(model: Any, params: Any, with_units: bool) -> tuple[LossFn, Any]:
     from flax import nnx
 
     _require_own(params)
@@ -95,7 +98,7 @@ def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
     named = nnx.to_pure_dict(state)  # whose paths are the names of layers, without the variables around the arrays
     if any(one is not other for one, other in zip(jax.tree.leaves(named), jax.tree.leaves(state), strict=True)):
         raise InvariantError("flax orders a state and its pure dict differently")
-    blocks = blocks_of(named)
+    blocks = blocks_of(named) if with_units else ()
     whole = jax.tree.structure(state)
     leaves, structure = jax.tree.flatten(rest)
     is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
@@ -117,7 +120,7 @@ def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
     return loss, named
 
 
-def _from_equinox(model: Any, params: Any) -> tuple[LossFn, Any]:
+def _from_equinox(model: Any, params: Any, with_units: bool) -> tuple[LossFn, Any]:
     import equinox
 
     _require_own(params)
@@ -126,7 +129,7 @@ def _from_equinox(model: Any, params: Any) -> tuple[LossFn, Any]:
         raise _stateful(["equinox.nn.State"])
     arrays, moving = equinox.partition(model, equinox.is_inexact_array)
     _, still = equinox.partition(equinox.nn.inference_mode(model), equinox.is_inexact_array)
-    blocks = blocks_of(arrays)
+    blocks = blocks_of(arrays) if with_units else ()
     of_call = ModuleCall(type(model))
 
     def loss(params: Any, batch: Any, rng: Any) -> Any:
@@ -137,7 +140,7 @@ def _from_equinox(model: Any, params: Any) -> tuple[LossFn, Any]:
     return loss, arrays
 
 
-_KINDS: tuple[tuple[str, str, Callable[[Any, Any], tuple[LossFn, Any]]], ...] = (
+_KINDS: tuple[tuple[str, str, Callable[[Any, Any, bool], tuple[LossFn, Any]]], ...] = (
     ("flax.linen", "Module", _from_linen),
     ("flax.nnx", "Module", _from_nnx),
     ("equinox", "Module", _from_equinox),

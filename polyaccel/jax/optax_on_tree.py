@@ -69,6 +69,11 @@ class OptaxOnTree(SliceOptimizer):
         wide = jax.tree.map(lambda of, one: of.astype(one.dtype) * jnp.asarray(scale, one.dtype), grads, params)
         return self._traced.update(wide, state, params)
 
+    def states_by_path(self) -> dict[str, Any]:
+        """The leaves of the state, by the path that they have in plain optax; none before the first update."""
+        paths = (jax.tree_util.keystr(path) for path, _ in self._traced.state_paths)
+        return {} if self._state is None else dict(zip(paths, self._state, strict=True))
+
     def whole_state(self) -> bytes:
         """The state, serialised."""
         held = io.BytesIO()
@@ -95,10 +100,12 @@ class OptaxOnTree(SliceOptimizer):
 
 
 def optax_optimizer(
-    transformation: Any, params: Any, param_dtype: DType | None, *, may_be_whole: bool
+    transformation: Any, params: Any, param_dtype: DType | None, *, may_be_whole: bool, on_slices: bool = True
 ) -> OptaxOptimizer | OptaxOnTree:
     """Return the optimizer of `transformation` on slices, or whole if `may_be_whole`. Raises ShardingError."""
     traced = TracedTransformation(transformation, params, param_dtype)
+    if may_be_whole and not on_slices:
+        return OptaxOnTree(traced)
     try:
         return OptaxOptimizer(traced)
     except NotElementwise as error:

@@ -99,6 +99,7 @@ class OptaxOptimizer(SliceOptimizer):
     def __init__(self, traced: TracedTransformation) -> None:
         self._names, self._shapes, self._trained = traced.names, traced.shapes, traced.is_trained
         self._leaves, self._init, self._update = traced.leaves, traced.init, traced.graph
+        self._paths = [jax.tree_util.keystr(path) for path, _ in traced.state_paths]
         self._plan()
         self._apply = jax.jit(self.step, static_argnums=0)
         self._count = jax.jit(self.numbers_after)
@@ -116,10 +117,13 @@ class OptaxOptimizer(SliceOptimizer):
         programs: dict[Hashable, Program] = {}
         self.programs: dict[str, Program] = {}
         """The program of each trained parameter, by name."""
+        self.state_paths: dict[str, dict[str, str]] = {}
+        """Where plain optax has each state of a trained parameter, by their names."""
         for param, fqn in enumerate(self._names):
             if self._trained[param]:
                 names = buffer_names([self._leaves[at] for at in of_params[param]])
                 program = Program(param, dict(zip(names, of_params[param], strict=True)))
+                self.state_paths[fqn] = {name: self._paths[at] for name, at in program.states.items()}
                 key = self._structure(program)
                 if key not in programs:
                     programs[key] = self._proved(program)
@@ -193,6 +197,10 @@ class OptaxOptimizer(SliceOptimizer):
     def state_names(self) -> tuple[str, ...]:
         """The states with one value an element."""
         return tuple(dict.fromkeys(name for program in self._distinct for name in program.states))
+
+    def numbers_by_path(self) -> dict[str, float]:
+        """Its states of one number each, by the path that they have in plain optax."""
+        return {self._paths[at]: self.numbers[name] for name, at in self._numbers.items()}
 
     @property
     def kind(self) -> str:

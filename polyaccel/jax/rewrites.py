@@ -86,6 +86,10 @@ class RewriteContext(BaseContext):
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     cut: StageCut | None = None
     """The layers of this rank's stage; None without a pipeline."""
+    with_units: bool = True
+    """Whether repeated blocks of a module are units; a run of a verification may switch it off."""
+    on_slices: bool = True
+    """Whether a transformation of optax may run on slices; a run of a verification may switch it off."""
     engine: RewritableEngine | None = None
     """The engine, for the rewrites that come after it was made."""
 
@@ -93,6 +97,13 @@ class RewriteContext(BaseContext):
     def is_native(self) -> bool:
         """Whether JAX exchanges and updates."""
         return self.runtime.config.jax.execution == "native"
+
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Whether this rank has all parameters and optimizer states, as the caller's arrays."""
+        runtime = self.runtime
+        is_replicated = runtime.policy.optim is not Placement.SHARDED or runtime.communicator.world_size == 1
+        return is_replicated and not self.is_native and not self.stacked and self.stages == 1
 
     @property
     def stages(self) -> int:
@@ -123,7 +134,7 @@ class FunctionOfModel(Rewrite):
             layers = LayerList.of(before, context.params)
             context.model, context.params = layers, list(context.params)
             return AppliedRewrite(name=self.name, modules=tuple(map(str, range(len(layers.layers)))))
-        context.model, context.params = as_function(before, context.params)
+        context.model, context.params = as_function(before, context.params, with_units=context.with_units)
         return None if context.model is before else AppliedRewrite(name=self.name, modules=("",))
 
 
@@ -337,10 +348,9 @@ def _make_optimizer(context: RewriteContext) -> None:
             hint = "pass an optax transformation, or name the optimizer in the config"
             hint = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else hint
             raise PolyaccelError(f"a {kind} is not an optax transformation", hint=hint, value=kind)
-        is_replicated = runtime.policy.optim is not Placement.SHARDED or runtime.communicator.world_size == 1
-        may_be_whole = is_replicated and not context.is_native and not context.stacked and context.stages == 1
         dtype = runtime.param_dtype
-        context.slice_optimizer = optax_optimizer(client, context.params, dtype, may_be_whole=may_be_whole)
+        how = {"may_be_whole": context.has_whole_parameters, "on_slices": context.on_slices}
+        context.slice_optimizer = optax_optimizer(client, context.params, dtype, **how)
         return
     section, native = runtime.config.optimizer, native_optimizer_of(runtime.config)
     if native is None:

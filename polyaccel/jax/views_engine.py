@@ -70,6 +70,7 @@ class ViewsEngine(JaxEngine):
     def grad_step(self, batch: Any) -> jax.Array:
         self._require_own_process()
         self._require_optimizer()
+        self._look_at_first([batch], is_whole=False)
         self._settle_params()
         batch = as_inputs(batch, self._device)
         self._require_scalable(batch)

@@ -18,7 +18,7 @@ from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
-from polyaccel.jax.native.program import StepProgram
+from polyaccel.jax.native.program import Gradients, StepProgram
 from polyaccel.jax.native.step import NativeStep
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.calls import engine_call
@@ -39,6 +39,8 @@ class NativeEngine(JaxEngine):
 
     def __init__(self, rewrites: RewriteContext, mesh: DeviceMesh) -> None:
         self._mesh = mesh
+        self._last: Any = None
+        """The micro-batch whose gradients the program of an update computes, while `before_update` is called."""
         super().__init__(rewrites)
         self._recorder.work.ranks_here = len(mesh.local)
         self._recorder.work.streams_of_batches = self.communicator.world_size
@@ -111,12 +113,18 @@ class NativeEngine(JaxEngine):
         """
         self._require_own_process()
         self._require_optimizer()
+        self._look_at_first([batch], is_whole=False)
         cut = self._cut(batch)
         self._work.count(as_inputs(batch), self.global_steps + 1)
         self._meet("gradients of JAX")
         with self.timer("backward"):
             losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._loss_factor)
         return self._take(losses, aux)
+
+    def total_gradients(self) -> Gradients:
+        """The gradients that the next update will use, by bucket, for a call of `before_update`. Collective."""
+        last = None if self._last is None else (self._last, self.counters.micro_steps, self._loss_factor)
+        return self.zero.gradients_with(last)
 
     @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:
@@ -168,6 +176,10 @@ class NativeEngine(JaxEngine):
         cut = self._cut(batch)
         self._work.count(as_inputs(batch), self.global_steps + 1)
         self._meet("step of JAX")
+        self._last = cut
+        for call in self.before_update:
+            call()
+        self._last = None
         groups = self.optimizer.param_groups
         with self.timer("update"):
             losses, aux, result = self.zero.step(

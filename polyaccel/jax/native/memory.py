@@ -99,7 +99,7 @@ class NativeMemory:
     def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """Yield (slot, kind, start, buffer) of this process's pieces, like `ZeroEngine.local_shards`."""
         for bucket in self._layout.buckets:
-            for kind, array in self._kinds(bucket).items():
+            for kind, array in self.kinds(bucket).items():
                 parts = self._on_host(bucket, array)
                 for at in range(len(self.mesh.local)):
                     low, high = bucket.shard_bounds(self.mesh.first_rank + at)
@@ -111,7 +111,7 @@ class NativeMemory:
         """(slot, kind, start, buffer) of what this process updates, with its present contents, to be overwritten."""
         self._staged.clear()
         for bucket in self._layout.buckets:
-            for kind, array in self._kinds(bucket).items():
+            for kind, array in self.kinds(bucket).items():
                 copies = [NumpyBuffer(np.array(part.raw)) for part in self._on_host(bucket, array)]
                 self._staged[bucket.index, kind] = copies
                 for copy, (low, high) in zip(copies, self._parts(bucket), strict=True):
@@ -138,7 +138,7 @@ class NativeMemory:
         self._staged.clear()
         self.held = Held((), {}, {})
 
-    def _kinds(self, bucket: Bucket) -> dict[str, jax.Array]:
+    def kinds(self, bucket: Bucket) -> dict[str, jax.Array]:
         """A bucket's weights, in the best precision there is, and optimizer states."""
         weights = self.held.masters.get(bucket.index, self.held.params[bucket.index])
         return {PARAM: weights, **self.held.states.get(bucket.index, {})}

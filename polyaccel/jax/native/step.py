@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.core.buffer import Buffer
@@ -65,6 +66,17 @@ class NativeStep:
         )
         self._is_incomplete = False
         return loss, aux
+
+    def gradients_with(self, last: tuple[Any, int, float] | None) -> Gradients:
+        """Copies of the gradients so far, with those of a `last` micro-batch, whose update has not begun: it, the
+        number of micro-batches before, and the factor of its loss. Collective."""
+        kept = jax.tree.map(jnp.copy, self._gradients)
+        if last is None:
+            return kept or {}
+        batch, micro_steps, factor = last
+        given = batch, np.uint32(micro_steps), np.float32(factor)
+        found: Gradients = self._program.differentiate(self.params.held.params, kept, *given)[2]
+        return found
 
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
         """Update the slices and publish them, unless an overflow is skipped. Collective."""

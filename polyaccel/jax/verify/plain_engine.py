@@ -1,0 +1,284 @@
+"""`PlainJaxEngine`: an engine's calls on plain JAX, for the runs that a verification compares with.
+
+Every rank holds all parameters, and gradients are averaged over all ranks. A batch that the engine cuts into
+micro-batches, or over the devices of a process, is computed whole. Only where the function draws random numbers is it
+cut alike, because each part has its own key.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.accelerators.memory.numpy import NumpyBuffer
+from polyaccel.core.types import DType
+from polyaccel.engine.lr_schedules import build_schedule
+from polyaccel.jax.engine import OptimizerGroups
+from polyaccel.jax.modules import as_function
+from polyaccel.jax.pipeline import LayerList
+from polyaccel.jax.program.batches import as_inputs, split_batch
+from polyaccel.jax.program.function import loss_and_aux
+from polyaccel.jax.pytree import dtype_of, named_leaves
+from polyaccel.jax.rewrites import RewriteContext
+from polyaccel.jax.verify.plain_update import Array, PlainUpdate
+from polyaccel.jax.verify.recording import StepRecording
+from polyaccel.jax.views import CopyCount
+from polyaccel.verify.variant import ActiveRun
+
+_OTHER_KERNELS = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
+"""Options of XLA by which a program rounds otherwise, as the engine's programs do."""
+
+
+class PlainJaxEngine:
+    """The engine of a plain run; the arguments are those of an engine, before any rewrite."""
+
+    def __init__(self, run: ActiveRun, given: RewriteContext) -> None:
+        runtime = given.runtime
+        self.runtime, self.config = runtime, runtime.config
+        self.communicator, self.mesh = runtime.communicator, runtime.mesh
+        self.global_steps = self.micro_steps = 0
+        self.aux: Any = None
+        model, params = given.model, given.params
+        self._as_drawn: Callable[[], tuple[Any, Any]] | None = None
+        if isinstance(model, (list, tuple)):
+            self._function, params = LayerList.of(model, params), list(params)
+        else:
+            self._function, params = as_function(model, given.params, with_units=False)
+            self._as_drawn = partial(as_function, model, given.params)
+        self._model = model
+        leaves, self._structure = named_leaves(params)
+        self._names = list(leaves)
+        self._trained = [dtype_of(fqn, leaf).is_floating for fqn, leaf in leaves.items()]
+        self._leaves = {fqn: self._first_value(leaf, run.variant.moved) for fqn, leaf in leaves.items()}
+        self._own_devices, self._world_size = given.own_devices, self.communicator.world_size * given.own_devices
+        is_cpu = jax.default_backend() == "cpu"
+        compiled = partial(jax.jit, compiler_options=_OTHER_KERNELS if run.variant.moved > 0 and is_cpu else None)
+        self._with_gradients = compiled(jax.value_and_grad(self._loss, has_aux=True))
+        self._without = compiled(lambda leaves, batch: self._loss(leaves, {}, batch, None))
+        self._update = PlainUpdate(given.client, runtime, self._structure, self._names, compiled)
+        self._update.hold_frozen(params)
+        self.optimizer = OptimizerGroups([self._update.group])
+        self._key = jax.random.key(given.seed)
+        section = self.config.scheduler
+        self.lr_scheduler = None
+        if section is not None and "lr" in self._update.group:
+            self.lr_scheduler = build_schedule(section.type, section.params, self.optimizer)
+        self._sum: dict[str, Array] = {}
+        self._losses: list[float] = []
+        self._norm: float | None = None
+        self._draws: bool | None = None
+        self._recording = StepRecording(run, self.communicator.rank, self, lambda: self.optimizer.param_groups)
+
+    def _first_value(self, leaf: Any, moved: int) -> Array:
+        """Rank 0's value, in float32 where it is trained, moved by units in the last place."""
+        value = np.array(leaf)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        value = value.astype(np.float32)
+        if self.communicator.world_size > 1:
+            travels = self.communicator.allocate(value.size, DType.FLOAT32)
+            travels.copy_from(NumpyBuffer(value.reshape(-1)))
+            self.communicator.broadcast(travels, 0)
+            value = np.frombuffer(travels.to_bytes(), np.float32).reshape(value.shape).copy()
+        return value if not moved else np.nextafter(value, np.float32(moved * np.inf))
+
+    # Values that are recorded.
+
+    def gradients(self) -> dict[str, Array]:
+        """Return averaged gradients."""
+        return dict(self._sum)
+
+    def states(self) -> Mapping[str, Any]:
+        """Return the states of the optimizer."""
+        return self._update.states()
+
+    def weights(self) -> dict[str, Array]:
+        """Return the trained parameters."""
+        return {name: self._leaves[name] for name, wanted in zip(self._names, self._trained, strict=True) if wanted}
+
+    # The calls of an engine.
+
+    @property
+    def params(self) -> Any:
+        """The parameters, in the caller's tree."""
+        return jax.tree.unflatten(self._structure, [jnp.asarray(self._leaves[name]) for name in self._names])
+
+    @property
+    def copies(self) -> CopyCount:
+        """All are copies."""
+        return CopyCount(0, len(self._names))
+
+    def grad_step(self, batch: Any) -> jax.Array:
+        """Compute the loss and gradients of a micro-batch."""
+        return self._differentiate(batch, 1)
+
+    def train_batch(self, data_iter: Any = None) -> jax.Array:
+        """Run one optimizer step. Collective."""
+        count = self.gradient_accumulation_steps()
+        if hasattr(data_iter, "__next__"):
+            losses = [self._differentiate(next(data_iter), 1) for _ in range(count)]
+        else:
+            losses = [self._differentiate(data_iter, count)]
+        self.micro_steps += count - 1
+        self.step()
+        return jnp.stack(losses).mean()
+
+    def step(self) -> None:
+        """End a micro-batch; update the parameters at the accumulation boundary. Collective."""
+        self.micro_steps += 1
+        if self.micro_steps % self.gradient_accumulation_steps():
+            return
+        self._average()
+        self._recording.before_update()
+        wide = [value.astype(np.float64) for value in self._sum.values()]
+        self._norm = float(np.float32(np.sqrt(sum(float(np.square(value).sum()) for value in wide))))
+        clipping, factor = self.config.gradient_clipping, 1.0
+        if clipping:
+            factor = min(1.0, clipping / (self._norm + 1e-6))
+        clipped = {name: value * np.float32(factor) for name, value in self._sum.items()}
+        self._leaves |= self._update.update(self.weights(), clipped)
+        self.global_steps += 1
+        self._recording.after_update(self._norm)
+        self.zero_grad()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        loss = float(np.mean(self._losses)) if self._losses else None
+        self._losses.clear()
+        self._recording.end_step(loss)
+
+    def eval_batch(self, data_iter: Any) -> jax.Array:
+        """Compute the loss of a micro-batch without gradients."""
+        batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
+        loss, self.aux = self._without(self._named_leaves(), as_inputs(batch))
+        return loss
+
+    def zero_grad(self) -> None:
+        """Discard all gradients."""
+        self._sum.clear()
+
+    def _differentiate(self, batch: Any, count: int) -> jax.Array:
+        """The loss of `count` micro-batches in one batch, whose gradients are added."""
+        inputs = as_inputs(batch)
+        if self._draws is None:
+            self._draws = self._looks_at_key(inputs)
+            linen = sys.modules.get("flax.linen")
+            if (
+                self._draws
+                and self._as_drawn is not None
+                and linen is not None
+                and isinstance(self._model, linen.Module)
+            ):
+                self._function, _ = self._as_drawn()  # blocks of linen draw from a key of their own, at every stage
+        parts = self._parts(batch, count) if self._draws else [(inputs, self._key_of(self.micro_steps, 0), count)]
+        trained = {name: jnp.asarray(value) for name, value in self.weights().items()}
+        losses = []
+        for part, key, weight in parts:
+            (loss, self.aux), found = self._with_gradients(trained, self._frozen(), part, key)
+            losses.append(weight * loss)
+            for name, gradient in found.items():
+                own = np.asarray(gradient, np.float32) * np.float32(weight)
+                self._sum[name] = self._sum[name] + own if name in self._sum else own
+        loss = jnp.stack(losses).sum() / count
+        self._losses += [float(loss)] * count
+        return loss
+
+    def _parts(self, batch: Any, count: int) -> list[tuple[Any, Any, float]]:
+        """(inputs, key, weight) of what the engine computes by itself: parts over micro-batches, then over devices."""
+        cures = {"length_cure": "give all arrays a first axis over samples"}
+        found = []
+        for micro, one in enumerate(split_batch(batch, count, over="micro-batches", **cures)):
+            for at, part in enumerate(split_batch(one, self._own_devices, over="devices", **cures)):
+                found.append((as_inputs(part), self._key_of(self.micro_steps + micro, at), 1 / self._own_devices))
+        return found
+
+    def _key_of(self, micro_steps: int, device: int) -> Any:
+        """The key of a micro-batch: by the rank along the axis of data, and the number of micro-batches."""
+        rank = self.communicator.rank
+        if self.config.jax.execution != "native":
+            rank = self.mesh.coordinates(rank)["data"]
+        key = jax.random.fold_in(self._key, rank * self._own_devices + device)
+        return jax.random.fold_in(key, micro_steps)
+
+    def _loss(self, trained: Mapping[str, Any], frozen: Mapping[str, Any], batch: Any, rng: Any) -> tuple[Any, Any]:
+        leaves = [trained[name] if name in trained else frozen[name] for name in self._names]
+        return loss_and_aux(self._function(jax.tree.unflatten(self._structure, leaves), batch, rng))
+
+    def _frozen(self) -> dict[str, Any]:
+        return {
+            name: jnp.asarray(self._leaves[name])
+            for name, wanted in zip(self._names, self._trained, strict=True)
+            if not wanted
+        }
+
+    def _named_leaves(self) -> dict[str, Any]:
+        return {name: jnp.asarray(value) for name, value in self._leaves.items()}
+
+    def _looks_at_key(self, inputs: Any) -> bool:
+        """Whether the function uses its random key."""
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), inputs)
+        leaves = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in self._named_leaves().items()}
+        traced = jax.make_jaxpr(lambda own, batch, key: self._loss(own, {}, batch, key))
+        program = traced(leaves, shapes, jax.random.key(0)).jaxpr
+        live = {id(atom) for atom in program.outvars}
+        for equation in reversed(program.eqns):
+            if any(id(variable) in live for variable in equation.outvars):
+                live |= {id(atom) for atom in equation.invars}
+        return id(program.invars[-1]) in live
+
+    def _average(self) -> None:
+        """Average the sums over micro-batches and ranks. Collective."""
+        factor = 1.0 / self.gradient_accumulation_steps()
+        if self.config.gradient_allreduce_op == "sum":
+            factor *= self.mesh.size_of(("data",))
+        size = self.communicator.world_size
+        for name in [name for name, wanted in zip(self._names, self._trained, strict=True) if wanted]:
+            value = self._sum.get(name, np.zeros_like(self._leaves[name]))
+            if size > 1:
+                travels = self.communicator.allocate(value.size, DType.FLOAT32)
+                travels.copy_from(NumpyBuffer(np.ascontiguousarray(value.reshape(-1))))
+                self.communicator.all_reduce(travels)
+                value = np.frombuffer(travels.to_bytes(), np.float32).reshape(value.shape)
+            self._sum[name] = value * np.float32(factor / size)
+
+    # What scripts ask.
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of a step."""
+        return self.config.gradient_accumulation_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step."""
+        return self.config.train_batch_size
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next `step` updates the parameters."""
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def is_first_stage(self) -> bool:
+        """Return True: this rank has all layers."""
+        return True
+
+    def is_last_stage(self) -> bool:
+        """Return True: this rank has all layers."""
+        return True
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last update's gradients."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of the config's optimizer."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+
+    def destroy(self) -> None:
+        """Do nothing."""
