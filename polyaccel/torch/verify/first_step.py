@@ -131,7 +131,7 @@ class FirstStepProof:
         self._engine, self._compose = ref(engine), compose
         self._most = 1 if isinstance(engine, PipelineEngine) else 2
         self._handle = engine.register_forward_pre_hook(self._take, with_kwargs=True)
-        # A rank may have had no pass at the boundary: the update reduces there, and the proof's collectives come before.
+        # A rank may have had no pass at the boundary: then the update reduces, and collectives of the proof come first.
         engine.before_update += [engine.zero.reducer.prepare_update, self._at_update]
 
     def _ranks_for(self, engine: TorchEngine) -> list[ProofRanks]:
