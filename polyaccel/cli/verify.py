@@ -15,6 +15,7 @@ from polyaccel.cli.argument_types import whole_number
 from polyaccel.cli.options import add_options
 from polyaccel.cli.parser import describe
 from polyaccel.errors import PolyaccelError
+from polyaccel.verify.compare import last_of_backward
 from polyaccel.verify.prove import Proof, prove
 from polyaccel.verify.variant import VARIABLE, Record, Variant
 
@@ -111,6 +112,8 @@ def report(proof: Proof, steps: int) -> str:
         named = f" The rewrite to blame: {', '.join(proof.blamed)}." if proof.blamed else ""
         lines = [f"DIFFERENT from plain torch: {len(proof.findings)} of {proof.quantities} quantities.{named}"]
         lines += [f"  {finding}" for finding in proof.findings[:_MOST_FINDINGS]]
+        if (last := last_of_backward(proof.findings)) is not None:
+            lines.append(f"  The loss agrees: look at the backward pass of {last.parameter}, or of what follows it.")
         lines += [f"  ranks differ in {key}" for key in proof.differing[:_MOST_FINDINGS]]
     if proof.is_weak:
         share = f"{proof.loss_noise:.1e}"

@@ -194,6 +194,19 @@ def in_order(findings: Iterable[Finding], names: Sequence[str], events: Sequence
     return sorted(findings, key=place)
 
 
+def last_of_backward(findings: Sequence[Finding]) -> Finding | None:
+    """Return the last gradient in forward order that differs in the first update, where the loss of its step agrees.
+
+    Then the forward pass is right. A backward pass goes wrong at that parameter or behind it, and all before follow.
+    None where the forward pass differs too, or no gradient does.
+    """
+    if not findings:
+        return None
+    of_first = [one for one in findings if (one.engine, one.step) == (findings[0].engine, findings[0].step)]
+    gradients = [one for one in of_first if one.kind == "gradient"]
+    return gradients[-1] if gradients and not any(one.kind == "loss" for one in of_first) else None
+
+
 def merge(records: Iterable[Record]) -> dict[str, Array]:
     """Return one run's values of all ranks: losses averaged, and everything else of the first rank that has it.
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.verify.compare import MARGIN, Tolerances, differing_ranks, merge
+from polyaccel.verify.compare import MARGIN, Tolerances, differing_ranks, last_of_backward, merge
 from polyaccel.verify.variant import VARIABLE, Record, Variant, VerificationEnd, active_run, running
 
 
@@ -88,6 +88,17 @@ def test_causes_come_in_the_order_of_updates_of_several_engines():
     assert [(one.engine, one.step, one.parameter) for one in found[:5]] == [
         (1, 0, "b"), (1, 0, "a"), (1, 1, "b"), (1, 1, "a"), (0, 0, "a"),
     ]  # fmt: skip
+
+
+def test_a_wrong_backward_pass_is_behind_the_last_gradient_that_differs():
+    plain = {**{f"0/gradient/{name}": np.float32([1.0]) for name in "abc"}, "0/loss/": np.float64(1.0)}
+    tolerances = Tolerances.of_runs(plain, [plain, plain])
+    wrong = {key: value * 2 if key[-1] in "ab" else value for key, value in plain.items()}
+    last = last_of_backward(tolerances.findings(wrong, "bac"))
+    assert last is not None
+    assert last.parameter == "a"
+    assert last_of_backward(tolerances.findings({**wrong, "0/loss/": np.float64(2.0)}, "bac")) is None
+    assert last_of_backward([]) is None
 
 
 def test_each_rank_has_its_own_buffers():
