@@ -176,7 +176,12 @@ _PLAIN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def serve_plain(parameter: nn.Parameter, tensor_of: Callable[[str], Tensor | None]) -> None:
-    """Let all functions here answer for a parameter without an engine: `tensor_of(kind)` is the tensor itself."""
+    """Let all functions here return and write what plain torch has of a parameter.
+
+    Args:
+        parameter: Parameter without an engine.
+        tensor_of: Returns the tensor itself of a kind: `param`, `grad`, or the name of an optimizer state.
+    """
     _PLAIN[parameter] = tensor_of
 
 
