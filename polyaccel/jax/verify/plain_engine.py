@@ -23,7 +23,7 @@ from polyaccel.jax.engine import OptimizerGroups
 from polyaccel.jax.modules import as_function
 from polyaccel.jax.pipeline import LayerList
 from polyaccel.jax.program.batches import as_inputs, split_batch
-from polyaccel.jax.program.function import loss_and_aux
+from polyaccel.jax.program.function import LossFn, loss_and_aux
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.verify.plain_update import Array, PlainUpdate
@@ -46,6 +46,7 @@ class PlainJaxEngine:
         self.aux: Any = None
         model, params = given.model, given.params
         self._as_drawn: Callable[[], tuple[Any, Any]] | None = None
+        self._function: LossFn
         if isinstance(model, (list, tuple)):
             self._function, params = LayerList.of(model, params), list(params)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -53,14 +54,12 @@ class StepRecording:
         self._step = 0
         self._before: dict[str, Array] = {}
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps are recorded."""
+    def _is_over(self) -> bool:
         return self._step >= self._run.variant.steps
 
     def before_update(self) -> None:
         """Record whole gradients, and keep the parameters that the update changes. Collective."""
-        if self.is_over:
+        if self._is_over():
             return
         for group in self._groups():
             if group.get("lr") is not None and float(group["lr"]) < _LEAST_LR:
@@ -71,7 +70,7 @@ class StepRecording:
 
     def after_update(self, norm: float | None) -> None:
         """Record the norm, updates and states. Collective."""
-        if self.is_over:
+        if self._is_over():
             return
         if norm is not None:
             self._add("norm", "", np.float64(norm))
@@ -84,14 +83,14 @@ class StepRecording:
 
     def end_step(self, loss: float | None) -> None:
         """Record the loss. Raises VerificationEnd when this was the last step of the last engine."""
-        if self.is_over:
+        if self._is_over():
             return
         if loss is not None:
             self._add("loss", "", np.float64(loss))
         self._step += 1
-        if self.is_over:
+        if self._is_over():
             self._record.unfinished -= 1
-            if self._record.unfinished == 0:
+            if not self._record.unfinished:
                 self._run.end(self._rank)
 
     def _add(self, kind: str, name: str, value: Any) -> None:
@@ -106,7 +105,8 @@ def _in_bins(value: Array, bins: int) -> Array:
         return value
     flat = value.reshape(-1)
     padded = np.pad(flat, (0, -flat.size % bins))
-    return padded.reshape(-1, bins).sum(0, dtype=value.dtype)
+    sums: Array = padded.reshape(-1, bins).sum(0, dtype=value.dtype)
+    return sums
 
 
 def values_of(engine: JaxEngine) -> Values:
@@ -143,7 +143,7 @@ class EngineValues:
             return optimizer.states_by_path()
         if not isinstance(optimizer, OptaxOptimizer):
             names = () if optimizer is None else optimizer.state_names
-            by_state = {state: self._whole(lambda fqn, state=state: self._read(fqn, state)) for state in names}
+            by_state = {state: self._whole(partial(self._read, kind=state)) for state in names}
             return {f"{fqn} {state}": value for state, each in by_state.items() for fqn, value in each.items()}
         found: dict[str, Any] = {}
         paths, layers = optimizer.state_paths, self._engine.adapter.stacking.layers

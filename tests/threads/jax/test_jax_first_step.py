@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
+pytest.importorskip("optax")
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax_models import leaves
 
 import polyaccel
