@@ -251,6 +251,11 @@ def partitioned() -> Any:
     return optax.partition({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels)
 
 
+def by_dimensions() -> Any:
+    scale = optax.stateless(lambda updates, params: jax.tree.map(lambda one: one * one.ndim, updates))
+    return optax.chain(scale, optax.sgd(1e-2))
+
+
 def centralized() -> Any:
     return optax.chain(optax.centralize(), optax.sgd(1e-2, momentum=0.9))
 
@@ -462,7 +467,7 @@ WRONG: dict[str, tuple[str, Program, Callable[[pytest.MonkeyPatch], None]]] = {
     "partition by path, flat": ("optax", RIGHT["partition"], flatten_trees),
     "partition by path, flat, native": ("optax", RIGHT["native, partition"], flatten_trees),
     "centralize, flat": ("optax", RIGHT["centralize"], flatten_trees),
-    "sm3, flat": ("optax", RIGHT["sm3"], flatten_trees),
+    "factor by dimensions, flat": ("optax", Program(function(plain), by_dimensions), flatten_trees),
     "class weights cut by accumulation": (
         "gradient_accumulation_steps",
         Program(function(weighted), None, TWICE, with_weights),

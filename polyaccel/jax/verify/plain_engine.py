@@ -2,7 +2,7 @@
 
 Every rank holds all parameters, and gradients are averaged over all ranks. A batch that the engine cuts into
 micro-batches, or over the devices of a process, is computed whole. Only where the function draws random numbers is it
-cut alike, because each part has its own key.
+cut in the same way, because each part has a key.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class PlainJaxEngine:
                 and linen is not None
                 and isinstance(self._model, linen.Module)
             ):
-                self._function, _ = self._as_drawn()  # blocks of linen draw from a key of their own, at every stage
+                self._function, _ = self._as_drawn()  # a block of linen draws from one key, at every stage
         parts = self._parts(batch, count) if self._draws else [(inputs, self._key_of(self.micro_steps, 0), count)]
         trained = {name: jnp.asarray(value) for name, value in self.weights().items()}
         losses = []

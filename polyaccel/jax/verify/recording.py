@@ -122,7 +122,7 @@ class EngineValues:
         self._names = [spec.fqn for spec in reversed(engine.adapter.param_specs()) if spec.trainable]
 
     def _whole(self, kind_of: Callable[[str], Array | None]) -> dict[str, Array]:
-        """Whole parameters' values of one kind, where the engine has parts of some as parameters of their own."""
+        """Whole parameters' values of one kind, where the engine has layers of some as parameters."""
         adapter = self._engine.adapter
         specs = {spec.fqn: spec for spec in adapter.param_specs()}
         shapes: dict[str, tuple[int, ...]] = {}
