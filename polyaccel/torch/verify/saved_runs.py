@@ -103,7 +103,10 @@ class PlainSaves:
         for name, part in self._parts().items():
             if name in kept["parts"] and name not in left_out:
                 state = copy.deepcopy(kept["parts"][name])
-                part.load_state_dict(state, **({"strict": load_module_strict} if name == "module" else {}))
+                if name == "optimizer":
+                    _load_optimizer(part, state)
+                else:
+                    part.load_state_dict(state, **({"strict": load_module_strict} if name == "module" else {}))
         self._engine._own_data = None  # its position has changed
         return load_dir, copy.deepcopy(kept["client_state"])
 
@@ -130,6 +133,15 @@ class PlainSaves:
         move_weights(engine._own_module, self._run.variant.moved)
         engine._own_data = None
         return f"{saved.storage.location}/{saved.tag}", client_state_of(saved)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state; the groups stay the objects that the engine and schedules refer to."""
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update({key: value for key, value in loaded.items() if key != "params"})
+    optimizer.param_groups = groups
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyaccel
 from polyaccel.comm.default import default_communicator
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.torch.api.fragments import safe_get_full_grad, safe_set_full_grad
 from polyaccel.torch.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from polyaccel.torch.rewrites.engine import ActivationCheckpointing
@@ -86,7 +87,7 @@ def one_loss_of_two_with_a_teacher():
 
 
 def a_loop_of_its_own():
-    """Clipping by hand, an average of weights, `no_sync`, validation, and a resume in the middle."""
+    """Clipping by hand, an average of weights, `no_sync`, and validation."""
     (engine,) = made((lambda: mlp(8, 8), config(2, zero_optimization={"stage": 1})))
     average = copy.deepcopy(engine.module).requires_grad_(False)
     draw = own_draw()
@@ -137,6 +138,37 @@ def test_a_right_program_is_proven(name):
     assert proof.is_proven, [str(one) for one in proof.findings]
     assert not proof.is_weak
     assert proof.acted["zero_optimization"]
+
+
+def resumed(folder, saved_at):
+    """Go on from a checkpoint: that of step `saved_at`, or with 0 one that is there already."""
+
+    def run():
+        own = config(2, zero_optimization={"stage": 2}, scheduler={"type": "WarmupLR", "params": {}})
+        (engine,) = made((lambda: mlp(8, 8), own))
+        if not saved_at:
+            assert engine.load_checkpoint(str(folder))[1] == {"at": 2}
+        draw = own_draw()
+        for turn in range(8):
+            engine.backward(engine(torch.randn(4, 8, generator=draw)).square().mean())
+            engine.step()
+            if turn == 2 * saved_at - 1:
+                engine.save_checkpoint(str(folder), client_state={"at": engine.global_steps})
+                engine.backward(engine(torch.ones(4, 8)).square().mean())
+                engine.zero_grad()
+                assert engine.load_checkpoint(str(folder))[1] == {"at": engine.global_steps}
+
+    return run
+
+
+@pytest.mark.parametrize("saved_at", [1, 0])
+def test_a_program_that_resumes_is_proven(saved_at, tmp_path):
+    if not saved_at:
+        run_threads(2, lambda _: resumed(tmp_path, 2)())
+    proof = prove(threads_run(2, resumed(tmp_path, saved_at)))
+    assert proof.is_proven, [str(one) for one in proof.findings]
+    assert not proof.is_weak
+    assert proof.worst < 8  # an update of a state that was not loaded is elsewhere
 
 
 def test_only_the_wrong_one_of_two_engines_is_named(monkeypatch):
