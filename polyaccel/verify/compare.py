@@ -194,7 +194,7 @@ def in_order(findings: Iterable[Finding], names: Sequence[str], events: Sequence
 def merge(records: Iterable[Record]) -> dict[str, Array]:
     """Return one run's values of all ranks: losses averaged, and everything else of the first rank that has it.
 
-    Of several ranks each later one has its quantities of `OF_RANKS` besides, under its own name.
+    Of several ranks each later one has its quantities of `OF_RANKS` too, under its own name.
     """
     values: dict[str, Array] = {}
     losses: dict[str, list[Array]] = {}

@@ -176,7 +176,12 @@ _PLAIN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def serve_plain(parameter: nn.Parameter, tensor_of: Callable[[str], Tensor | None]) -> None:
-    """Let all functions here answer for a parameter without an engine: `tensor_of(kind)` is the tensor itself."""
+    """Let all functions here answer for a parameter that has no engine.
+
+    Args:
+        parameter: The parameter, of any shape.
+        tensor_of: Returns the tensor of a kind (`"grad"`, or the name of an optimizer state), None where there is none.
+    """
     _PLAIN[parameter] = tensor_of
 
 

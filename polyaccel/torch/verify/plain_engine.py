@@ -270,7 +270,7 @@ class PlainEngine(TorchEngine):
         return self._saves.save(save_dir, tag, *more, **named)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *more: Any, **choices: Any) -> Any:
-        """Go on from what `save_checkpoint` of this run kept. Raises CheckpointError where there is nothing."""
+        """Continue from what `save_checkpoint` of this run kept. Raises CheckpointError where there is nothing."""
         return self._saves.load(load_dir, tag, *more, **choices)
 
     def wait_for_checkpoint(self) -> None:

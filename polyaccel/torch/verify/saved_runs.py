@@ -92,7 +92,7 @@ class PlainSaves:
         *_: Any,
         **__: Any,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on from a save of this run, or else from a checkpoint of an engine."""
+        """Continue from a save of this run, or else from a checkpoint of an engine."""
         left_out = {"optimizer"} if not load_optimizer_states else set()
         left_out |= {"lr_scheduler"} if not load_lr_scheduler_states else set()
         left_out |= {"optimizer", "lr_scheduler", "data", "counters"} if load_module_only else set()
@@ -111,7 +111,7 @@ class PlainSaves:
         return load_dir, copy.deepcopy(kept["client_state"])
 
     def _load_real(self, load_dir: str, tag: str | None, left_out: set[str]) -> tuple[str, dict[str, Any]]:
-        """Go on from what an engine saved. Collective."""
+        """Continue from what an engine saved. Collective."""
         engine = self._engine
         runtime, parts = engine.runtime, self._parts()
         saved = open_checkpoint(runtime.storage(load_dir), tag, communicator=runtime.communicator, fallback=True)

@@ -20,7 +20,7 @@ from polyaccel.torch.verify.generators import restore, states_of
 def whole_pipeline(model: PipelineModule, stages: Communicator, device: torch.device) -> PipelineModule:
     """Build all layers of `model`, of which `stages` have some each, and give them the values of the stages.
 
-    Layers are built anew of their specs, and copied where the script gave modules. `model` and the generators stay as
+    Layers are built again of their specs, and copied where the script gave modules. `model` and the generators stay as
     they are. Collective.
 
     Raises:
