@@ -159,12 +159,15 @@ class Tolerances:
 
     def worst(self, run: Values) -> float:
         """Return the largest difference in spreads, over quantities that need not be equal bit by bit."""
-        shared = [key for key in self.spreads if key in run]
+        shared = [key for key in self.spreads if key in run and self._is_compared(key, run[key])]
         return max((_distance(self.plain[key], run[key]) / self.spreads[key] for key in shared), default=0.0)
+
+    def _is_compared(self, key: str, value: Array) -> bool:
+        return value.shape == self.plain[key].shape or key.split("/", 2)[1] not in _OF_SHAPES
 
     def _finding(self, key: str, value: Array) -> Finding | None:
         wanted = self.plain[key]
-        if wanted.shape != value.shape and key.split("/", 2)[1] in _OF_SHAPES:
+        if not self._is_compared(key, value):
             return None
         if wanted.shape != value.shape:
             return Finding(key, float(value.size), float(wanted.size), float("inf"))

@@ -131,7 +131,8 @@ class FirstStepProof:
         self._engine, self._compose = ref(engine), compose
         self._most = 1 if isinstance(engine, PipelineEngine) else 2
         self._handle = engine.register_forward_pre_hook(self._take, with_kwargs=True)
-        engine.before_update.append(self._at_update)
+        # A rank may have had no pass at the boundary: then the update reduces, and collectives of the proof come first.
+        engine.before_update += [engine.zero.reducer.prepare_update, self._at_update]
 
     def _ranks_for(self, engine: TorchEngine) -> list[ProofRanks]:
         """The ranks of each comparison. One rank alone has dropout, and several have shards."""

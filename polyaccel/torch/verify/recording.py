@@ -43,7 +43,7 @@ class Quantities:
     shares_samples: bool
     """Whether several ranks compute parts of one sample: what they draw and keep differs by design."""
     splits_inputs: bool = False
-    """Whether a rank has parts of its inputs' gradients."""
+    """Whether a rank has parts of its inputs' gradients, or gets inputs of other stages."""
     attributes: Mapping[str, float] | None = None
     """Numbers among attributes before the first rewrite; None where other stages' modules do not change theirs."""
     foreign_buffers: frozenset[str] = frozenset()

@@ -156,12 +156,13 @@ def record_steps(
         states=lambda: engine_states(engine.zero, blocks, shapes),
         groups=lambda: engine.optimizer.param_groups,
         shares_samples=shares_samples(runtime),
-        splits_inputs=runtime.mesh.has_several("sequence"),
+        splits_inputs=runtime.mesh.has_several("sequence") or runtime.mesh.has_several("pipe"),
         attributes=None if runtime.mesh.has_several("pipe") else attributes,
         foreign_buffers=frozenset() if cut is None else frozenset(cut.foreign_buffers),
     )
     recording = StepRecording(run, runtime.communicator.rank, engine, engine.module, read)
-    engine.before_update.append(recording.before_update)
+    # A rank may have had no pass at the boundary: the update reduces there, and gradients are read before it.
+    engine.before_update += [engine.zero.reducer.prepare_update, recording.before_update]
 
     def end_step(loss: float | None) -> None:
         recording.after_update(engine.get_global_grad_norm())

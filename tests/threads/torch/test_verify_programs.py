@@ -112,15 +112,17 @@ def a_loop_of_its_own():
             engine.train()
 
 
-def ranks_that_differ():
-    """Batches of unlike lengths, and a parameter that one rank does not use."""
-    (engine,) = made((lambda: mlp(8, 8), config(2, zero_optimization={"stage": 2})))
+def ranks_that_differ(**more):
+    """Batches of unlike lengths, parameters that one rank does not use, and a rank with fewer micro-batches."""
+    (engine,) = made((lambda: mlp(8, 8), config(2, zero_optimization={"stage": 1}, **more)))
     rank, draw = default_communicator().rank, own_draw()
-    for _ in range(6):
+    for turn in range(6):
         x = torch.randn(1 + 3 * rank, 8, generator=draw)
         loss = engine(x).square().sum() if rank else engine.module[0](x).square().sum()
-        engine.backward(loss)
+        if rank or not turn % 2:
+            engine.backward(loss)
         engine.step()
+    return engine.global_steps
 
 
 RIGHT = {
@@ -138,6 +140,10 @@ def test_a_right_program_is_proven(name):
     assert proof.is_proven, [str(one) for one in proof.findings]
     assert not proof.is_weak
     assert proof.acted["zero_optimization"]
+
+
+def test_a_rank_with_fewer_micro_batches_trains_while_the_first_step_is_proven():
+    assert run_threads(2, lambda _: ranks_that_differ(verify="always")) == [3, 3]
 
 
 def resumed(folder, saved_at):
