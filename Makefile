@@ -22,6 +22,8 @@ QUICK := $(addprefix tests/unit/,autotune checkpoint config core discovery engin
 # Examples whose files have names that those of other examples have too: mypy knows one module by a name in one call.
 EXAMPLES := cifar10 gpt_jax mixture pipeline
 LOCK := requirements-dev.lock
+# One a device; on a CPU at least two, for one rank alone exchanges nothing.
+COUNT_RANKS := from polyaccel.cli.run import count_ranks as n; from polyaccel import get_accelerator as a; print(n() if a().name != "cpu" else max(2, n()))
 EXTRAS := torch,examples,docs,dev
 PACKAGES :=
 TORCH := 2.13.0
@@ -37,8 +39,8 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS="arguments of the command"'
 
-train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/
-	$(BIN)/polyaccel run --nproc 2 examples/gpt/train.py $(ARGS)
+train: $(STAMP) ## train a language model under ZeRO-2, one rank a device, at least two on a CPU; results are in runs/
+	$(BIN)/polyaccel run --ranks $$($(BIN)/python -c '$(COUNT_RANKS)') examples/gpt/train.py $(ARGS)
 
 test: $(STAMP) ## run the tests but those in tests/slow.txt, WORKERS=3 files at a time
 	$(PYTEST) -m 'not slow' --ignore $(BUILDS) $(ARGS)
@@ -61,8 +63,8 @@ test-variants: $(STAMP) ## let `polyaccel plugins check` catch every broken vari
 test-zoo: $(STAMP) ## train a tiny model of every class of transformers under each mesh, next to plain torch, and write docs/zoo.md: hours
 	nice -n 10 $(BIN)/python tests/zoo $(ARGS)
 
-test-rewrites: $(STAMP) ## plant all wrong rewrites, compose 50 modules and walk all public optimizers; `make test` tries a sample of each
-	TESTS_PLANTS=full TESTS_GENERATED=50 TESTS_OPTIMIZERS=full $(BIN)/python -m pytest --timeout 3600 $(or $(ARGS),tests/zoo)
+test-rewrites: $(STAMP) ## plant all wrong rewrites, prove 190 first steps, compose 50 modules and walk all public optimizers; `make test` tries a sample of each
+	TESTS_PLANTS=full TESTS_FIRST_STEPS=full TESTS_GENERATED=50 TESTS_OPTIMIZERS=full $(BIN)/python -m pytest --timeout 3600 $(or $(ARGS),tests/zoo)
 
 test-fuzz: $(STAMP) ## parse a million forged inputs, in SHARDS=54 of 18,600: manifests, commit markers, configs, notes, records
 	for shard in $$(seq $(SHARDS)); do TESTS_FUZZ=4000 TESTS_FUZZ_SHARD=$$shard \
@@ -76,7 +78,7 @@ test-ownership: $(STAMP) ## draw 2,000 sequences each of what scripts do to para
 
 test-ccl: ## run the tests of the ccl backend in a separate environment: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
-	$(VENV)-ccl/bin/polyaccel build ccl
+	$(VENV)-ccl/bin/polyaccel plugins build ccl
 	$(VENV)-ccl/bin/python -m pytest tests/unit/comm/test_ccl_build.py tests/procs/ccl tests/procs/comm/test_comm_faults.py tests/procs/torch/test_parity_backends.py tests/procs/pipeline/test_pipeline_processes.py $(ARGS)
 
 test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in a separate environment
@@ -149,7 +151,6 @@ device-wheels: ## put into .whl what a machine without network lacks for tests/d
 
 mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
 	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'
-	$(VENV)-mutants/bin/python -m pytest -q tests/unit/support
 	nice -n 19 $(VENV)-mutants/bin/python tests/mutants $(ARGS)
 
 environment: $(STAMP)

@@ -8,24 +8,12 @@ from types import ModuleType
 
 from bench.runner import run_case
 
-CASES = {
-    name: name.replace("-", "_")
-    for name in (
-        *(
-            "all-to-all",
-            "experts",
-            "imports",
-            "jax",
-            "kernels",
-            "longest",
-            "one-device",
-            "ownership",
-            "pipeline",
-            "replica",
-        ),
-        *("one-device", "saves", "sequence", "start", "tensor", "trainer", "tuning", "watching"),
-    )
-} | {"backends": "collectives", "comm": "collectives", "hosts": "steps", "memory": "steps", "steps": "steps"}
+NAMES = (
+    *("all-to-all", "experts", "imports", "jax", "kernels", "longest", "one-device", "ownership", "pipeline"),
+    *("replica", "saves", "sequence", "start", "tensor", "trainer", "tuning", "verify", "watching"),
+)
+CASES = {name: name.replace("-", "_") for name in NAMES}
+CASES |= {"backends": "collectives", "comm": "collectives", "hosts": "steps", "memory": "steps", "steps": "steps"}
 """The module of each command."""
 
 

@@ -120,7 +120,13 @@ def launch(case: str, variant: str, settings: Settings, start: Start, limit_s: f
 def rank_environment(python: Path = Path(sys.executable)) -> dict[str, str]:
     """Return the variables of every rank: one thread, on the CPU, with the compilers of the interpreter's folder."""
     path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": path}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "POLYACCEL_VERIFY": "off",
+        "PYTHONPATH": str(ROOT),
+        "PATH": path,
+    }
     return {**os.environ, **own, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 

@@ -22,22 +22,28 @@ if TYPE_CHECKING:
     from polyaccel.comm import init_distributed as init_distributed
     from polyaccel.config import Config as Config
     from polyaccel.config import load_config as load_config
+    from polyaccel.engine.run_folder import begin_run as begin_run
+    from polyaccel.engine.stop_request import StopRequest as StopRequest
     from polyaccel.errors import ConfigError as ConfigError
     from polyaccel.errors import PolyaccelError as PolyaccelError
     from polyaccel.frontend import add_config_arguments as add_config_arguments
     from polyaccel.frontend import initialize as initialize
+    from polyaccel.observability.progress_view import open_progress as open_progress
     from polyaccel.torch.engine.torch_engine import TorchEngine as TorchEngine
 
 _HOMES = {
     "Config": "polyaccel.config",
     "ConfigError": "polyaccel.errors",
     "PolyaccelError": "polyaccel.errors",
+    "StopRequest": "polyaccel.engine.stop_request",
     "TorchEngine": "polyaccel.torch.engine.torch_engine",
     "add_config_arguments": "polyaccel.frontend",
+    "begin_run": "polyaccel.engine.run_folder",
     "get_accelerator": "polyaccel.accelerators",
     "init_distributed": "polyaccel.comm",
     "initialize": "polyaccel.frontend",
     "load_config": "polyaccel.config",
+    "open_progress": "polyaccel.observability.progress_view",
     "set_accelerator": "polyaccel.accelerators",
 }
 _ROOMS = ("checkpointing", "comm", "jax", "torch", "utils", "zero")
@@ -46,8 +52,10 @@ __all__ = [
     "Config",
     "ConfigError",
     "PolyaccelError",
+    "StopRequest",
     "TorchEngine",
     "add_config_arguments",
+    "begin_run",
     "checkpointing",
     "comm",
     "get_accelerator",
@@ -55,6 +63,7 @@ __all__ = [
     "initialize",
     "jax",
     "load_config",
+    "open_progress",
     "set_accelerator",
     "torch",
     "utils",

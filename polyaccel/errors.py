@@ -5,6 +5,7 @@ A user's mistake is one of these, never an assert; an `InvariantError` is a bug 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,12 +58,19 @@ class Problem:
 
 
 def _shown(value: object) -> str:
-    """`value` on a line of some 200 characters at most."""
+    """`value` as the JSON that a config has, on a line of some 200 characters at most."""
     try:
-        text = repr(value)
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = _written(value)
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} characters)"
+
+
+def _written(value: object) -> str:
+    try:
+        return repr(value)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; a value inside itself
         return f"<{type(value).__name__}: {error}>"
-    return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} characters)"
 
 
 class ConfigError(PolyaccelError, ValueError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
+from polyaccel.core.install_line import install_line
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 
 if TYPE_CHECKING:
@@ -211,13 +212,11 @@ def _load_frontend(home: Literal["torch", "jax"]) -> Any:
         if error.name != home:
             raise PolyaccelError(
                 f"this version of {home} is too old: {error}",
-                hint=f"pip install --upgrade 'polyaccel[{home}]'",
+                hint=install_line(home).replace("install", "install --upgrade", 1),
                 value=home,
             ) from error
         other = ", or pass params= where the model is a function of JAX" if home == "torch" else ""
-        raise PolyaccelError(
-            f"{home} is not installed", hint=f"pip install 'polyaccel[{home}]'{other}", value=home
-        ) from error
+        raise PolyaccelError(f"{home} is not installed", hint=f"{install_line(home)}{other}", value=home) from error
 
 
 def _is_of(model: object, packages: frozenset[str]) -> bool:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # MPI: RANKS=16 HOSTFILE=hosts recipes/mpirun.sh [arguments of the script]
 # For clusters whose hosts an mpirun reaches already. mpi4py of the same MPI agrees on where the ranks meet
-# (pip install 'polyaccel[mpi]'); POLYACCEL_COMM=mpi lets that MPI carry the collectives too.
+# (pip install -e '.[mpi]'); POLYACCEL_COMM=mpi lets that MPI carry the collectives too.
 # HOSTFILE has lines `host slots=8`; without one all ranks are here.
 set -eu
 

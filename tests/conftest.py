@@ -26,6 +26,9 @@ from polyaccel.testkit.ranks.procs import RankPool
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
 
+# A proof at the first step takes longer than most trainings of tests. Those of proofs want it, for each kind of mesh.
+os.environ.setdefault("POLYACCEL_VERIFY", "off")
+
 # Tests, their ranks and their jobs share a few cores: a second OpenMP thread would only spin and wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -1,5 +1,5 @@
 // The C ABI of transfers between memory and files in the background, which Python calls by ctypes
-// (polyaccel/offload/native_transfers.py).
+// (polyaccel/offload/transfers.py).
 #pragma once
 
 #include "../kernels/kernels.h"

@@ -8,18 +8,10 @@ from __future__ import annotations
 from polyaccel.testkit.contract import list_tests, wanted_by
 from polyaccel.testkit.suites import ALL_CONTRACTS
 
-_INTRODUCTION = """\
-# Rows of the check
-
-`polyaccel plugins check NAME` prints a row for each of these tests, by contract, and with `-v` the sentence next to it.
-They are the tests of the classes in `polyaccel.testkit`. [The author's guide](../plugins.md#the-check) shows how to run
-them.
-"""
-
 
 def check_rows() -> str:
-    """The page, as Markdown."""
-    lines = [_INTRODUCTION]
+    """The tables of the page, as Markdown."""
+    lines = list[str]()
     for title, contract in ALL_CONTRACTS.items():
         lines += [f"## {title}", "", "| row | what it requires, and why |", "|---|---|"]
         for test in list_tests(contract):

@@ -22,20 +22,10 @@ Schema = Mapping[str, Any]
 _LONGEST = 60
 """Characters of a default that stands beside its key."""
 
-_INTRODUCTION = """\
-# Config reference
-
-This page lists every key of polyaccel, made from the models that check a config. Names and meanings are DeepSpeed's;
-keys of polyaccel alone are marked. [The guide](../guide/config.md) explains how a config is read.
-
-A key that is not on this page is an error. `polyaccel config schema` prints the same as JSON Schema, for editors. Keys
-of DeepSpeed that are accepted without effect [stand at the end](#tuning).
-"""
-
 
 def config_reference() -> str:
-    """The page, as Markdown."""
-    lines = [_INTRODUCTION, *_top_level(), *_sections()]
+    """The tables of the page, as Markdown."""
+    lines = [*_top_level(), *_sections()]
     lines += _named("optimizer", OPTIMIZER_PARAMS)
     lines += _named("scheduler", SCHEDULER_PARAMS)
     lines += [*_tuning(), *_absent()]

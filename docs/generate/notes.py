@@ -13,12 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("polyaccel", "csrc", "plugins")
 _DEFINITION = re.compile(r"^(?:// |# |\s*)?\[Note: ([^\]]+)\]$", re.MULTILINE)
-_INTRODUCTION = """\
-# Notes
-
-Some mechanisms need more than a docstring. A note explains each once, in the module that has it, under the line
-`[Note: Title]`. Other modules refer to it by its title.
-"""
 
 
 def definitions() -> Iterator[tuple[str, Path]]:
@@ -31,8 +25,8 @@ def definitions() -> Iterator[tuple[str, Path]]:
 
 
 def notes() -> str:
-    """Return the page, as Markdown: a table for each package."""
-    lines = [_INTRODUCTION]
+    """Return the tables of the page, as Markdown: one for each package."""
+    lines = list[str]()
     part = ""
     for title, file in definitions():
         package = "/".join(file.parts[:2])

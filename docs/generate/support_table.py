@@ -1,6 +1,6 @@
 """The support table, from docs/support.toml.
 
-`python docs/generate/support_table.py` renews it in README.md, between its two markers.
+`python docs/generate/support_table.py` renews it in docs/support.md, between its two markers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 
 Rows: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -57,5 +58,4 @@ def _table(title: str, rows: Rows) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -6,103 +6,71 @@ Files are split by name, not by position, so no function is half in training and
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
 import tempfile
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from polyaccel import PolyaccelError
 
-SEPARATOR = b"\0"
-"""Stands after each file; no source text has it."""
+SEPARATOR = b"\0"  # stands after each file; no source text has it
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-_VALIDATION_SHARE = 20
-_FORMAT = "1"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The two parts on disk. `digest` identifies their content."""
-
     training: Path
     validation: Path
     digest: str
-    files: dict[str, list[str]]
-    """Names below the library's root, under `training` and `validation`."""
 
 
 def open_corpus(root: Path | None = None, cache: Path | None = None) -> Corpus:
-    """The corpus made of the library in `root`, from `cache` if it was made before.
-
-    Any number of processes may call this at once. Raises PolyaccelError when `root` has too little source.
-    """
+    """The corpus of the library in `root`, from `cache` if it was made before. Any number of processes may call this at
+    once. Raises PolyaccelError when `root` has too little source."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyaccel"
-    files = find_sources(root)
-    parts = {part: [file for file in files if part_of(file, root) == part] for part in ("training", "validation")}
-    if not all(parts.values()):
-        raise PolyaccelError(
-            f"{root} has {len(files)} source files, too few to train and validate on",
-            hint="use a Python that has its library as source files",
-            value=str(root),
-        )
-    folder = cache / f"stdlib-{_fingerprint(files, root)}"
-    if not (folder / "corpus.json").exists():
-        _write(folder, parts, root)
-    described = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-    for part, nbytes in described["nbytes"].items():
-        if (folder / f"{part}.bin").stat().st_size != nbytes:
-            raise PolyaccelError(f"{folder / part}.bin is not what was written", hint=f"remove {folder}", value=nbytes)
-    return Corpus(folder / "training.bin", folder / "validation.bin", described["digest"], described["files"])
+    files = sorted(file for file in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts))
+    texts = {file.relative_to(root).as_posix(): file.read_bytes() + SEPARATOR for file in files}
+    held_out = {name for name in texts if hashlib.sha256(name.encode()).digest()[0] % 20 == 0}
+    parts = [b"".join(text for name, text in texts.items() if (name in held_out) is part) for part in (False, True)]
+    if not all(parts):
+        hint = "use a Python that has its library as source files"
+        raise PolyaccelError(f"too few source files to train and validate on: {root}", hint=hint, value=str(root))
+    digest = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    found = [cache / f"stdlib-{digest}-{part}.bin" for part in ("training", "validation")]
+    for file, text in zip(found, parts, strict=True):
+        if not file.exists() or file.stat().st_size != len(text):
+            with tempfile.NamedTemporaryFile(dir=cache, delete=False) as draft:  # so that it appears whole
+                draft.write(text)
+            Path(draft.name).replace(file)
+    return Corpus(found[0], found[1], digest)
 
 
-def find_sources(root: Path) -> list[Path]:
-    """The library's own Python files under `root`, in a fixed order."""
-    found: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """A file's bytes in windows of `context`, side by side: (tokens, targets), int64, targets one byte later."""
 
+    def __init__(self, file: Path, context: int) -> None:
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(file, dtype=np.uint8, mode="r")
+        self.context = context
 
-def part_of(file: Path, root: Path) -> str:
-    """`training` or `validation`, by the file's name alone, so the same on every machine."""
-    name = file.relative_to(root).as_posix()
-    chosen = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % _VALIDATION_SHARE == 0
-    return "validation" if chosen else "training"
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // self.context
 
-
-def _fingerprint(files: Sequence[Path], root: Path) -> str:
-    stats = ((file.relative_to(root).as_posix(), file.stat()) for file in files)
-    listed = [_FORMAT, str(root), *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)]
-    return hashlib.sha256("\n".join(listed).encode()).hexdigest()[:16]
-
-
-def _write(folder: Path, parts: dict[str, list[Path]], root: Path) -> None:
-    """Make `folder` appear at once and whole. Whoever is second finds it there and leaves its own copy."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".corpus-", ignore_cleanup_errors=True) as made:
-        draft = Path(made) / "draft"
-        draft.mkdir()
-        digest, nbytes = hashlib.sha256(), {}
-        for part, files in parts.items():
-            text = b"".join(file.read_bytes() + SEPARATOR for file in files)
-            (draft / f"{part}.bin").write_bytes(text)
-            digest.update(text)
-            nbytes[part] = len(text)
-        names = {part: [file.relative_to(root).as_posix() for file in files] for part, files in parts.items()}
-        described = {"digest": digest.hexdigest(), "nbytes": nbytes, "files": names}
-        (draft / "corpus.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not (folder / "corpus.json").exists():
-                raise
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        begin = index * self.context
+        window = torch.from_numpy(self.bytes[begin : begin + self.context + 1].astype(np.int64))
+        return window[:-1], window[1:]
 
 
 def validation_share(windows: Sized, *, count: int, rank: int, world_size: int) -> list[int]:

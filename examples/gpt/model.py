@@ -15,8 +15,6 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model. `context` is the longest sequence, in bytes."""
-
     layers: int
     width: int
     heads: int
@@ -29,7 +27,6 @@ SHAPES = {
     "medium": Shape(layers=9, width=512, heads=8, context=256),  # 28.6 M
     "large": Shape(layers=16, width=800, heads=10, context=256),  # 123.4 M
 }
-"""What `--size` can name."""
 
 
 class Block(nn.Module):
@@ -47,7 +44,6 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`hidden` and the result are (batch, sequence, width)."""
         batch, length, width = hidden.shape
         qkv = self.qkv(self.attention_norm(hidden)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -56,7 +52,6 @@ class Block(nn.Module):
         return hidden + self.feed_forward(self.mlp_norm(hidden))
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
-        """The feed-forward net alone."""
         added: Tensor = self.mlp_out(functional.gelu(self.mlp_in(hidden), approximate="tanh"))
         return added
 
@@ -65,7 +60,6 @@ class Gpt(nn.Module):
     """The whole model. Its initial values are a function of torch's random state."""
 
     into_residual: ClassVar[tuple[str, ...]] = ("attention_out.weight", "mlp_out.weight")
-    """How the names of weights end that add to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -79,7 +73,6 @@ class Gpt(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """Draw the initial values."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -90,14 +83,10 @@ class Gpt(nn.Module):
 
     @property
     def numel(self) -> int:
-        """Parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss in nats a byte if there are `targets`, else logits (batch, sequence, 256) in fp32.
-
-        `tokens` and `targets` are int64, (batch, sequence), the sequence at most the shape's context.
-        """
+        """The mean loss in nats a byte if there are `targets`, else logits (batch, sequence, 256) in fp32."""
         hidden = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             hidden = block(hidden)
@@ -111,11 +100,11 @@ class Gpt(nn.Module):
 def generate(
     model: nn.Module, shape: Shape, prompt: bytes, numel: int, *, seed: int, device: torch.device
 ) -> Iterator[int]:
-    """`numel` bytes that follow `prompt`, drawn at temperature 0.8. `model` is in evaluation mode."""
+    """`numel` bytes that follow `prompt`, drawn at temperature 0.7. `model` is in evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)], dtype=torch.int64)
     for _ in range(numel):
         logits = model(tokens[:, -shape.context :].to(device))[0, -1].cpu()
-        drawn = torch.multinomial(torch.softmax(logits / 0.8, dim=-1), 1, generator=generator)
+        drawn = torch.multinomial(torch.softmax(logits / 0.7, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.view(1, 1)], dim=1)
         yield int(drawn)

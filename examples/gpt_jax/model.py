@@ -127,12 +127,12 @@ def loss(params: Params, batch: Any, rng: Any, *, heads: int) -> jax.Array:
 
 
 def generate(params: Params, shape: Shape, prompt: bytes, numel: int, *, seed: int) -> Iterator[int]:
-    """`numel` bytes that follow `prompt`, drawn at temperature 0.8."""
+    """`numel` bytes that follow `prompt`, drawn at temperature 0.7."""
     key = jax.random.key(seed)
 
     @partial(jax.jit, static_argnames="heads")
     def draw(params: Params, window: jax.Array, last: int, key: jax.Array, heads: int) -> jax.Array:
-        return jax.random.categorical(key, logits(params, window[None], heads=heads)[0, last] / 0.8)
+        return jax.random.categorical(key, logits(params, window[None], heads=heads)[0, last] / 0.7)
 
     text = list(prompt)
     for at in range(numel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -11,12 +10,15 @@ from statistics import median
 
 from polyaccel.observability.metrics import StepMetrics
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))
-
-from report import STYLE, table
-
 _WIDTH, _HEIGHT, _MARGIN = 760, 320, 44
 _COLOURS = {"dense": "#57606a", "mixture": "#b5482a"}
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}
+td,th{padding:.15rem 1rem .15rem 0;text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}
+.bar{background:#3b73b9;height:.8rem}pre{background:#f4f5f7;padding:.8rem;overflow:auto;font-size:13px}
+svg text{font-size:12px;fill:#57606a}
+"""
 
 
 @dataclass
@@ -112,3 +114,9 @@ def _layers(steps: Sequence[StepMetrics]) -> str:
             )
         )
     return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A row for each, a cell for each of its strings."""
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

@@ -24,9 +24,8 @@ from polyaccel import PolyaccelError, TorchEngine, comm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))  # the dense model, and its data
 
-from corpus import Corpus, open_corpus, validation_share
+from corpus import Corpus, Windows, open_corpus, validation_share
 from model import Gpt, Shape
-from windows import Windows
 
 SHAPES = {
     "tiny": Shape(layers=2, width=64, heads=2, context=64),

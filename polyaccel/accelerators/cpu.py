@@ -88,8 +88,7 @@ class CpuAccelerator(Accelerator):
         return _kernels(self.memory, self._native)
 
     def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
-        """oneDNN's matrix products, which come with torch: torch itself calls MKL for float32, which is slow on some
-        processors. Products of experts by csrc."""
+        """Return torch's oneDNN products, faster than its MKL for float32 on some processors; experts' by csrc."""
         if choice == "off" or self.memory != "torch":
             return KernelTable(self.name, {})
         from polyaccel.ops.torch.grouped import with_grouped_kernels

@@ -145,10 +145,7 @@ def _from_environment() -> tuple[str | None, str]:
 
 
 def _torch_device(name: str, origin: str) -> Accelerator | None:
-    """The accelerator for devices of the type that torch calls `name`; None where torch knows no such type.
-
-    Raises PluginNotFound where torch knows the type but sees no device of it.
-    """
+    """Return the accelerator for torch's device type `name`; None if torch has no such type."""
     if find_spec("torch") is None:
         return None
     from polyaccel.accelerators.torch_generic import device_plugin

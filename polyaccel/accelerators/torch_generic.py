@@ -44,8 +44,7 @@ class DeviceModule:
         self._own = torch.get_device_module(device_type)
 
     def __getattr__(self, name: str) -> Any:
-        """The attribute of the device's own module, else of `torch.accelerator`. Raises AttributeError if neither has
-        it."""
+        """Return an attribute of the device's own module, else of `torch.accelerator`."""
         if hasattr(self._own, name):
             return getattr(self._own, name)
         return getattr(torch.accelerator, _NAMED_OTHERWISE.get(name, name))

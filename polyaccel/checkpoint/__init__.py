@@ -5,8 +5,7 @@ from polyaccel.checkpoint.format.manifest import BlobEntry, Manifest
 from polyaccel.checkpoint.format.pieces import TensorPiece
 from polyaccel.checkpoint.format.tensors import Piece, TensorEntry
 from polyaccel.checkpoint.load.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.save.protocol import TagValidation
-from polyaccel.checkpoint.save.writer import save_checkpoint
+from polyaccel.checkpoint.save.protocol import TagValidation, save_checkpoint
 from polyaccel.checkpoint.storage.base import FileStorage, Storage
 
 __all__ = [

@@ -12,10 +12,7 @@ T = TypeVar("T")
 
 
 def barrier(communicator: Communicator, name: str) -> None:
-    """Wait until every rank has called the function `name`.
-
-    Raises CommTimeout, with the likely cause, when a rank does not come, CommError when one calls something else.
-    """
+    """Wait until every rank has called the function `name`. Raises CommTimeout, with the likely cause."""
     hint = f"{name} must be called on every rank: call it outside of `if rank == 0`"
     try:
         communicator.barrier(label=f"{name} (must be called on every rank)")
@@ -31,10 +28,7 @@ def barrier(communicator: Communicator, name: str) -> None:
 
 
 def run_on_all(communicator: Communicator, step: str, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank. Returns the results, plain values, by rank.
-
-    Raises CheckpointError on *every* rank when it raised an Exception on any, naming those ranks and their errors.
-    """
+    """Run `action` on every rank; return plain results by rank. Raises CheckpointError on all if any failed."""
     failure: Exception | None = None
     result: T | None = None
     try:
@@ -47,14 +41,12 @@ def run_on_all(communicator: Communicator, step: str, action: Callable[[], T]) -
 
 
 def on_rank_0(communicator: Communicator, step: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone. Returns its result, a plain value, on every rank. Raises what `run_on_all`
-    raises."""
+    """Run `action` on rank 0 alone; return its plain result on every rank. Raises as `run_on_all`."""
     return run_on_all(communicator, step, lambda: [action()] if communicator.rank == 0 else [])[0][0]
 
 
 def require_success(step: str, failed: Mapping[int, tuple[str, str]], own: Exception | None = None) -> None:
-    """Raise CheckpointError where a step failed on any rank: `failed` has message and hint by rank, `own` is the error
-    of this rank."""
+    """Raise CheckpointError where a step failed on any rank: `failed` is (message, hint) by rank, `own` this rank's."""
     if failed:
         what = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in failed.items())
         hint = next((hint for _, hint in failed.values() if hint), "")

@@ -13,7 +13,7 @@ from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.collective_call import require_success, run_on_all
 from polyaccel.checkpoint.format.pieces import reading
 from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
-from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
+from polyaccel.checkpoint.retention import KEEP_ALL, Retention
 from polyaccel.checkpoint.save import async_client
 from polyaccel.checkpoint.save.async_image import Image
 from polyaccel.checkpoint.save.per_node_thread import SavingThread, thread_communicator
@@ -79,11 +79,7 @@ class Saver:
         *,
         save_latest: bool,
     ) -> None:
-        """As `polyaccel.checkpoint.save_checkpoint`; what is written in the background is complete and durable when
-        `poll` or `wait` has reported so. Returns once what `contents` gives may change. Collective.
-
-        Raises CheckpointError on every rank, for the save before too if that failed and the policy `raises_later`.
-        """
+        """Save as `save_checkpoint`; returns once `contents` may change. Collective; raises for an earlier failure."""
         self._wait(raises=self.policy.raises_later)
         storage = open_storage(self.policy.storage, location, self.policy.options)
         rank = self._communicator.rank
@@ -151,16 +147,12 @@ class Saver:
         return _UnderWay(self._communicator, task.tag, pending, ExitStack())
 
     def poll(self) -> None:
-        """Look how the save that is under way goes. Collective while there is one.
-
-        Raises CheckpointError on every rank if it has failed on any and the policy `raises_later`.
-        """
+        """Check the save under way. Collective while there is one; raises on every rank if it `raises_later`."""
         if self._under_way is not None and self._under_way.has_ended():
             self._end(raises=self.policy.raises_later)
 
     def wait(self) -> None:
-        """Wait until no save is under way. Collective where one is. Raises CheckpointError on every rank if it has
-        failed on any."""
+        """Wait until no save is under way. Collective where one is; raises on every rank if it failed on any."""
         self._wait(raises=True)
 
     def _wait(self, *, raises: bool) -> None:
@@ -172,10 +164,7 @@ class Saver:
         self._end(raises=raises)
 
     def close(self) -> None:
-        """Wait until this rank's part of the save that is under way has ended; other ranks are not asked.
-
-        Raises CheckpointError if it failed.
-        """
+        """Wait until this rank's part of the save under way has ended, without asking others."""
         ended, self._under_way = self._under_way, None
         image, self._image = self._image, None
         try:
@@ -212,8 +201,7 @@ class Saver:
         return self._for_threads[0]
 
     def _filled(self, part: SavePart) -> Image:
-        """A copy of a part, in the memory that the save before had if that is as long: new pages cost more than the
-        copy."""
+        """Copy a part into the memory of the save before if it fits: new pages cost more than the copy."""
         nbytes = part.layout.nbytes
         if self._image is not None and self._image.nbytes != nbytes:
             self._image.close()
@@ -247,8 +235,7 @@ class _UnderWay:
         self._outcomes: dict[int, async_client.SaveOutcome | None] = {}
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether every rank's part has ended, well or not, after waiting for this rank's for at most so long.
-        Collective."""
+        """Return whether every rank's part has ended, after waiting for this rank's at most so long. Collective."""
         mine = self.pending.outcome(timeout_s)
         gathered = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
         self._outcomes = {

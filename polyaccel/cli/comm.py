@@ -36,9 +36,9 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser = subparsers.add_parser("bench", help=what, description=_DESCRIPTION, allow_abbrev=False)
     own = parser.add_argument_group("the measurement")
     seconds = positive("a number of seconds above 0", 1e6)
-    size = _parsed("such as 1K or 64M (powers of 1024)")
-    own.add_argument("--smallest", type=size, default="1K", metavar="SIZE", help="(default: %(default)s)")
-    own.add_argument("--largest", type=size, default="64M", metavar="SIZE", help="(default: %(default)s)")
+    size = _parsed("such as 1KiB or 64MiB")
+    own.add_argument("--smallest", type=size, default="1KiB", metavar="SIZE", help="(default: %(default)s)")
+    own.add_argument("--largest", type=size, default="64MiB", metavar="SIZE", help="(default: %(default)s)")
     own.add_argument("--factor", type=_above(2), default="4", metavar="N", help="between sizes (default: %(default)s)")
     own.add_argument("--operations", default=None, metavar="NAME,...", help="default: all")
     own.add_argument("--dtype", default="float32", metavar="TYPE", help="of the elements (default: %(default)s)")
@@ -46,7 +46,7 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     own.add_argument("--budget", type=seconds, default="0.5", metavar="S", help="seconds a row (default: %(default)s)")
     own.add_argument("--config", metavar="FILE", help="a config whose `comm` and `accelerator` count")
     own.add_argument("--json", metavar="FILE", help="where rank 0 writes the table; - prints it instead")
-    add_options(parser.add_argument_group("the ranks, where this command starts them"), with_script=False)  # type: ignore[arg-type]
+    add_options(parser, with_script=False)
     parser.set_defaults(func=run)
 
 

@@ -1,4 +1,4 @@
-"""`polyaccel config check FILE` and `polyaccel config schema`."""
+"""`polyaccel config check FILE` and `polyaccel config schema`; `polyaccel config new` is in `config_new`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from polyaccel.cli import config_new
+from polyaccel.cli.parser import add_hidden_aliases, describe
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.redaction import redact_tree
 
@@ -23,17 +25,23 @@ arguments of `--set` to a config and sentences about what was altered."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb `config` with its own verbs `check` and `schema`."""
-    parser = subparsers.add_parser("config", help="check a config, or print its JSON Schema")
+    """Add the verb `config` with its own verbs `new`, `check` and `schema`."""
+    summary = "write a config, check one, or print the schema of all keys"
+    parser = subparsers.add_parser("config", help=summary, description=summary)
     verbs = parser.add_subparsers(dest="config_verb", required=True, metavar="VERB")
-    check = verbs.add_parser("check", help="report everything that is wrong with a config, or what it resolves to")
-    check.add_argument("file", help="path of the config, or base64 of its JSON")
-    check.add_argument(
-        "--world-size",
+    config_new.add_parser(verbs)
+    what = "report everything that is wrong with a config, or what it resolves to"
+    check = verbs.add_parser("check", help=what, description=what)
+    check.add_argument("file", metavar="FILE", help="path of the config, or base64 of its JSON")
+    ranks = check.add_argument(
+        "-n",
+        "--ranks",
+        dest="world_size",
         type=int,
         metavar="N",
         help="ranks that will train (default: what the batch sizes imply, else 1)",
     )
+    add_hidden_aliases(check, ranks, ["--world-size"])
     check.add_argument(
         "--deepspeed",
         action="store_true",
@@ -47,8 +55,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME=VALUE",
         help='an argument that decides an "auto", by its name in TrainingArguments (learning_rate=1e-4)',
     )
+    describe(
+        check,
+        examples=("polyaccel config check ds_config.json --ranks 8",),
+        codes={0: "the config is valid", 1: "it is not; all problems are on standard error"},
+    )
     check.set_defaults(func=_check)
-    schema = verbs.add_parser("schema", help="print the JSON Schema of configs, for editors")
+    what = "print the JSON Schema of configs, for editors"
+    schema = verbs.add_parser("schema", help=what, description=what)
     schema.set_defaults(func=_print_schema)
 
 
@@ -70,7 +84,8 @@ def _check(args: argparse.Namespace) -> int:
         if problems := start_problems(config):
             raise ConfigError(problems, source=draft.source)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        is_absent = isinstance(error.__cause__, FileNotFoundError)
+        print(f"{args.file}: no such file" if is_absent else error, file=sys.stderr)
         return 1
     _report(config, draft.source, world_size, sentences)
     return 0
@@ -88,10 +103,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _as_deepspeed(file: str, world_size: int, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the drop-in makes of a config, and a sentence for each change.
-
-    Raises ConfigError where the drop-in is missing or refuses the config.
-    """
+    """Return the drop-in's form of a config, and a sentence for each change."""
     found = [point for point in metadata.entry_points(group=READERS) if point.name == "deepspeed"]
     if not found:
         hint = "pip install ./plugins/polyaccel-deepspeed"
@@ -106,8 +118,7 @@ def _as_deepspeed(file: str, world_size: int, settings: dict[str, Any]) -> tuple
 
 
 def _implied_world_size(config: Config) -> int:
-    """The number of ranks for which three given batch sizes agree, or the least that `elasticity` has; 1 when they
-    leave it open or never agree."""
+    """Return the ranks for which the batch sizes agree, or the least of `elasticity`; 1 if undetermined."""
     from polyaccel.config.elastic import compute_elastic_config
 
     if config.elasticity.enabled:

@@ -18,8 +18,7 @@ _OF_THE_SCRIPT = "--deepspeed_config"
 
 
 def elastic_sizes(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """The world sizes of the section `elasticity` in the config of `--elastic-config`, or else of the script's own
-    `--deepspeed_config`; None where no config is named, or its section is off. Raises ConfigError."""
+    """Return the world sizes of the config's `elasticity`; None without a named config or if it is off."""
     named = args.elastic_config
     source = named or _named_by(args.arguments)
     if source is None:
@@ -34,8 +33,7 @@ def elastic_sizes(args: argparse.Namespace) -> tuple[int, ...] | None:
 
 
 def _elasticity_of(source: str) -> dict[str, Any]:
-    """The one section of a script's config that is asked for here. Other problems are left to the reader of the whole
-    config: another frontend may take keys that ours refuses."""
+    """Return the one section asked for here; other problems are left to the reader of the whole config."""
     from polyaccel.config.load import read_tree
 
     try:
@@ -59,8 +57,7 @@ def check_size(world_size: int, sizes: tuple[int, ...] | None) -> None:
 def elastic_job(
     job: Job, args: argparse.Namespace, sizes: tuple[int, ...] | None, environment: Mapping[str, str]
 ) -> Job:
-    """The job with as many hosts as the options allow, where each is given the command: then they can only have a
-    secret that is given to all. Raises LaunchError."""
+    """Return the job with as many hosts as allowed; each host gets the command, so the secret must be given."""
     least = args.min_elastic_nodes or 1
     most = args.max_elastic_nodes or least
     if most < least:

@@ -25,22 +25,19 @@ _NO_NAME = re.compile(r"[^a-z0-9]+")
 
 def add_emit_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of manifests."""
+    group = parser.add_argument_group("manifests for a cluster")
     kinds = (*_ALIASES, *KINDS)
-    parser.add_argument(
-        "--emit",
-        choices=kinds,
-        metavar="KIND",
-        help=f"start nothing, and print a manifest for a cluster: {', '.join(kinds)}; with --num-nodes and --nproc",
-    )
-    parser.add_argument("--image", metavar="IMAGE", help="with --emit: the container image, which has polyaccel")
-    parser.add_argument("--name", metavar="NAME", help="with --emit: of the job (default: the script's)")
-    parser.add_argument("--workdir", metavar="DIR", help="with --emit: where the container works (default: its own)")
-    parser.add_argument(
+    shown = f"start nothing, and print a manifest: {', '.join(kinds)}; with --num-nodes and --ranks"
+    group.add_argument("--emit", choices=kinds, metavar="KIND", help=shown)
+    group.add_argument("--image", metavar="IMAGE", help="the container image, which has polyaccel")
+    group.add_argument("--name", metavar="NAME", help="of the job (default: the script's)")
+    group.add_argument("--workdir", metavar="DIR", help="where the container works (default: its own)")
+    group.add_argument(
         "--resource",
         action="append",
         default=[],
         metavar="NAME[=N]",
-        help="with --emit: what each pod gets, for example memory=64Gi; of a device plugin's name by default --nproc",
+        help="a resource of each pod, for example memory=64Gi; without a number as many as --ranks",
     )
 
 
@@ -67,8 +64,7 @@ def manifest(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
 
 
 def words(job: Job) -> Iterator[str]:
-    """The options of `polyaccel run`, but those about hosts and exported variables, its script and the arguments, that
-    make this job."""
+    """Return the options of `polyaccel run` for this job, without hosts and exported variables."""
     if job.bind_cores:
         yield "--bind-cores"
     if job.cores is not None:
@@ -98,7 +94,7 @@ def words(job: Job) -> Iterator[str]:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise LaunchError for options that a manifest needs, or that mean nothing in one."""
-    for option, value in (("--image", args.image), ("--nproc", args.nproc)):
+    for option, value in (("--image", args.image), ("--ranks", args.nproc)):
         if value is None:
             hint = f"give {option}: this machine is not the cluster's"
             raise LaunchError(f"--emit {args.emit}, and no {option}", hint=hint, value=args.emit)
@@ -113,7 +109,7 @@ def _check(args: argparse.Namespace) -> None:
     }
     for option, value in meaningless.items():
         if value is not None:
-            hint = f"leave {option} out: the cluster chooses hosts, --num-nodes and --nproc set how many"
+            hint = f"leave {option} out: the cluster chooses hosts, --num-nodes and --ranks set how many"
             raise LaunchError(f"--emit {args.emit} and {option} cannot be given together", hint=hint, value=value)
 
 

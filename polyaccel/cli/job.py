@@ -42,8 +42,7 @@ def job_of(
     *,
     variables: Mapping[str, str] | None = None,
 ) -> Job:
-    """The job that the options describe. `variables` are for ranks anywhere; None: other hosts get those of the files
-    `ENVIRONMENT_FILE`. Raises LaunchError, naming the option or the file's line."""
+    """Return the job that the options describe; `variables` None: other hosts read files `ENVIRONMENT_FILE`."""
     hosts = choose_hosts(args, count_ranks)
     node = _node(args, hosts)
     given = {**(variables or {}), **dict(_exported(args.export, environment))}
@@ -96,7 +95,7 @@ def choose_hosts(args: argparse.Namespace, count_ranks: Callable[[], int]) -> Ho
         if value is not None
     ]
     if len(named) > 1 or (args.nproc is not None and (args.include or args.exclude)):
-        both = " and ".join([*named, "--nproc"][:2])
+        both = " and ".join([*named, "--ranks"][:2])
         raise LaunchError(f"{both} cannot be given together", hint="choose hosts and slots by one of them")
     if args.hosts is not None and args.hostfile is not None:
         raise LaunchError("--hosts and --hostfile cannot be given together", hint="name the hosts by one of them")

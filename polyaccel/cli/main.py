@@ -15,60 +15,80 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from types import MappingProxyType
 
-from polyaccel.cli.parser import JobParser
+from polyaccel.cli.parser import EXIT_CODES, JobParser, RawHelpFormatter, describe
 from polyaccel.cli.streams import drop_output, flush_output, open_closed_streams
 from polyaccel.errors import PolyaccelError
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: the module that has it, and its line in `polyaccel --help`."""
+    """A subcommand: the module that has it, its line in `polyaccel --help`, and the group of that line."""
 
     module: str
     help: str
+    group: str
 
 
+_TRAIN, _LOOK, _SET_UP = GROUPS = ("Train", "Look", "Set up")
 VERBS: Mapping[str, Command] = MappingProxyType(
     {
-        "run": Command("polyaccel.cli.run", "start the ranks of a training script"),
-        "config": Command("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
-        "plan": Command(
-            "polyaccel.cli.plan.command", "show what training will need in memory, traffic and disk, by setting"
+        "run": Command("polyaccel.cli.run", "start the ranks of a training script", _TRAIN),
+        "tune": Command(
+            "polyaccel.cli.tune", "find the fastest settings of a config that fit, by short trials", _TRAIN
         ),
-        "tune": Command("polyaccel.cli.tune", "find the fastest settings of a config that fit, by short trials"),
-        "verify": Command("polyaccel.cli.verify", "compare the first steps of a training with plain torch"),
-        "build": Command("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
+        "plan": Command("polyaccel.cli.plan.command", "show what training will need, by setting", _TRAIN),
+        "config": Command("polyaccel.cli.config", "write a config, check one, or print the schema of all keys", _TRAIN),
+        "verify": Command("polyaccel.cli.verify", "compare the first steps of a training with plain torch", _TRAIN),
+        "watch": Command(
+            "polyaccel.cli.watch", "show runs on a page of this machine, while they train or later", _LOOK
+        ),
+        "trace": Command("polyaccel.cli.trace", "show where the time of traced steps went", _LOOK),
+        "ckpt": Command("polyaccel.cli.ckpt.command", "list, inspect, verify, compare and convert checkpoints", _LOOK),
+        "comm": Command(
+            "polyaccel.cli.comm", "measure collectives, or show where ranks of a failed job diverged", _LOOK
+        ),
+        "doctor": Command("polyaccel.cli.doctor.command", "show what works on this machine and what does not", _SET_UP),
         "plugins": Command(
-            "polyaccel.cli.plugins.command", "list the installed plugins, check one, or begin a new one"
+            "polyaccel.cli.plugins.command",
+            "list the installed plugins, check or build one, or begin a new one",
+            _SET_UP,
         ),
-        "ckpt": Command("polyaccel.cli.ckpt.command", "list, inspect, verify, compare, export and import checkpoints"),
-        "comm": Command("polyaccel.cli.comm", "measure collectives, or show where the ranks of a failed job diverged"),
-        "trace": Command("polyaccel.cli.trace", "show where the time of traced steps went"),
-        "watch": Command("polyaccel.cli.watch", "show runs on a page of this machine, while they train or later"),
-        "doctor": Command("polyaccel.cli.doctor.command", "show what works on this machine and what does not"),
+        "completion": Command("polyaccel.cli.completion", "print the script of a shell that completes words", _SET_UP),
     }
 )
+_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({"build": ("plugins", "build")})
+"""Verbs of earlier versions."""
 
+_COMPLETES = "_ARGCOMPLETE"
+"""The variable by which a shell asks for completions, by argcomplete."""
 _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
+_EXAMPLES = ("polyaccel doctor", "polyaccel run --ranks 2 train.py", "polyaccel help run")
+_CODES: Mapping[int | str, str] = {
+    **EXIT_CODES,
+    _EXIT_FAILURE: "an error, stated on standard error, or the answer no: nothing fits, files differ",
+    _EXIT_INTERRUPTED: "interrupted by Ctrl-C",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with the arguments `argv` (None: those of the process) and return its exit code.
-
-    1 stands for an error, whose message goes to standard error, and 2 for wrong arguments. A traceback is shown only
-    with -v before the verb, or POLYACCEL_DEBUG=1.
-    """
+    """Run the command `argv` (None: this process's); return 1 for errors, 2 for wrong arguments."""
     open_closed_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _written_out(list(sys.argv[1:] if argv is None else argv))
+    if _COMPLETES in os.environ:
+        return _complete()
+    parser = _parser(_verb_of(arguments))
     try:
-        args = _parser(arguments).parse_args(arguments)
+        args = parser.parse_args(arguments)
     except SystemExit as exit_:  # argparse has printed why
         return exit_.code if isinstance(exit_.code, int) else _EXIT_FAILURE
+    if args.verb is None:
+        parser.print_help()
+        return 0
     try:
         code = args.func(args)
     except PolyaccelError as error:
-        if args.debug or os.environ.get("POLYACCEL_DEBUG", "0") not in ("", "0"):
+        if args.verbose or os.environ.get("POLYACCEL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         else:
             print(f"polyaccel: error: {error}", file=sys.stderr)
@@ -81,15 +101,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code) if flush_output() else int(code) or _EXIT_FAILURE
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the whole command. Only the verb that `arguments` names is imported; the rest are lines of help."""
-    parser = argparse.ArgumentParser(prog="polyaccel", description="One training engine for any accelerator.")
+def full_parser() -> JobParser:
+    """Return the parser with the arguments of every verb, for documentation. It imports all verbs."""
+    return _parser(*VERBS)
+
+
+def _written_out(arguments: list[str]) -> list[str]:
+    """The arguments with `help VERB` as `VERB --help`, and a verb of earlier versions as that of today. Without a verb
+    the help is asked for."""
+    if not arguments or arguments == ["help"]:
+        return ["--help"]
+    if arguments[0] == "help":
+        return [*arguments[1:], "--help"]
+    verb = _verb_of(arguments)
+    place = arguments.index(verb) if verb in _ALIASES else len(arguments)
+    return [*arguments[:place], *_ALIASES.get(verb, ()), *arguments[place + 1 :]]
+
+
+def _verb_of(arguments: Sequence[str]) -> str:
+    return next((argument for argument in arguments if not argument.startswith("-")), "")
+
+
+def _complete() -> int:
+    """Write completions of the line in the environment for the shell that asks; the process ends here."""
+    try:
+        import argcomplete
+    except ImportError:
+        return _EXIT_FAILURE
+    argcomplete.autocomplete(_parser(_verb_of(os.environ.get("COMP_LINE", "").split()[1:])))
+    return 0
+
+
+def _parser(*chosen: str) -> JobParser:
+    """The parser of the whole command. Only the verbs that are named are imported; the rest are lines of help."""
+    lines = ["One training engine for any accelerator."]
+    for group in GROUPS:
+        verbs = [f"  {name:<12}{verb.help}" for name, verb in VERBS.items() if verb.group == group]
+        lines += ["", f"{group}:", *verbs]
+    parser = JobParser(
+        prog="polyaccel",
+        usage="polyaccel [-v] VERB ...",
+        description="\n".join(lines),
+        formatter_class=RawHelpFormatter,
+    )
+    describe(parser, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("--version", action="version", version=f"polyaccel {metadata.version('polyaccel')}")
-    parser.add_argument("-v", "--verbose", dest="debug", action="store_true", help="show the traceback of an error")
-    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=JobParser)
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser.set_defaults(verbose=False)
+    subparsers = parser.add_subparsers(
+        dest="verb", metavar="VERB", prog="polyaccel", parser_class=JobParser, help=argparse.SUPPRESS
+    )
     for name, verb in VERBS.items():
-        if name == chosen:
+        if name in chosen:
             import_module(verb.module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=verb.help)

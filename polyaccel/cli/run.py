@@ -16,6 +16,7 @@ from polyaccel.cli.elastic import check_size, elastic_job, elastic_sizes, refuse
 from polyaccel.cli.emit import add_emit_options, manifest
 from polyaccel.cli.job import is_far, job_of
 from polyaccel.cli.options import add_options
+from polyaccel.cli.parser import describe
 from polyaccel.cli.streams import flush_output
 from polyaccel.errors import LaunchError
 from polyaccel.job.auth import SECRET_VARIABLE
@@ -33,7 +34,7 @@ _DEFAULT_LAUNCHER, _DEFAULT_FAR, _ELASTIC = "local", "ssh", "torchelastic"
 _DESCRIPTION = """\
 Start one process a rank, each with the variables of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT) and of DeepSpeed (CROSS_RANK, CROSS_SIZE, LOCAL_SIZE), show what they print with the rank's
-number before each line, and end all of them when one fails. The exit code is that of the first rank that failed."""
+number before each line, and end all of them when one fails."""
 
 
 def add_parser(subparsers: _SubParsers) -> None:
@@ -47,14 +48,26 @@ def add_parser(subparsers: _SubParsers) -> None:
     )
     add_options(parser)
     add_emit_options(parser)
+    describe(
+        parser,
+        examples=(
+            "polyaccel run --ranks 2 train.py --epochs 3",
+            "polyaccel run --hosts a:8,b:8 --restarts 3 train.py",
+            "polyaccel run --emit k8s --image registry/train --num-nodes 2 --ranks 8 train.py",
+        ),
+        codes={
+            0: "every rank exited with 0",
+            124: "no rank made a step for --hang-timeout",
+            130: "interrupted by Ctrl-C",
+            "N": "that of the first rank that failed; 128 + N for signal N",
+        },
+        missing="give a script: polyaccel run [options] train.py",
+    )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the job that the arguments describe. Returns its exit code.
-
-    Raises PluginNotFound for a launcher that is not installed, LaunchError for one that cannot be used here.
-    """
+    """Start the job that the arguments describe; return its exit code."""
     if args.emit is not None:
         print(manifest(args, os.environ), end="")
         return 0
@@ -120,8 +133,7 @@ def pid_file(suffix: str) -> Iterator[None]:
 
 
 def shown_plan(plan: LaunchPlan, environment: Mapping[str, str], secret: str = "") -> str:
-    """The processes of a plan as lines for a shell, with the variables that differ from `environment`; the job's
-    `secret` is left out, and the user's are hidden."""
+    """Return a plan's processes as shell lines, with changed variables; secrets are hidden."""
     lines = []
     for rank in plan.ranks:
         own = {name: value for name, value in rank.environment.items() if environment.get(name) != value}
@@ -146,14 +158,10 @@ def choose_launcher(name: str) -> Launcher:
 
 
 def count_ranks() -> int:
-    """The ranks that `--nproc auto` means: one a device of the accelerator that would be chosen.
-
-    The CPU is one device, however many sockets it has; ranks that each stay within a NUMA node use its memory better
-    than one that spans several, so there it is one rank a node.
-    """
+    """Return the ranks of `--nproc auto`: one a device; on CPUs one a NUMA node, whose memory is near."""
     from polyaccel.accelerators.detect import (
         choose_accelerator,
-    )  # may import torch, which an explicit --nproc has no use for
+    )  # may import torch, which an explicit --ranks has no use for
 
     accelerator = choose_accelerator(None)
     if accelerator.name == "cpu":

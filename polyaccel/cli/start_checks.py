@@ -16,10 +16,7 @@ from polyaccel.registry import PluginGroup, find_plugin
 
 
 def start_problems(config: ResolvedConfig) -> list[Problem]:
-    """A problem for each name that nothing here has, each folder that cannot be written, and a warm-up without an end.
-
-    Whether devices are present is not asked: configs are checked on other machines than those that train.
-    """
+    """Return problems of names, folders and warm-up, without a look at devices: checks run on other machines."""
     return [*_classes(config), *_plugins(config), *_folders(config), *_warmup(config)]
 
 

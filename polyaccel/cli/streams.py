@@ -10,8 +10,7 @@ _MODES = {0: os.O_RDONLY, 1: os.O_WRONLY, 2: os.O_WRONLY}
 
 
 def open_closed_streams() -> None:
-    """Let standard input, output and error that are closed (`>&-`) be the null device: else the next file or pipe that
-    is opened takes the number of one, and what is meant for the stream goes there."""
+    """Open closed standard streams (`>&-`) as the null device, else the next file takes their number."""
     for descriptor, mode in _MODES.items():
         try:
             os.fstat(descriptor)

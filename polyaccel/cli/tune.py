@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from polyaccel.cli.argument_types import whole_number
+from polyaccel.cli.parser import JobParser, add_hidden_aliases, describe
 from polyaccel.errors import LaunchError
 
 _DESCRIPTION = """\
@@ -18,6 +19,7 @@ separate processes, until nothing faster is estimated. The script needs no chang
 wherever it comes from, and its batches follow engine.train_micro_batch_size_per_gpu() or the engine's own loader. A
 tuner that was stopped continues where it was."""
 _USAGE = "polyaccel tune [options] CONFIG [options of polyaccel run] script.py [arguments of the script]"
+_MISSING = "give a config and a script: polyaccel tune ds_config.json train.py"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,7 +32,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage=_USAGE,
         allow_abbrev=False,
     )
-    parser.add_argument("--limit", type=parse_size, metavar="SIZE", help="in place of autotuning.memory_limit")
+    memory = parser.add_argument(
+        "--memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory of a rank's device, in place of autotuning.memory_limit",
+    )
+    add_hidden_aliases(parser, memory, ["--limit"])
     count = whole_number("a number of 1 or more", 1)
     parser.add_argument("--trials", type=count, metavar="N", help="in place of autotuning.tuner_num_trials")
     parser.add_argument("--timeout", type=count, metavar="S", help="in place of autotuning.trial_timeout")
@@ -40,6 +48,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("config", metavar="CONFIG", help="path of the config")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="as for polyaccel run")
+    describe(
+        parser,
+        examples=(
+            "polyaccel tune ds_config.json --ranks 2 train.py",
+            "polyaccel tune --memory 16GiB ds_config.json train.py",
+        ),
+        codes={1: "nothing fits, or an error, stated on standard error"},
+        missing=_MISSING,
+    )
     parser.set_defaults(func=run)
 
 
@@ -47,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     """Tune, and write the results. The exit code is 1 where nothing fits. Raises PolyaccelError."""
     from polyaccel.cli.job import choose_hosts
     from polyaccel.cli.options import add_options
-    from polyaccel.cli.parser import JobParser
     from polyaccel.cli.run import count_ranks
     from polyaccel.launch.program import check_not_nested
     from polyaccel.planner.autotune.tuned_job import TunedJob, tune_job
 
     check_not_nested(os.environ)
     parser = JobParser(prog="polyaccel tune", usage=_USAGE, allow_abbrev=False)
+    describe(parser, missing=_MISSING)
     add_options(parser)
     given = parser.parse_args(args.rest)
     if not given.module and not given.no_python and not Path(given.script).exists():
@@ -67,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         where=tuple(args.rest[: len(args.rest) - 1 - len(given.arguments)]),
     )
     changes = {
-        "memory_limit": args.limit,
+        "memory_limit": args.memory,
         "tuner_num_trials": args.trials,
         "trial_timeout": None if args.timeout is None else float(args.timeout),
         "results_dir": args.results,

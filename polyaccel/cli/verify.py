@@ -13,17 +13,20 @@ from pathlib import Path
 
 from polyaccel.cli.argument_types import whole_number
 from polyaccel.cli.options import add_options
+from polyaccel.cli.parser import describe
 from polyaccel.errors import PolyaccelError
 from polyaccel.verify.prove import Proof, prove
 from polyaccel.verify.variant import VARIABLE, Record, Variant
 
 _DESCRIPTION = """\
 Compare a training with plain torch: the script runs a few optimizer steps several times, once with the engine's config
-and otherwise as plain torch, on the same ranks and batches, in float32. Gradients, norms, updates, buffers, attributes,
-generators and losses have to agree within the rounding that plain runs show. Where they do not, the command finds the
-rewrite to blame (tensor, sequence, expert or pipeline parallelism, tiles, recomputation, ZeRO's shards) and the first
-parameter that differs. The script is ended after these steps; what it writes before that, each run writes."""
+and otherwise as plain torch, on the same ranks and batches, in float32. Gradients, norms, updates, optimizer states,
+buffers, attributes, generators and losses have to agree within the rounding that plain runs show. Where they do not,
+the command finds the rewrite to blame (tensor, sequence, expert or pipeline parallelism, tiles, recomputation, ZeRO's
+shards) and the first parameter that differs. The script is ended after these steps. What it writes before that, each
+run writes, but for checkpoints, which are kept apart from the script's own."""
 _USAGE = "polyaccel verify [options] [options of polyaccel run] script.py [arguments of the script]"
+_OWN_OPTIONS = ("--steps", "--engines")
 _LAST_LINES = 12
 _MOST_FINDINGS = 5
 
@@ -39,7 +42,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     count = whole_number("a number of 1 or more", 1)
     parser.add_argument("--steps", type=count, default=2, metavar="N", help="optimizer steps to compare; default: 2")
+    parser.add_argument(
+        "--engines", type=count, default=1, metavar="N", help="engines that the script makes one after the other"
+    )
     add_options(parser)
+    describe(
+        parser,
+        examples=("polyaccel verify --ranks 2 train.py",),
+        codes={0: "the training equals plain torch", 1: "it differs, or an error, stated on standard error"},
+        missing="give a script: polyaccel verify [options] train.py",
+    )
     parser.keeps_words = True  # type: ignore[attr-defined]
     parser.set_defaults(func=run)
 
@@ -51,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     check_not_nested(os.environ)
     command = (sys.executable, "-m", "polyaccel", "run", *_words_of_run(args))
     with tempfile.TemporaryDirectory(prefix="polyaccel-verify-") as folder:
-        proof = prove(lambda variant: _run(command, variant, Path(folder)), steps=args.steps)
+        base = Variant("", steps=args.steps, engines=args.engines)
+        proof = prove(lambda variant: _run(command, variant, Path(folder)), variant=base)
     print(report(proof, args.steps))
     return 0 if proof.is_proven else 1
 
@@ -60,14 +73,14 @@ def _words_of_run(args: argparse.Namespace) -> list[str]:
     """The words of the command without the options that are not those of `polyaccel run`."""
     words = list(args.words)
     options, script = words[: len(words) - 1 - len(args.arguments)], words[len(words) - 1 - len(args.arguments) :]
-    for index, word in enumerate(options):
-        if word == "--steps":
-            del options[index : index + 2]
-            break
-        if word.startswith("--steps="):
-            del options[index]
-            break
-    return options + script
+    kept: list[str] = []
+    left = iter(options)
+    for word in left:
+        if word in _OWN_OPTIONS:
+            next(left, None)
+        elif not word.startswith(tuple(f"{option}=" for option in _OWN_OPTIONS)):
+            kept.append(word)
+    return kept + script
 
 
 def _run(command: Sequence[str], variant: Variant, folder: Path) -> list[Record]:

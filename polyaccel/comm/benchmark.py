@@ -68,10 +68,7 @@ class SpeedMeter:
         self._other = communicator.allocate(numel, dtype)
 
     def row(self, operation: str, nbytes: int, *, rounds: int, budget_s: float, warmups: int = _WARMUPS) -> SpeedRow:
-        """Time one operation, for about `budget_s` seconds, but at least three rounds, and at most `rounds`.
-
-        The size is `nbytes` rounded down to equal parts, at least an element a rank.
-        """
+        """Time one operation for about `budget_s` seconds, three rounds or more, on `nbytes` rounded down."""
         numel = self._whole_numel(nbytes)
         call = self._call(operation, self._whole.view(0, numel), self._other.view(0, numel))
         for _ in range(max(1, warmups)):
@@ -157,8 +154,7 @@ _SHARES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1,
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: 2 (n - 1) / n for an all-reduce of n ranks, (n - 1) / n for a gather, a
-    reduce-scatter or an all-to-all, 1 for a broadcast or a message."""
+    """Return bus over algorithm bandwidth: 2 (n - 1) / n for all-reduce, 1 for broadcast, else (n - 1) / n."""
     share = _SHARES.get(operation)
     return 1.0 if share is None else share * (world_size - 1) / world_size
 

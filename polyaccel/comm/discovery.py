@@ -40,6 +40,7 @@ from polyaccel.comm.launchers.request import (
 )
 from polyaccel.comm.mpi import rendezvous
 from polyaccel.comm.torch_group import initialized_world
+from polyaccel.core.install_line import install_line
 from polyaccel.errors import CommError
 
 _log = logging.getLogger(__name__)
@@ -100,10 +101,7 @@ def discover(
 
 
 def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[DiscoveryRow]:
-    """A row for each source: the variables that it sees, whether `discover()` would read it, and its error if any.
-
-    Imports nothing and sends nothing.
-    """
+    """Return a row for each source: its variables, whether `discover()` reads it, and its error. Sends nothing."""
     request = Request(os.environ if environ is None else environ)
     matched = False
     for source in SOURCES[1:]:
@@ -114,8 +112,7 @@ def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[Discovery
 
 
 def export_torchrun_env(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
-    """Copy the variables of other launchers to torchrun's, and set gloo's network interface where it would take a wrong
-    one. What is set stays."""
+    """Export other launchers' variables as torchrun's, and gloo's interface where its choice is wrong."""
     if rendezvous.world_size == 1:
         return
     values: dict[str, object] = {}
@@ -226,14 +223,14 @@ def _from_mpi(request: Request) -> Rendezvous:
         raise CommError(
             f"{here.launcher} started this process, but does not set how many ranks there are, here and in all "
             f"({here.shown}), and MPI cannot be asked: {problem}",
-            hint="pip install 'polyaccel[mpi]', or set torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK",
+            hint=f"{install_line('mpi')}, or set torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK",
             value=here.shown,
         )
     if not (meets_otherwise or request.has_meeting):
         raise CommError(
             f"{here.launcher} started {here.world_size} ranks, but they cannot agree on a rendezvous: {problem}; "
             f"{shown(env, MEETING_VARIABLES)}",
-            hint="pip install 'polyaccel[mpi]' (mpi4py of the same MPI as mpirun), "
+            hint=f"{install_line('mpi')} (mpi4py of the same MPI as mpirun), "
             "or set MASTER_ADDR and MASTER_PORT for all ranks",
             value=problem,
         )

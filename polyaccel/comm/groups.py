@@ -27,14 +27,12 @@ ranks that are threads have one each."""
 
 
 def set_mesh(communicator: Communicator, mesh: Mesh, along: Callable[[Collection[str]], Communicator]) -> None:
-    """The ranks of `communicator` stand along the axes of `mesh` until `forget_mesh`; `along` has the groups of single
-    axes. The mesh that was set last is the one that counts."""
+    """Place `communicator`'s ranks along `mesh` until `forget_mesh`; `along` has groups of single axes."""
     _PRESENT.setdefault(communicator, []).append(_Axes(mesh, along))
 
 
 def forget_mesh(communicator: Communicator, along: Callable[[Collection[str]], Communicator]) -> None:
-    """Undo `set_mesh` with `along`: the mesh set last of those that are left counts. Without one, all ranks of
-    `communicator` are data-parallel."""
+    """Undo `set_mesh`: the last mesh left counts; without one, all ranks are data-parallel."""
     left = [axes for axes in _PRESENT.pop(communicator, []) if axes.along != along]
     if left:
         _PRESENT[communicator] = left

@@ -23,10 +23,7 @@ _BACKLOG = 4096  # ranks that come at once; the system takes less where it allow
 
 
 def address_facing(peer: str) -> str | None:
-    """The address of this host on the way to `peer` (an address or a name); None where there is no way.
-
-    Connecting a datagram socket only chooses the route.
-    """
+    """Return this host's address on the way to `peer`; None without a route."""
     try:
         found = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -79,8 +76,7 @@ def loopback_interface() -> str | None:
 
 
 def interfaces() -> dict[str, str]:
-    """The address of each network interface that has one, by name: IPv4, or IPv6 where it has no other; loopback left
-    out. Linux only, else empty."""
+    """Return each interface's address by name, IPv4 first, without loopback. Linux only, else empty."""
     return {name: found[0] for name, found in _all_interfaces().items() if not means_this_host(found[0])}
 
 
@@ -138,14 +134,12 @@ def interface_between_hosts(master: str) -> str | None:
 
 
 def start_of(process: int | str) -> int:
-    """Return when a process started, in ticks since boot, which distinguishes it from a later one with the same id.
-    Linux only; raises OSError where the process does not exist."""
+    """Return a process's start in ticks since boot, which distinguishes it from a later one of that id. Linux only."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def is_running(process: int, start: int) -> bool:
-    """Whether the process of this id that started then still runs. One that has ended, but whose parent has not asked
-    for it yet, does not. Linux only."""
+    """Return whether the process of this id that started then still runs, zombies excluded. Linux only."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -25,16 +25,14 @@ _alone = secrets.token_bytes(auth.MAC_NBYTES)
 
 
 def job_secret(communicator: Communicator) -> bytes | None:
-    """Return the job secret from POLYACCEL_JOB_SECRET or from rendezvous, or None. A rank that is alone in
-    `communicator` has its own secret. Raises CommError for a secret that can be guessed."""
+    """Return the job secret of POLYACCEL_JOB_SECRET or rendezvous, or None; a single rank has its own."""
     if communicator.world_size == 1:
         return _alone
     return auth.job_secret_from_env(os.environ) or _agreed
 
 
 def negotiate_job_secret(communicator: Communicator) -> None:
-    """Give all ranks a secret in common, where none has one in its environment and all are processes of one user who
-    sees the same files. Collective. See [Note: Per-user job secret]."""
+    """Negotiate a secret among one user's processes without one. Collective. See [Note: Per-user job secret]."""
     global _agreed
     _agreed = None
     if communicator.world_size == 1 or any(communicator.all_gather_object(bool(auth.job_secret_from_env(os.environ)))):
@@ -43,8 +41,7 @@ def negotiate_job_secret(communicator: Communicator) -> None:
 
 
 def shared_secret(rank: int, gather: Callable[[Any], Sequence[Any]]) -> bytes | None:
-    """A new secret of ranks that are processes of one user who sees the same files, else None. `gather(value)` gives
-    every rank's value, in rank order. Collective. See [Note: Per-user job secret]."""
+    """Make a secret for one user's processes, else None. Collective. See [Note: Per-user job secret]."""
     name = gather(_leave() if rank == 0 else None)[0]
     if not isinstance(name, str):
         return None

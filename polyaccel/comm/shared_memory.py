@@ -25,8 +25,7 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def written(self) -> Sequence[tuple[int, int]]:
-        """Ranges of elements, from and to, that hold everything that was written to `private_view` since the last
-        `forget`."""
+        """Return ranges of elements that cover all writes to `private_view` since the last `forget`."""
 
     @abstractmethod
     def forget(self) -> None:

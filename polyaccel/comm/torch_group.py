@@ -17,26 +17,36 @@ torchrun's agent keeps one store for all starts of its ranks (`--max-restarts`, 
 numbers the starts in the same way on all hosts. What ranks of an earlier start have written there, addresses above all,
 would be taken for their successors'. So rank 0 draws a name for its start, under which all keys of the start stand, and
 gives it to each rank that asks by a random text, which no rank of an earlier start has.
+
+[Note: Gloo thread shutdown]
+A thread of gloo reports that a collective is done, and only then releases its tensors. Where it holds the last
+reference to Python's objects, it needs the interpreter's lock for that; Python ends a thread that asks for it while the
+interpreter ends, and C++ aborts the process for it: "terminate called without an active exception", one time in many on
+a busy machine, after all work was done. So before the interpreter ends, every such thread has come to rest: it sleeps
+where it waits for the next collective, or for a rank that will not come.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from time import sleep
 from typing import Any
 from urllib.parse import urlsplit
 
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.gloo_shutdown import join_gloo_threads_at_exit
 from polyaccel.comm.host_address import listening_socket
 from polyaccel.core.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
@@ -49,6 +59,12 @@ _POLL_S = 0.01
 _POSTING_S = 1.0
 """Rank 0 posts its own note so long before the end."""
 _DESCRIPTORS = 65536  # a process at its limit of descriptors is ended by gloo when the next stranger connects
+_THREADS = Path("/proc/self/task")
+_NAME = "pt_gloo_runloop"
+_RESTING = "S"  # of proc_pid_stat(5): it waits, and for nothing that ends by itself
+_LIMIT_S = 5.0
+_LOOK_AGAIN_S = 0.001
+_LOOKS = 3
 
 
 def has_torch() -> bool:
@@ -66,11 +82,7 @@ def initialized_world() -> tuple[int, int] | None:
 
 
 def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline, enter: Callable[[], object]) -> None:
-    """Make torch's default group over `backend`, or adopt the script's. Nothing happens for one process without one.
-
-    `enter` is called in the thread that makes the group: libraries remember a device by thread. Raises CommTimeout,
-    with what this rank waited for and which ranks were there, when ranks are missing at the `deadline`.
-    """
+    """Make torch's default group over `backend`, or adopt the script's; `enter` runs in that thread."""
     adopted = initialized_world()
     if rendezvous.world_size == 1 and adopted is None:
         return
@@ -87,10 +99,7 @@ def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline,
 
 
 def store_all_gather(topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
-    """Every rank's `text` for `topic`, in rank order, through the store of the default group.
-
-    Raises CommTimeout, naming them, when ranks post none before the `deadline`, and CommError when the store ends.
-    """
+    """Return every rank's `text` for `topic` in rank order. Raises CommTimeout, CommError if the store ends."""
     from torch.distributed import distributed_c10d
 
     return _exchange(distributed_c10d._get_default_store(), topic, rank, world_size, text, deadline)
@@ -268,3 +277,37 @@ def _allow_many_descriptors() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@cache
+def join_gloo_threads_at_exit() -> None:
+    """Let this process, when it ends, wait until gloo's threads have released what they were given."""
+    atexit.register(wait_for_rest)
+
+
+def wait_for_rest(limit_s: float = _LIMIT_S) -> bool:
+    """Wait until every thread of gloo rests, at most so long. Returns whether all do.
+
+    The interpreter's lock is free between looks: one that waits for it sleeps as well, and has moved on at the next.
+    Where the system does not report threads, a moment is all there is.
+    """
+    ends_s = time.monotonic() + limit_s
+    at_rest = 0
+    while at_rest < _LOOKS:
+        time.sleep(_LOOK_AGAIN_S)
+        at_rest = at_rest + 1 if all(state == _RESTING for state in _states()) else 0
+        if time.monotonic() > ends_s:
+            return False
+    return True
+
+
+def _states() -> list[str]:
+    """The state of each thread of gloo, as the system calls it."""
+    states = []
+    with suppress(OSError):
+        for thread in os.listdir(_THREADS):
+            with suppress(OSError):  # it has ended just now
+                name, _, rest = (_THREADS / thread / "stat").read_text(errors="replace").rpartition(")")
+                if name.endswith(f"({_NAME}"):
+                    states.append(rest.split()[0])
+    return states

@@ -16,10 +16,7 @@ from polyaccel.errors import Problem
 def check_optimizer(
     optimizer: OptimizerConfig | None, auto_keys: frozenset[str] = frozenset()
 ) -> tuple[OptimizerConfig | None, list[Problem]]:
-    """The optimizer with its canonical name and every argument, and the problems of its arguments.
-
-    A type without a class here is a class of the framework; its arguments are left to it.
-    """
+    """Return the canonical optimizer with all arguments, and problems; unknown classes go to the framework."""
     if optimizer is None:
         return None, []
     name = {known.lower(): known for known in OPTIMIZER_PARAMS}.get(optimizer.type.lower(), optimizer.type)

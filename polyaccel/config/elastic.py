@@ -45,10 +45,7 @@ class ElasticBatch:
 
 
 def compute_elastic_config(section: ElasticityConfig) -> ElasticBatch:
-    """The batch and its world sizes, by the rules of `section.version`. See [Note: Elastic batch size].
-
-    Raises ConfigError for a section that is off, and where no world size is between `min_gpus` and `max_gpus`.
-    """
+    """Return the batch and its world sizes by `section.version`. See [Note: Elastic batch size]."""
     most = section.max_train_batch_size
     if not section.enabled or most is None:
         hint = 'write "enabled": true and max_train_batch_size'

@@ -16,10 +16,7 @@ from polyaccel.errors import ConfigError, Problem
 
 
 def parse_json(text: str, *, source: str) -> tuple[Any, list[Problem]]:
-    """The value written in `text`, and a problem for every key that an object repeats (the last one counts).
-
-    Raises ConfigError with line and column when `text` is not JSON, and for numbers and nesting that no config has.
-    """
+    """Parse JSON; return the value and a problem for every repeated key. Raises ConfigError with the line."""
     try:
         tree = _parsed(text)
         repeated = list(_repeated(tree, ()))
@@ -49,10 +46,7 @@ def _parsed(text: str) -> Any:
 
 
 def strip_comments(text: str) -> str:
-    """`text` with comments and trailing commas replaced by as many spaces; line ends and strings stay.
-
-    Raises json.JSONDecodeError for a `/*` without its end.
-    """
+    """Replace comments and trailing commas by spaces, so that places stay."""
     out = list(text)
     previous = before_comma = ""  # the last significant character, and the one before the last comma
     comma = index = 0

@@ -95,10 +95,7 @@ def section_names(model: type[Section]) -> frozenset[str]:
 
 
 def suggest_key(model: type[Section], path: Path, others: Iterable[str] = ()) -> str:
-    """A hint for an unknown key: the sibling it resembles, else the place where a key of this name is.
-
-    `others` are dotted names that count as keys next to those of `model`.
-    """
+    """Return a hint for an unknown key: a similar sibling, else where it exists; `others` count as keys."""
     *parents, unknown = path
     parent = "".join("[]" if isinstance(part, int) else f".{part}" for part in parents).removeprefix(".")
     sections = {section: list(names) for section, names in _children(model).items()}

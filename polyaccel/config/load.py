@@ -57,8 +57,7 @@ def load_config(source: Source, *, source_name: str | None = None) -> Config:
 
 
 def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
-    """Like `load_config`, but what is wrong is returned. In a trial of the tuner the config gets the trial's changes.
-    Raises ConfigError only where there is no JSON object."""
+    """Load a config and return its problems; in a tuner's trial with the trial's changes."""
     if isinstance(source, Config):
         return Draft(source, (), source_name or "config")
     tree, problems, name = read_tree(source, source_name)
@@ -91,10 +90,7 @@ def _replaced(tree: Mapping[str, Any], changes: Mapping[str, Any], prefix: str) 
 def check_tree(
     tree: dict[str, Any], auto_keys: frozenset[str], without_effect: Mapping[str, str], mesh_keys: Mapping[str, str]
 ) -> tuple[Config, list[Problem]]:
-    """The typed config of a `tree` in which every key has its own name, and every problem of it.
-
-    The keys in question stand at their defaults. `auto_keys` are missing; the others are as `Config` keeps them.
-    """
+    """Return the typed config of a canonical `tree`, offending keys at defaults, and its problems."""
     config, found = validate_tree(Config, tree)
     if config is None:
         raise InvariantError("a config without its offending keys is still refused", value=found)
@@ -113,10 +109,7 @@ def _config_problems(config: Config) -> list[Problem]:
 
 
 def read_tree(source: object, source_name: str | None = None) -> tuple[Any, list[Problem], str]:
-    """What is written in `source`, in new dicts and lists and not checked yet; problems of its text; its name.
-
-    Raises ConfigError where nothing can be read.
-    """
+    """Return what `source` holds, unchecked, in new containers; problems of its text; its name."""
     problems: list[Problem] = []
     if isinstance(source, Mapping):
         return _plain(source, "", problems), problems, source_name or "config dict"
@@ -129,6 +122,9 @@ def read_tree(source: object, source_name: str | None = None) -> tuple[Any, list
     if text is None:
         try:
             text = path.read_text(encoding="utf-8-sig")
+        except FileNotFoundError as error:
+            hint = "pass the path of a JSON file, a dict, or base64 of JSON"
+            raise ConfigError([Problem("config", str(source), "no such file", hint)], source=name) from error
         except (OSError, UnicodeDecodeError) as error:
             hint = "pass the path of a JSON file, a dict, or base64 of JSON"
             raise ConfigError([Problem("config", str(source), f"cannot be read: {error}", hint)], source=name) from None
@@ -156,10 +152,7 @@ def _decoded(source: str) -> str | None:
 
 
 def _plain(value: Any, where: str, problems: list[Problem], depth: int = 0) -> Any:
-    """A copy of `value` in dicts and lists, so that nothing of the caller's is ever changed.
-
-    Raises ConfigError for a value that is nested too deeply, or contains itself.
-    """
+    """Copy `value` into dicts and lists. Raises ConfigError for deep nesting and cycles."""
     key = where.removeprefix(".") or "config"
     if depth > MAX_DEPTH:
         expected = f"is nested deeper than {MAX_DEPTH} levels, or contains itself"

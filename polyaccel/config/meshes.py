@@ -11,8 +11,7 @@ from polyaccel.errors import ConfigError, Problem
 
 
 def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The mesh of `world_size` ranks, whose config has no `mesh_problems`: the axis `data`, or `expert_data` and
-    `expert` in its place, and the others where they have more than one rank."""
+    """Return the mesh of a checked config: `data` or `expert_data` and `expert`, and axes of several ranks."""
     others = {axis: MeshAxis(axis, size) for axis, _, size in shared_axes(config)}
     outermost = [others.pop("pipe")] if "pipe" in others else []
     data, experts = data_ranks(config, world_size), config.mesh.expert
@@ -25,8 +24,7 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
 
 
 def on_mesh(config: Config, sizes: Mapping[str, int]) -> Config:
-    """Return `config` for a mesh whose axes have `sizes`, which come from arguments of `initialize` or options of a
-    command. Raises ConfigError where it states others."""
+    """Return `config` for a mesh of `sizes` from arguments or options. Raises ConfigError if it states others."""
     if not sizes:
         return config
     problems = []

@@ -100,10 +100,7 @@ def resolve_draft(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Re
 
 
 def _without_auto(config: Config, decided: Collection[str], hints: Mapping[str, Any]) -> tuple[Config, list[Problem]]:
-    """`config` in which `hints` decide every `"auto"` except those `decided` elsewhere, and the problems with it.
-
-    It is checked where it has changed since it was loaded, or was made by hand.
-    """
+    """Return `config` with `"auto"` decided by `hints` except those `decided` elsewhere, and its problems."""
     keys = config.auto_keys - set(decided)
     if config._is_checked and not keys:
         return config.model_copy(), []
@@ -130,8 +127,7 @@ def _triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> 
 
 
 def _elastic_triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> tuple[Triad, list[Problem]]:
-    """The triad that the section `elasticity` has for `world_size` ranks. Batch sizes that are written next to it may
-    be the same, or are to be ignored."""
+    """Return the triad of `elasticity` for `world_size` ranks; written sizes must be equal, or are ignored."""
     section = config.elasticity
     if any(key.startswith("elasticity") for key in blamed):
         return Triad(1, 1, 1), []
@@ -204,10 +200,7 @@ class Triad:
 
 
 def solve_triad(train: int | None, micro: int | None, gas: int | None, *, world_size: int) -> Triad | Problem:
-    """The triad with its unknown members (None) found, or why there is none.
-
-    With `train` or `micro` alone there is one micro-batch a step. `gas` alone determines nothing.
-    """
+    """Solve the batch triad's unknowns (None), or return why not; one size alone means one micro-batch a step."""
     given = {
         "train_batch_size": train,
         "train_micro_batch_size_per_gpu": micro,

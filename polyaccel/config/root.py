@@ -69,7 +69,7 @@ class Config(Section):
     machine (kept in the user's cache) finds it at least 1.2 times as fast as torch's own, on every rank. It rounds
     differently. The environment variable POLYACCEL_MATRIX_KERNELS (auto, on, off) goes before this key."""
 
-    verify: Literal["auto", "always", "off"] = "off"
+    verify: Literal["auto", "always", "off"] = "auto"
     """polyaccel's own: compare the first step with plain torch, on copies of the model and small parts of its batches.
     "auto" does so once a model and config where a rewrite cuts the model or runs parts of it again, and keeps the
     result in the user's cache; "always" does so in every run; "off" never. A difference is an error before the first
@@ -263,9 +263,7 @@ class ResolvedConfig(Config):
         return json.dumps(tree if secrets else redact_tree(tree), indent=2) + "\n"
 
     def public_tree(self) -> dict[str, Any]:
-        """Return the complete config as a tree of JSON for other readers: options of plugins, which may be keys, are
-        left out.
-        """
+        """Return the config as JSON without plugins' options, which may hold keys."""
         tree: dict[str, Any] = redact_tree(self.model_dump(mode="json", by_alias=True))
         tree["checkpoint"]["storage"], _ = self.checkpoint.storage_plugin
         tree["monitors"] = sorted(self.monitors)

@@ -28,10 +28,7 @@ _SWITCHES = {"expert_parallel.autoep_size": "expert_parallel.enabled"}
 
 
 def respell_mesh(tree: dict[str, Any]) -> tuple[dict[str, str], list[Problem]]:
-    """Move the sizes of axes in `tree` to its section `mesh`.
-
-    Returns the key under which the size of an axis was written, if that is another one, and the contradictions.
-    """
+    """Move axes' sizes into `mesh`; return the other key that was used, and contradictions."""
     written: dict[str, str] = {}
     problems: list[Problem] = []
     mesh = tree.get("mesh", {})
@@ -64,10 +61,7 @@ def _states_size(axis: str, size: Any) -> bool:
 
 
 def migrate_deprecated(tree: dict[str, Any]) -> list[Problem]:
-    """Rewrite the deprecated keys of `tree` in place, and return the problems.
-
-    Every rewriting is logged as a warning that names the new key.
-    """
+    """Rename deprecated keys in place with logged warnings; return problems."""
     problems: list[Problem] = []
     _rename(tree, "bfloat16", "bf16", "", problems)
     zero = tree.get("zero_optimization")

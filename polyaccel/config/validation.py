@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from polyaccel.config.keys import Path, dotted, section_names, suggest_key, suggest_word
 from polyaccel.config.section import Section
-from polyaccel.config.unsupported_keys import Absent, absent_keys, entry_of, is_above
+from polyaccel.config.unsupported_keys import DROP_IN_KEYS, Absent, absent_keys, entry_of, is_above
 from polyaccel.errors import Problem
 
 M = TypeVar("M", bound=Section)
@@ -22,11 +22,7 @@ _MOST_SUGGESTIONS = 50
 
 
 def validate_tree(model: type[M], tree: Any, *, prefix: Path = ()) -> tuple[M | None, list[Problem]]:
-    """An instance of `model` and every problem of `tree`.
-
-    With problems, the instance is that of the tree without the offending keys, so that later checks can still speak;
-    it is None when nothing can be left out (a required key is missing at the top).
-    """
+    """Return an instance of `model` without offending keys (None if impossible), and every problem of `tree`."""
     problems: list[Problem] = []
     for attempt in range(_MAX_PASSES):
         try:
@@ -56,11 +52,11 @@ def _problem(model: type[Section], tree: Any, item: ErrorDetails, prefix: Path, 
 
 
 def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = (), suggests: bool = True) -> Problem:
-    """The problem of a key that `model` does not have, with the key that was meant if it `suggests`. Of the whole
-    config, absent keys are suggested too: who spells one rightly learns that its feature does not exist."""
+    """Return the problem of an unknown key, with a similar key if it `suggests`; absent keys count for the root."""
     if not suggests:
         return Problem(dotted((*prefix, *path)), value, "is not a known key", "remove it")
-    hint = suggest_key(model, path, () if prefix else absent_keys())
+    is_removed = not prefix and dotted(path) in DROP_IN_KEYS
+    hint = "remove it" if is_removed else suggest_key(model, path, () if prefix else absent_keys())
     if hint == "remove it" and not prefix:
         hint = "remove it; `polyaccel config check --deepspeed` explains keys of DeepSpeed"
     if prefix:
@@ -69,8 +65,7 @@ def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = 
 
 
 def pop_unsupported(model: type[Section], tree: dict[str, Any]) -> tuple[list[Problem], dict[str, str]]:
-    """Remove the absent keys from `tree`, a config of the kind `model`. Return a problem for each that asks for its
-    feature and for each unknown key among them; and sentences about tuning keys without effect, by key."""
+    """Remove absent keys from `tree`; return problems, and sentences on keys without effect, by key."""
     without_effect: dict[str, str] = {}
     return list(_take_absent(model, section_names(model), tree, (), count(), without_effect)), without_effect
 
@@ -115,8 +110,7 @@ def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Itera
 
 
 def _is_equal(value: Any, usual: Any) -> bool:
-    """Whether `value` could stand for a tuning key whose usual value is `usual`: true or false, or a number; None too
-    where that is usual."""
+    """Return whether `value` fits a tuning key whose usual value is `usual`."""
     if isinstance(usual, bool):
         return isinstance(value, bool)
     return (value is None and usual is None) or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -106,8 +106,7 @@ class Copy(NamedTuple):
 
 
 def overlaps(source: Block, source_run: Run, target: Block, target_run: Run) -> Iterator[Copy]:
-    """What elements [start, start + length) of the flattened block `source` share with those of `target`, a block of
-    the same tensor: each element once."""
+    """Return what a range of block `source` shares with block `target` of one tensor, each element once."""
     if source == target:
         low = max(source_run[0], target_run[0])
         high = min(sum(source_run), sum(target_run))

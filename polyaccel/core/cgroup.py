@@ -30,8 +30,7 @@ _FIRST = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactiv
 
 
 def memory_limit_nbytes() -> int | None:
-    """The most that this process and the others of its control groups may use together; None where nothing limits
-    them."""
+    """Return the memory limit of this process's control groups; None without one."""
     return min((limit for _, _, limit in _groups()), default=None)
 
 
@@ -55,8 +54,7 @@ def _groups() -> tuple[tuple[Path, _Names, int], ...]:
 
 
 def _limited(own_groups: Path, root: Path) -> list[tuple[Path, _Names, int]]:
-    """The folders of the groups that `own_groups` names, and of those above them, that have a limit in bytes. Inside of
-    a container its own group is often the root."""
+    """Return folders of control groups with a byte limit, ancestors included."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:  # no Linux

@@ -37,11 +37,7 @@ class Deadline:
         return timedelta(seconds=self.remaining_s())
 
     def run(self, waits_for: str, action: Callable[[], T]) -> T:
-        """`action()`, as `run_within` the time that is left: some libraries heed no limit where a peer accepts a
-        connection and sends nothing.
-
-        Raises what `action` raises, and CommTimeout, with `waits_for` as what this rank waited for.
-        """
+        """Run `action()` within the time left, as `run_within`. Raises CommTimeout, which names `waits_for`."""
         try:
             return run_within(self.remaining_s(), action)
         except DeadlineExceeded:

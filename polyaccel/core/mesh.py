@@ -93,8 +93,7 @@ class Mesh:
         return self.group((name,), rank)
 
     def group(self, names: Collection[str], rank: int) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `rank` but those along the axes `names`, in the order of the
-        mesh."""
+        """Return ranks with `rank`'s coordinates except along `names`, in mesh order."""
         here = self.coordinates(rank)
         inside = self.within(names)
         free = [axis for axis in self.axes if axis.name in inside]

@@ -28,12 +28,7 @@ class SerializationError(PolyaccelError, ValueError):
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` as a tree that `json` writes and `decode` takes back.
-
-    `where` is the dotted name of `value` in messages. Raises SerializationError, naming the dotted key and the type,
-    for anything but plain values. Subclasses (numpy's floats, enums, named tuples) are refused, because they would come
-    back as another type.
-    """
+    """Encode plain values as a JSON tree for `decode`; errors name it `where`. Subclasses are refused."""
     return _encode(value, where, 0)
 
 

@@ -23,8 +23,7 @@ _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:
-    """The folder for what lives as long as jobs do: `polyaccel` in `XDG_RUNTIME_DIR` if that is this user's alone, else
-    `polyaccel-<user>` next to temporary files. The caller makes it with `ensure_private_dir`."""
+    """Return the folder for files of running jobs, in XDG_RUNTIME_DIR if private, else next to temporary files."""
     given = environ.get("XDG_RUNTIME_DIR", "")
     if given and _is_own(Path(given), _OF_OTHERS):
         return Path(given, "polyaccel")
@@ -32,15 +31,13 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder for what is kept between runs and can be made again: `polyaccel` in `XDG_CACHE_HOME`, or `~/.cache`.
-    The caller makes it."""
+    """Return the folder for what can be made again, in XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "polyaccel"
 
 
 def ensure_private_dir(path: Path) -> Path:
-    """`path`, made where it is missing, for this user alone. Its parent exists. Raises PermissionError for a link, and
-    for a folder that belongs to another user or that others may write to."""
+    """Make `path` if missing, for this user alone. Raises PermissionError for links and shared folders."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not _is_own(path, _WRITTEN_BY_OTHERS):
@@ -53,8 +50,7 @@ def ensure_private_dir(path: Path) -> Path:
 
 
 def atomic_write_private(path: Path, data: bytes) -> None:
-    """Write the file, for this user alone, whole or not at all, in the place of an older one. Follows no link. Raises
-    OSError."""
+    """Write a private file, whole or not at all, following no link."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -36,10 +36,7 @@ def base_checksums(zero: TrainedState, communicator: Communicator, names: Collec
 
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """Combine the CRC-32 of two consecutive byte ranges.
-
-    A CRC-32 with inverted bits is linear: `second_nbytes` zero bytes move the first one to its place in the whole.
-    """
+    """Combine the CRC-32 of two consecutive byte ranges: it is linear, zero bytes move the first into place."""
     moved = first ^ _ALL_BITS
     for start in range(0, second_nbytes, len(_ZEROS)):
         moved = crc32(_ZEROS[: second_nbytes - start], moved)

@@ -40,8 +40,7 @@ class StepCounters:
     def set_batch(
         self, *, gradient_accumulation_steps: int, train_batch_size: int, waits_for_window: bool = False
     ) -> None:
-        """Change the sizes, now or with `waits_for_window` at the next window. Raises ConfigError unless both numbers
-        are at least 1."""
+        """Change the sizes now, or at the next window with `waits_for_window`. Raises ConfigError below 1."""
         sizes = {"gradient_accumulation_steps": gradient_accumulation_steps, "train_batch_size": train_batch_size}
         problems = [Problem(key, value, "expected at least 1") for key, value in sizes.items() if value < 1]
         if problems:
@@ -91,8 +90,7 @@ class StepCounters:
         self._boundary = is_boundary
 
     def advance(self, *, skipped: bool = False) -> bool:
-        """End the present micro-batch. Returns whether it was a boundary. `skipped`: the update of that boundary was
-        not applied."""
+        """End the micro-batch; return whether it was a boundary. `skipped`: its update was not applied."""
         was_boundary = self.is_boundary
         if was_boundary:
             self.global_steps += 1
@@ -116,11 +114,7 @@ class StepCounters:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the counts of `state_dict`. Raises CheckpointError for anything but what `state_dict()` gives.
-
-        Gradients of an unfinished window are in no checkpoint, so a new window begins: the next boundary is a whole
-        one away under any setting.
-        """
+        """Continue from `state_dict`; a new window begins, because no checkpoint holds unfinished gradients."""
         missing = [key for key in self.state_dict() if not _is_count(state_dict.get(key))]
         if missing or state_dict["gradient_accumulation_steps"] < 1:
             raise CheckpointError(

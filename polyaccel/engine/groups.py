@@ -70,10 +70,7 @@ def load_groups(
     saved: Sequence[Mapping[str, Any]],
     sources: Sequence[int | None] | None = None,
 ) -> None:
-    """Take over the hyperparameters of saved groups, of those at `sources` (None: by position).
-
-    Raises ConfigError when their number differs.
-    """
+    """Take over hyperparameters of saved groups at `sources` (None: by position)."""
     require_as_many(groups, saved)
     for group, source in zip(groups, range(len(groups)) if sources is None else sources, strict=True):
         if source is not None:
@@ -89,8 +86,7 @@ def require_as_many(groups: Sequence[object], saved: Sequence[object]) -> None:
 
 
 def require_order(state: Mapping[str, Any], sources: Sequence[int | None], tag: str) -> None:
-    """Raise CheckpointError where the saved `state` of a schedule has one value for each group, the values differ, and
-    groups stand in another order than they were saved in."""
+    """Raise CheckpointError where `state` has different values by group and the groups' order changed."""
     if list(sources) == list(range(len(sources))):
         return
     for name, values in state.items():

@@ -102,10 +102,7 @@ def _by_name(
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Collection[str]],
 ) -> list[dict[str, Any]]:
-    """For each group of this run the hyperparameters that its parameters had; its own where they had none.
-
-    Raises CheckpointError naming two parameters of a group that had different ones.
-    """
+    """Return for each group the hyperparameters that its parameters had, else its own."""
     assert run.groups is not None
     positions = {name: index for index, each in enumerate(names) for name in each}
     found: list[tuple[str, Mapping[str, Any]] | None] = [None for _ in run.groups]
@@ -128,10 +125,7 @@ def _by_name(
 
 
 def own_schedule_state(tag: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The imported state of a schedule, with the types that `ours` has.
-
-    Raises CheckpointError where it is not of the kind of schedule that this run has.
-    """
+    """Return a schedule's imported state with the types of `ours`."""
     differing = sorted((saved.keys() ^ ours.keys()) - _VERSIONS)
     differing += [key for key, value in ours.items() if key in saved and _kind_of(value) != _kind_of(saved[key])]
     if differing:

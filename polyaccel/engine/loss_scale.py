@@ -77,10 +77,7 @@ class LossScaler:
         consecutive_hysteresis: bool = False,
         min_loss_scale: float = 1.0,
     ) -> LossScaler:
-        """From the numbers of a config's `fp16` section. A `loss_scale` of 0 means dynamic, from 2^initial_scale_power.
-
-        Raises ConfigError for impossible numbers.
-        """
+        """Read the `fp16` section; a `loss_scale` of 0 means dynamic, from 2^initial_scale_power."""
         dynamic = loss_scale == 0
         if dynamic and not -1022 <= initial_scale_power <= 1023:  # where 2.0**power is an ordinary float
             raise ConfigError([Problem("fp16.initial_scale_power", initial_scale_power, "expected -1022 to 1023")])
@@ -157,10 +154,7 @@ class LossScaler:
         return {"loss_scale": self._scale, "good_steps": self._good_steps, "tolerance": self._tolerance}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the scale of `state_dict`. A static scale stays that of the config.
-
-        Raises CheckpointError for anything but what `state_dict()` gives.
-        """
+        """Continue from `state_dict`'s scale; a static scale stays that of the config."""
         scale, good, tolerance = (state_dict.get(key) for key in ("loss_scale", "good_steps", "tolerance"))
         if not (_is_positive(scale) and _is_count(good) and _is_count(tolerance)):
             raise CheckpointError(

@@ -16,10 +16,7 @@ WarmupType = Literal["log", "linear"]
 
 
 def warmup_ramp(iteration: int, *, num_steps: int, kind: WarmupType) -> float:
-    """Rises from 0 at iteration 0 to 1 at `num_steps`, and stays there.
-
-    `log`: ln(t + 1) / ln(W), which is 1 an iteration earlier; `linear`: t / W. W is at least 2, because ln 1 is 0.
-    """
+    """Rise from 0 to 1 at `num_steps` and stay: `log` is ln(t + 1) / ln(W), `linear` t / W, W at least 2."""
     width = max(2, num_steps)
     if iteration >= width:
         return 1.0
@@ -33,10 +30,7 @@ def linear_decay(iteration: int, *, begin: int, end: int) -> float:
 
 
 def cosine_decay(iteration: int, *, begin: int, end: int, floor_ratio: float) -> float:
-    """Falls along half a cosine towards `floor_ratio`, which it reaches at iteration `end - 1` and keeps.
-
-    `begin` is already one step down the cosine, as in DeepSpeed. With no room between the two it is the floor.
-    """
+    """Fall along a half cosine to `floor_ratio` at `end - 1`; `begin` is one step down, as in DeepSpeed."""
     progress = min(1.0, (iteration - begin + 1) / max(1, end - begin))
     return floor_ratio + (1.0 - floor_ratio) * (1.0 + cos(pi * progress)) / 2.0
 

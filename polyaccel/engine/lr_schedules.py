@@ -91,8 +91,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`, and set the groups. Raises CheckpointError for anything that `state_dict()` does
-        not give."""
+        """Continue from `state_dict`, and set the groups."""
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
             raise CheckpointError(
@@ -309,11 +308,7 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
 
 
 def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: HasParamGroups) -> Schedule:
-    """The schedule called `type_name`, with the `params` of a config.
-
-    Raises ConfigError for an unknown name or parameter (with the nearest name), for a missing parameter, and for values
-    that cannot be.
-    """
+    """Return the schedule `type_name` with the `params` of a config. Raises ConfigError with near names."""
     if type_name not in SCHEDULES:
         expected = f"expected one of {', '.join(SCHEDULES)}"
         raise ConfigError([Problem("scheduler.type", type_name, expected, _nearest(type_name))])

@@ -22,8 +22,7 @@ class ModelAdapter(ParamListener):
         """The unit of each parameter: those of a unit are gathered at once."""
 
     def part_names(self) -> Mapping[str, str]:
-        """The part of each parameter, "" by default: those of different parts get their gradients in different backward
-        passes."""
+        """Return each parameter's part, "" by default: parts get gradients in different backward passes."""
         return {}
 
     def update_names(self) -> Mapping[str, str]:

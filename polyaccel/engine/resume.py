@@ -25,7 +25,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
 from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
 from polyaccel.checkpoint.format.tensors import PARAM
-from polyaccel.checkpoint.load.read_item import ReadItem
+from polyaccel.checkpoint.load.name_map import ReadItem
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.tagged_json import bytes_in
@@ -60,11 +60,7 @@ class TrainingRun:
     half of what the host has left."""
 
     def scalars(self, client_state: Any, *, may_have_bytes: bool) -> dict[str, Any]:
-        """The plain values of a checkpoint. Frontends replace those that differ between them. Collective where there
-        are stages.
-
-        Raises CheckpointError for a `client_state` that is not a mapping, or has bytes and may not.
-        """
+        """Return a checkpoint's plain values; frontends replace some. Collective where there are stages."""
         if not isinstance(client_state, Mapping):
             kind = type(client_state).__name__
             hint = 'give a dict of plain values, such as {"epoch": 3}'
@@ -101,8 +97,7 @@ class TrainingRun:
         return saved
 
     def members(self) -> dict[str, int | None]:
-        """Every parameter of the model, with the index of its optimizer group; None for a frozen one. Collective where
-        there are stages."""
+        """Return every parameter with its optimizer group, None if frozen. Collective where there are stages."""
         params = self.zero.layout.params
         return over_stages(
             self.model_parallel_group, {param.fqn: param.group if param.trainable else None for param in params}
@@ -261,9 +256,7 @@ def check_names(
     left_out: Collection[str] = frozenset(),
     elsewhere: Collection[str] = frozenset(),
 ) -> None:
-    """Compare the model's parameters with the checkpoint's, except for those `left_out`. Other ranks have those
-    `elsewhere`. Raises CheckpointError naming
-    what differs."""
+    """Compare names with the checkpoint's, except `left_out` and `elsewhere`. Raises CheckpointError."""
     ours = {param.fqn: param.global_shape for param in zero.layout.params if prod(param.global_shape)}
     theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
     shapes = {fqn: (theirs[fqn], ours[fqn]) for fqn in ours.keys() & theirs.keys() if theirs[fqn] != ours[fqn]}

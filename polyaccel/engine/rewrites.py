@@ -46,10 +46,7 @@ class BaseContext:
     """Names of rewrites that are off in a run of a verification."""
 
     def apply(self, rewrites: Sequence[BaseRewrite[Any]]) -> None:
-        """Check all of `rewrites` that are on, then apply them in order. Collective.
-
-        Raises ConfigError with the problems of all of them before anything is changed.
-        """
+        """Check all active `rewrites`, then apply them in order. Collective; raises before any change."""
         wanted = [one for one in rewrites if one.name not in self.without]
         problems: list[Problem] = []
         for one in wanted:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
 from types import MappingProxyType
@@ -19,24 +19,20 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.accelerators.memory.host import keep_freed_memory
 from polyaccel.checkpoint.storage.base import Storage, open_storage
-from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.comm.flight_recorder.summary import start_log
-from polyaccel.comm.groups import forget_mesh, set_mesh
-from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of
 from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
-from polyaccel.engine.about import run_metadata
 from polyaccel.engine.base import EngineParts
+from polyaccel.engine.mesh_groups import MeshGroups
 from polyaccel.engine.model_adapter import ModelAdapter
-from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of, loss_scaler_of
-from polyaccel.engine.policies.environment import replaced_values
+from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of, loss_scaler_of, replaced_values
 from polyaccel.engine.policies.modules import param_dtype_of
 from polyaccel.engine.policies.steps import plan_for, step_plan_for, step_policy
 from polyaccel.engine.policies.watching import alarms_of, monitors_of, trace_of
-from polyaccel.engine.rank_consistency import require_same_training, training_facts
+from polyaccel.engine.rank_consistency import require_same_training, run_metadata, training_facts
 from polyaccel.engine.tiers import open_tiers
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.job.trial_env import TrialModel, write_trial_model
@@ -47,37 +43,27 @@ from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.layout import ShardLayout
-from polyaccel.zero.plan.policy import BLOCK_NUMEL, Bits, StepPolicy, TrafficPolicy, ZeroPolicy
-from polyaccel.zero.resources import Communicators, ShardGroups, StepResources
+from polyaccel.zero.plan.policy import StepPolicy, ZeroPolicy
+from polyaccel.zero.resources import StepResources
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
 log = getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class EngineBuilder:
+@dataclass(frozen=True, kw_only=True)
+class EngineBuilder(MeshGroups):
     """The parts that a frontend builds an engine from."""
 
     config: ResolvedConfig
     accelerator: Accelerator
-    communicator: Communicator
     policy: ZeroPolicy
     step_policy: StepPolicy
     param_dtype: DType | None
     """The element type in which floating parameters are held; None: as the model has them."""
-    mesh: Mesh
-    """The axes along which the ranks stand."""
     trace: RunTrace | None = None
     """What records the steps that are traced."""
     training_data: str = ""
     """How much data the engine's own loader has, in words. All ranks must have as much."""
-    cleanup_callbacks: list[Callable[[], object]] = field(default_factory=list)
-    """Called before the groups along axes of the mesh are left, for what works over them."""
-    model_parallel_group: Communicator | None = None
-    """Process group of the other pipeline stages, or None without pipeline parallelism."""
-    borrows_groups: bool = False
-    """Whether the groups along axes of the mesh belong to another runtime, which leaves them."""
-    _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     @property
     def casts_inputs(self) -> bool:
@@ -85,8 +71,7 @@ class EngineBuilder:
         return self.config.fp16.enabled and self.config.fp16.auto_cast
 
     def engine_parts(self) -> EngineParts:
-        """The parts of every frontend's engine. Collective where the config has monitors or a folder; see
-        `start_monitoring`."""
+        """Return the parts of every engine. Collective where the config has monitors or a folder."""
         monitor = start_monitoring(self.communicator, self.config.run_dir, monitors_of(self.config), self.about)
         return EngineParts(
             config=self.config,
@@ -108,8 +93,7 @@ class EngineBuilder:
         return run_metadata(self.config.public_tree(), storage, self.accelerator, self.mesh)
 
     def apply_to_process(self) -> None:
-        """Do what concerns the whole process: keep freed memory for the next step, show the log, log written values
-        that have no effect, and as it asks switch garbage collection off and show the config."""
+        """Apply the process-wide settings: kept memory, log, ignored values, garbage collection, shown config."""
         if self.accelerator.works_on_host_memory:
             keep_freed_memory()
         show_log(self.communicator.rank, self.config.log_level)
@@ -130,10 +114,7 @@ class EngineBuilder:
         *,
         resident: bool = False,
     ) -> ZeroEngine:
-        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises.
-
-        Raises ShardingError on all ranks where their models, optimizers, settings or amounts of data differ.
-        """
+        """Return the ZeRO step of `adapter`'s model. Collective; raises ShardingError where ranks differ."""
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
@@ -178,23 +159,6 @@ class EngineBuilder:
         gathered = self.communicator.all_gather_object([spec.numel for spec in cut]) if cut else []
         return {spec.fqn: max(numels) for spec, numels in zip(cut, zip(*gathered, strict=True), strict=True)}
 
-    def process_group_for(self, axes: Collection[str]) -> Communicator:
-        """The communicator of the ranks that share this rank's place along every axis of the mesh but `axes`.
-
-        Collective: every rank asks for the same axes in the same order. It belongs to the runtime (`leave_groups`).
-        """
-        inside = self.mesh.within(axes)
-        names = tuple(axis.name for axis in self.mesh.axes if axis.name in inside and axis.size > 1)
-        if self.mesh.size_of(names) == self.communicator.world_size:
-            return self.communicator
-        if names not in self._groups:
-            for ranks in self.mesh.groups(names):
-                group = self.communicator.split(ranks)
-                if group is not None:
-                    self._groups[names] = group
-            self._groups[names].barrier()  # every rank has joined before any may leave
-        return self._groups[names]
-
     def of_stage(self) -> EngineBuilder:
         """The runtime of the ranks that have the same layers: itself where there is no pipeline. Collective there."""
         if self.mesh.size_of(("pipe",)) == 1:
@@ -207,36 +171,9 @@ class EngineBuilder:
             self, communicator=ranks, mesh=mesh, model_parallel_group=beyond, cleanup_callbacks=[], _groups={}
         )
 
-    def enter_groups(self) -> None:
-        """Make the groups along the axes of a mesh that has several, and register them in `comm.groups`. Collective."""
-        others = [axis.name for axis in self.mesh.axes if axis.name != "data"]
-        if others:
-            for axes in (("data",), *((name,) for name in others), ("data", "sequence")):
-                self.process_group_for(axes)
-            set_mesh(self.communicator, self.mesh, self.process_group_for)
-
     def with_config(self, parsed: Config, *, world_size: int | None = None) -> EngineBuilder:
-        """The runtime of a second engine on the same ranks with the groups of this one, which outlives it. `world_size`
-        as in `build`."""
+        """Return the parts of a second engine on the same ranks, with the groups of this one, which outlives it."""
         return replace(build(parsed, world_size=world_size), trace=None, borrows_groups=True, _groups=self._groups)
-
-    def leave_groups(self) -> None:
-        """Leave the groups along axes of the mesh."""
-        while self.cleanup_callbacks:
-            self.cleanup_callbacks.pop()()
-        if self.borrows_groups:
-            return
-        forget_mesh(self.communicator, self.process_group_for)
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
-
-    def communicators(self, layout: ShardLayout, traffic: TrafficPolicy) -> Communicators:
-        """The communicators that carry parameters and gradients of `layout` as `traffic` sets. Collective where some
-        parameters are cut, and where near ranks keep second copies."""
-        cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
-        groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}
-        return Communicators(self.communicator, groups, self.model_parallel_group)
 
     def storage(self, location: str) -> Storage:
         """The storage that `checkpoint.storage` names, at `location`."""
@@ -244,38 +181,8 @@ class EngineBuilder:
         return open_storage(name, location, options)
 
 
-def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> ShardGroups:
-    """The communicators of one group of ranks for parameters and gradients. Collective where near ranks keep second
-    copies."""
-    near = None
-    if traffic.near_ranks > 1:
-        for first in range(0, communicator.world_size, traffic.near_ranks):
-            near = communicator.split(range(first, first + traffic.near_ranks)) or near
-        if near is not None:
-            near.barrier()  # every rank has joined before any may leave
-
-    def quantised(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
-        if gather_bits is None and reduce_bits is None:
-            return communicator
-        return QuantizedCommunicator(
-            communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
-        )
-
-    return ShardGroups(
-        exact=communicator,
-        trained=quantised(traffic.trained_bits, None),
-        frozen=quantised(traffic.frozen_bits, None),
-        gradients=quantised(None, traffic.gradient_bits),
-        hpz_group=near,
-    )
-
-
 def build(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> EngineBuilder:
-    """The runtime for a config over the default communicator.
-
-    `world_size` counts what trains where that is not its processes. `hints` resolve values that are `"auto"`. Raises
-    ConfigError, and CommError before `init_distributed`.
-    """
+    """Return the runtime of a config; `hints` resolve `"auto"`, `world_size` counts other than processes."""
     communicator = default_communicator()
     config = resolve_config(parsed, world_size=world_size or communicator.world_size, hints=hints)
     accelerator = communicator.accelerator

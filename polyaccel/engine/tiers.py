@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from time import time
 from uuid import uuid4
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
+from polyaccel.core.buffer import Buffer
+from polyaccel.core.types import DType
 from polyaccel.engine.policies.steps import param_tier_options, state_tier_options, storage_tier
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.observability.traces.recorder import RunTrace
-from polyaccel.observability.traces.tiers import TracedTier
-from polyaccel.offload.tier import Tier
+from polyaccel.offload.tier import Fetch, Tier, TierOptions
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.zero.plan.placement import Offload
@@ -32,11 +35,7 @@ def open_tiers(
     *,
     resident: bool,
 ) -> Tiers:
-    """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.
-
-    Collective. `resident`: the optimizer needs all states in memory. Raises ConfigError when they would not be, and
-    OffloadError when a place cannot be used.
-    """
+    """Open the tiers of optimizer states and parameters. Collective; `resident`: states must be in memory."""
     states, params = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     device = _new_tier("none")
     tier = device if states.device == "none" else _new_tier(states.device)
@@ -65,3 +64,75 @@ def _new_tier(device: str) -> Tier:
     tier = load_plugin(PluginGroup.TIERS, _TIERS.get(device, device), Tier, Tier.API_VERSION)()
     assert isinstance(tier, Tier)  # what loading checked
     return tier
+
+
+class TracedTier(Tier):
+    """`inner`, whose transfers are recorded in `trace` while it is on: each fetch from its start to its end, and each
+    group of a walk from when it was asked for until it was there. `waited_s` is how long the rank did nothing else."""
+
+    def __init__(self, inner: Tier, trace: RunTrace) -> None:
+        self.inner = inner
+        self._trace = trace
+        self.name = inner.name  # type: ignore[misc]  # a class has one name, this attribute is for one tier
+        self.is_resident = inner.is_resident  # type: ignore[misc]
+
+    @property
+    def compute(self) -> Accelerator:
+        return self.inner.compute
+
+    def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
+        self.inner.open(accelerator, host, options)
+
+    def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
+        return self.inner.allocate(key, numel, dtype)
+
+    def stage(self, numel: int, dtype: DType) -> Buffer:
+        return self.inner.stage(numel, dtype)
+
+    def fetch(self, source: Buffer, target: Buffer) -> Fetch:
+        if not self._trace.is_on:
+            return self.inner.fetch(source, target)
+        began_s = time()
+        return _TracedFetch(self.inner.fetch(source, target), self, began_s, source.nbytes)
+
+    def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+        walk = self.inner.stream_groups(groups)
+        if not self._trace.is_on:
+            yield from walk
+            return
+        try:
+            for at, group in enumerate(groups):
+                began_s = time()
+                lent = next(walk)
+                self.tell(f"read group {at}", began_s, time(), began_s, sum(buffer.nbytes for buffer in group))
+                yield lent
+            began_s = time()
+            for _ in walk:
+                pass
+            self.tell("end of the walk", began_s, time(), began_s, 0)
+        finally:
+            walk.close()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def tell(self, what: str, began_s: float, ended_s: float, waited_since_s: float, nbytes: int) -> None:
+        """Record a transfer that was waited for since a moment."""
+        more = {"tier": self.name, "nbytes": nbytes, "waited_s": max(0.0, ended_s - waited_since_s)}
+        self._trace.span("tier", f"{self.name}: {what}", began_s, ended_s, **more)
+
+
+class _TracedFetch(Fetch):
+    def __init__(self, inner: Fetch, tier: TracedTier, began_s: float, nbytes: int) -> None:
+        self._inner = inner
+        self._tier = tier
+        self._began_s = began_s
+        self._nbytes = nbytes
+
+    def finish(self) -> None:
+        waits_s = time()
+        self._inner.finish()
+        self._tier.tell("fetch", self._began_s, time(), waits_s, self._nbytes)
+
+    def cancel(self) -> None:
+        self._inner.cancel()

@@ -40,11 +40,7 @@ class Handover:
             return CopyCount(self._views, self._copies)
 
     def to_jax(self, tensor: Tensor) -> jax.Array:
-        """`tensor`, without its graph, as an array to be used before it changes. See [Note: Memory shared by DLPack].
-
-        Integers of 64 bits are cut to 32 where JAX has no others. Raises PolyaccelError for values that this would
-        change, floating types that JAX would cut, and tensors that JAX cannot see.
-        """
+        """Return `tensor` as a JAX array, valid until it changes. See [Note: Memory shared by DLPack]."""
         given = tensor.detach()
         if given.layout is not torch.strided:
             raise PolyaccelError(f"JAX has no {given.layout} tensors", hint="call to_dense() on it", value=given.layout)

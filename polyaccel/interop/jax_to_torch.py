@@ -1,4 +1,12 @@
-"""A function of JAX as a module of torch, its parameters those of any other module."""
+"""A function of JAX as a module of torch, its parameters those of any other module.
+
+[Note: Recomputed JAX backward]
+The operation saves its inputs, by autograd's own means, and its backward pass computes the rest again. So autograd
+notices an input that was changed in between; activation checkpointing and `save_on_cpu` work; and of a sharded
+parameter no memory is saved, which other parameters use by the time of the backward pass. Residuals that JAX would keep
+are views of the very inputs, unseen by torch: an update between forward and backward would give wrong gradients in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,7 @@ from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr
@@ -16,19 +25,27 @@ from torch.overrides import has_torch_function_unary
 from torch.utils.dlpack import from_dlpack
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.interop.dlpack_torch_jax import Handover
-from polyaccel.interop.torch_operation_of_jax import JaxOperation
+from polyaccel.interop.dlpack_torch_jax import Handover, is_differentiable
 from polyaccel.jax.program.function import require_no_parameter
 from polyaccel.jax.pytree import as_array, named_leaves
 from polyaccel.jax.views import CopyCount, address_of
 from polyaccel.torch.sharding.leaf_modules import set_z3_leaf_module
+
+ArrayFn = Callable[..., Any]
+"""Arrays to a pytree of arrays."""
+
+
+Check = Callable[[ClosedJaxpr, Sequence[jax.Array]], None]
+"""Raises if a program must not run on these arrays."""
+_programs_lock = Lock()
+_TENSOR = "tensor"  # what stands for a tensor among constants, which are pairs
 
 
 def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
     """Make a function of JAX a torch module, which calls `fn(params, *args, **kwargs)` on tensors.
 
     Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. The backward pass runs the
-    function again (see [Note: Recomputed JAX backward] in `torch_operation_of_jax`). `torch.compile` leaves it as it is
+    function again (see [Note: Recomputed JAX backward]). `torch.compile` leaves it as it is
     and compiles the model around it. Transforms of `torch.func` are refused.
 
     Args:
@@ -74,9 +91,7 @@ class JaxModule(nn.Module):
 
     @property
     def copies(self) -> CopyCount:
-        """Number of tensors that went to JAX and arrays that came back so far, copied and not. It prints as "zero-copy
-        76/76".
-        """
+        """Count arrays passed so far, copied and not; prints as "zero-copy 76/76"."""
         return self._call.handover.count()
 
     @torch.compiler.disable(reason="a function of JAX is compiled by JAX")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -183,7 +198,6 @@ class _Programs:
 
 
 _programs: WeakValueDictionary[Hashable, _Programs] = WeakValueDictionary()
-_programs_lock = Lock()
 
 
 def _shared_programs(fn: Callable[..., Any], structure: Any, names: tuple[str, ...]) -> _Programs:
@@ -197,9 +211,6 @@ def _shared_programs(fn: Callable[..., Any], structure: Any, names: tuple[str, .
         if found is None:
             found = _programs[key] = _Programs(fn, structure, names)
         return found
-
-
-_TENSOR = "tensor"  # what stands for a tensor among constants, which are pairs
 
 
 def _present(tensor: Tensor) -> Tensor:
@@ -228,3 +239,91 @@ def _register(root: nn.Module, fqn: str, value: Tensor) -> None:
             hint="use another key for it in params",
             value=fqn,
         ) from None
+
+
+class JaxOperation:
+    """`fn`, arrays to a pytree of arrays, on tensors. Its gradient is an operation of this kind too.
+
+    `check` is called before the first computation with arrays of new shapes; the gradients' programs hold no other
+    constants.
+    """
+
+    def __init__(self, fn: ArrayFn, check: Check | None = None) -> None:
+        self._fn = fn
+        self._compiled = jax.jit(fn)
+        self._check = check
+        self._checked: set[Any] = set()
+        self._gradients: dict[Any, JaxOperation] = {}
+
+    def __call__(self, handover: Handover, *tensors: Tensor) -> Any:
+        """The result, a pytree of tensors; `handover` counts tensors and arrays, those of the backward pass too."""
+        structures: list[Any] = []
+        results = _Apply.apply(self, handover, structures, *tensors)  # type: ignore[no-untyped-call]
+        return jax.tree.unflatten(structures[0], results)
+
+    def compute(self, handover: Handover, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """The results, without a graph, and their tree structure."""
+        arrays = [handover.to_jax(tensor) for tensor in tensors]
+        self._require_checked(arrays)
+        leaves, structure = jax.tree.flatten(jax.block_until_ready(self._compiled(*arrays)))
+        return handover.to_torch(leaves, arrays), structure
+
+    def _require_checked(self, arrays: Sequence[jax.Array]) -> None:
+        if self._check is None:
+            return
+        signature = tuple((array.shape, array.dtype) for array in arrays)
+        if signature not in self._checked:
+            self._check(self._compiled.trace(*arrays).jaxpr, arrays)
+            self._checked.add(signature)
+
+    def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> JaxOperation:
+        """(inputs, gradients of the `given` results) to a tuple of the gradients of the `wanted` inputs."""
+        found = self._gradients.get((wanted, given))
+        if found is None:
+            found = JaxOperation(_gradient_of(self._fn, wanted, given))
+            found = self._gradients.setdefault((wanted, given), found)  # another thread may have been here first
+        return found
+
+
+def _gradient_of(fn: ArrayFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> ArrayFn:
+    def gradient(*arguments: Any) -> Any:
+        inputs, cotangents = arguments[: len(wanted)], arguments[len(wanted) :]
+
+        def of_wanted(*chosen: Any) -> tuple[Any, ...]:
+            remaining = iter(chosen)
+            every = [next(remaining) if is_wanted else one for one, is_wanted in zip(inputs, wanted, strict=True)]
+            results = jax.tree.leaves(fn(*every))
+            return tuple(result for result, is_given in zip(results, given, strict=True) if is_given)
+
+        _, pull = jax.vjp(of_wanted, *(one for one, is_wanted in zip(inputs, wanted, strict=True) if is_wanted))
+        # For complex numbers torch's gradient is the conjugate of JAX's; real ones are left as they are.
+        return tuple(jnp.conj(found) for found in pull(tuple(jnp.conj(one) for one in cotangents)))
+
+    return gradient
+
+
+class _Apply(torch.autograd.Function):
+    """See [Note: Recomputed JAX backward]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: JaxOperation, handover: Handover, structures: list[Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results, structure = operation.compute(handover, tensors)
+        structures.append(structure)
+        ctx.operation, ctx.handover = operation, handover
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(result for result in results if not is_differentiable(result)))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        given = tuple(gradient is not None for gradient in gradients)
+        if not any(given):
+            return (None,) * (len(wanted) + 3)
+        operation = ctx.operation.gradient(wanted, given)
+        given_gradients = (one for one in gradients if one is not None)
+        found = iter(operation(ctx.handover, *ctx.saved_tensors, *given_gradients))
+        return None, None, None, *(next(found) if is_wanted else None for is_wanted in wanted)

@@ -105,10 +105,7 @@ class JaxAdapter(ModelAdapter):
         """Does nothing: no hooks are attached to a function, and the arrays keep the engine's memory alive."""
 
     def tree(self, params: ParamBuckets) -> Any:
-        """The parameters as the caller's kind of tree, over the engine's memory; copies of those that are sharded.
-
-        Collective where some are.
-        """
+        """Return the parameters as the caller's tree, over engine memory; sharded ones as copies. Collective then."""
         arrays = dict(zip(self.views.names(), self.views.arrays(), strict=True))
         copies = {
             fqn: self._accelerator.allocate(spec.numel, spec.dtype)
@@ -128,8 +125,7 @@ class JaxAdapter(ModelAdapter):
         return jax.tree_util.tree_unflatten(self.structure, [arrays[fqn] for fqn in self._specs])
 
     def gradients(self, arrays: Sequence[jax.Array]) -> Sequence[tuple[str, Buffer]]:
-        """The names and flat contents of the trained leaves' gradients, those first that fill the first bucket; none
-        where the program has handed them over itself."""
+        """Return flat gradients of trained leaves by name, in bucket order; none if the program handed them over."""
         if not arrays:
             return ()
         trained = [fqn for fqn, spec in self._specs.items() if spec.trainable]

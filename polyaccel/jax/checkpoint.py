@@ -6,32 +6,39 @@ The function's random keys follow from the seed and the count of micro-batches, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
 from polyaccel.checkpoint.format.imported import IMPORTED
-from polyaccel.checkpoint.load.custom_load import CustomLoadReader
+from polyaccel.checkpoint.load.custom_load import CustomLoadReader, GivenValue, GivenValues, call_load_fn, saved_values
 from polyaccel.checkpoint.load.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.engine.imported_states import own_scalars, own_schedule_state, state_names
 from polyaccel.engine.resume import LoadPlan, SavedValues, TrainingRun, check_names, validate_state_dict, wanted_state
 from polyaccel.errors import CheckpointError
-from polyaccel.jax.custom_loading import OwnTree
 from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.stacking import Stacking
+from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.zero.trained_state import over_stages
 
 _OPTAX = "optax"
+CustomLoad = Callable[..., Any]
+"""Called as `fn(src=arrays, dst=params)`, of numpy arrays: `src` has the checkpoint's parameters and buffers by their
+saved names, `dst` is the tree of parameters, the floating ones at least float32. Returns the tree to train with."""
 
 
 def contents_of(
     run: TrainingRun, stacking: Stacking, client_state: Mapping[str, Any], *, allows_bytes: bool
 ) -> SaveContents:
-    """What this rank saves of the whole state of `run`, as it is now, whose layers are cut by `stacking`;
-    `client_state` may have bytes if it `allows_bytes`. Collective where there are stages. Raises PolyaccelError after
-    half an update."""
+    """Return what this rank saves of `run`, cut by `stacking`. Collective where there are stages."""
     run.zero.consistency.require()
     run.zero.params.wait_all_gathers()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
@@ -63,11 +70,7 @@ def load_run(
     name_map: NameMap | None,
     custom: OwnTree | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Take over a checkpoint's state. Collective. Returns its path and the client state. `custom` makes the
-    parameters, see [Note: User-defined loading] in `checkpoint.load.custom_load`.
-
-    Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
-    """
+    """Take over a checkpoint on all ranks or none; return path and client state. Collective."""
     run.zero.params.wait_all_gathers()
     members = run.members()
 
@@ -98,8 +101,7 @@ def _check(
     name_map: NameMap | None,
     custom: OwnTree | None,
 ) -> LoadPlan:
-    """Check and verify what this rank will take over from `saved`; see [Note: All-or-nothing load] in `engine.resume`.
-    `members` are the parameters of all stages of a pipeline."""
+    """Check what this rank takes over; `members`: all stages' parameters. See [Note: All-or-nothing load]."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
     state_names(saved, None, wanted=optimizer_states)
@@ -149,3 +151,39 @@ def _check(
 
     steps = {fqn: reader.steps_of(fqn) for fqn in run.zero.steps} if sources is not None else {}
     return LoadPlan(read=read, is_whole=optimizer_states, steps=steps)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTree:
+    """A user's function, and the parameters as they are."""
+
+    function: CustomLoad
+    params: Any
+
+    def values(self, saved: CheckpointReader, allocate: Any) -> GivenValues:
+        """Return what the user's function makes of the checkpoint."""
+        src = {
+            name: value.data.view(numpy_dtype(value.dtype)).reshape(value.shape)
+            for name, value in saved_values(saved, allocate)
+        }
+        dst = jax.tree.map(_wide, self.params)
+        made = call_load_fn(self.function, src, dst)
+        found, wanted = jax.tree.structure(made), jax.tree.structure(dst)
+        if found != wanted:
+            raise CheckpointError(
+                f"custom_load_fn returned a tree of the structure {str(found)[:200]}, not {str(wanted)[:200]}",
+                hint="return a tree like dst",
+                value=str(found)[:200],
+            )
+        return GivenValues({fqn: _value(fqn, leaf) for fqn, leaf in named_leaves(made)[0].items()})
+
+
+def _wide(leaf: Any) -> np.ndarray[Any, Any]:
+    array = np.array(leaf)
+    return array.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize < 4 else array
+
+
+def _value(fqn: str, leaf: Any) -> GivenValue:
+    dtype = dtype_of(fqn, leaf)
+    array = np.ascontiguousarray(np.asarray(leaf), numpy_dtype(dtype))
+    return GivenValue(np.shape(leaf), dtype, array.reshape(-1).view(np.uint8))

@@ -30,8 +30,7 @@ from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
-from polyaccel.jax.checkpoint import contents_of, load_run
-from polyaccel.jax.custom_loading import CustomLoad, OwnTree
+from polyaccel.jax.checkpoint import CustomLoad, OwnTree, contents_of, load_run
 from polyaccel.jax.operations import BatchWork, first_dtype
 from polyaccel.jax.program.batches import as_inputs, is_weak, looked_up, samples_of, split_batch
 from polyaccel.jax.program.calls import engine_call

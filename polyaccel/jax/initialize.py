@@ -42,8 +42,7 @@ def initialize(
     distributed_port: int | None,
     dist_init_required: bool | None,
 ) -> JaxEngine:
-    """Build an engine around `model`; arguments and errors as in `polyaccel.initialize`. Modules of flax and equinox
-    are taken too, see `polyaccel.jax.modules`."""
+    """Build an engine around `model`, a function or a module of flax or equinox; as `polyaccel.initialize`."""
     require_only_params(params)
     parsed = load_config(config)
     if (run := active_run()) is not None:

@@ -21,11 +21,9 @@ from polyaccel.jax.program.module_units import blocks_of, equinox_with_units, li
 
 
 def as_function(model: Any, params: Any, *, with_units: bool = True) -> tuple[LossFn, Any]:
-    """The function and the parameters that `model` and `params` mean; `with_units`, repeated blocks are units.
+    """Return function and parameters of `model`, whose repeated blocks are units `with_units`.
 
-    flax.linen needs `params`, the result of `model.init`; flax.nnx and equinox modules have their own. Raises
-    PolyaccelError for a model without parameters, and for a module with other state than parameters: a function has
-    none.
+    flax.linen needs `params` from `model.init`.
     """
     kind = type(model).__name__
     for package, name, convert in _KINDS:

@@ -33,8 +33,7 @@ class BatchWork:
         profile: ProfileSettings | None,
         parameters: int,
     ) -> None:
-        """`trace` gives the `ClosedJaxpr` of a batch's loss; `dtype` is what the model computes in. The batch of one
-        step is profiled by `profile`; `parameters` is their number."""
+        """Keep `trace`, which gives a batch's `ClosedJaxpr`; the batch of step `profile` is profiled."""
         self._counter = counter
         self._trace = trace
         self._known: dict[Any, int] = {}
@@ -81,8 +80,7 @@ def first_dtype(specs: Sequence[ParamSpec]) -> DType | None:
 
 
 def measured_peak(dtype: DType) -> float:
-    """Operations a second of square products of `dtype` on the first device: the best of a few, large enough to take 10
-    ms."""
+    """Measure operations a second of square products of `dtype`, large enough to take 10 ms."""
     best, product = 0.0, jax.jit(jnp.matmul)
     for size in _SIZES:
         operand = jnp.ones((size, size), np.dtype(numpy_dtype(dtype)))
@@ -99,11 +97,7 @@ def measured_peak(dtype: DType) -> float:
 
 
 def operations_by_scope(traced: Any) -> Counter[str]:
-    """Operations of a `ClosedJaxpr` by the name stack (`jax.named_scope`, modules of flax) where they stand.
-
-    XLA's own analysis counts the body of a loop once, and so misses stacked layers. A `while` with an unknown number of
-    turns counts once here too; of the branches of a `cond` the dearest counts.
-    """
+    """Count operations by name stack; loops count their turns, unknown ones once, `cond` its dearest branch."""
     found: Counter[str] = Counter()
     for scope, operations in _walk(traced.jaxpr, ""):
         found[scope] += operations

@@ -82,8 +82,7 @@ class OptaxOnTree(SliceOptimizer):
         return held.getvalue()
 
     def read_whole_state(self, data: bytes) -> list[Any] | None:
-        """The leaves in what `whole_state` gave, for `take_whole_state`. Raises CheckpointError where they are not a
-        state of this transformation."""
+        """Read what `whole_state` gave. Raises CheckpointError unless it is this transformation's."""
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as saved:
                 found = [saved[f"arr_{at}"] for at in range(len(saved.files))]
@@ -103,10 +102,7 @@ class OptaxOnTree(SliceOptimizer):
 def optax_optimizer(
     transformation: Any, params: Any, param_dtype: DType | None, *, may_be_whole: bool, on_slices: bool = True
 ) -> OptaxOptimizer | OptaxOnTree:
-    """The optimizer that runs `transformation` on slices, or on whole parameters where that alone is right and
-    `may_be_whole`. Raises ShardingError where neither is possible, and where the transformation fails.
-
-    Without `on_slices` it has whole parameters even where slices would do."""
+    """Return the optimizer of `transformation` on slices, or whole if `may_be_whole`. Raises ShardingError."""
     traced = TracedTransformation(transformation, params, param_dtype)
     if may_be_whole and not on_slices:
         return OptaxOnTree(traced)

@@ -167,8 +167,7 @@ class OptaxOptimizer(SliceOptimizer):
         return Program(program.param, program.states, starts)
 
     def _find_numbers(self) -> None:
-        """Find the numbers that any program needs, and those that these need. Raises NotElementwise for one that
-        depends on parameters."""
+        """Find the numbers that programs need, recursively. Raises NotElementwise if parameters decide one."""
         states, after = self._inputs[1], self._update.outputs[len(self._names) :]
         wanted = [atom for program in self._distinct for atom in self._outputs(program)]
         live: set[int] = set()
@@ -189,8 +188,7 @@ class OptaxOptimizer(SliceOptimizer):
             self.numbers[_UPDATES] = 0.0  # see [Note: Weight-initialised states]
 
     def follow(self, layers: Mapping[str, str]) -> dict[str, str]:
-        """Take each of `layers` for its own parameter, updated as the whole one of this name. Gives the name of each
-        parameter's program."""
+        """Update each of `layers` as the whole parameter of that name; return the programs' names."""
         self.programs |= {name: self.programs[fqn] for name, fqn in layers.items() if fqn in self.programs}
         order = {id(program): str(at) for at, program in enumerate(self._distinct)}
         return {fqn: order[id(program)] for fqn, program in self.programs.items()}
@@ -243,8 +241,7 @@ class OptaxOptimizer(SliceOptimizer):
         numbers: Mapping[str, Any],
         scale: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """(new weights, new states) of a slice whose gradient is `gradient * scale`, to be traced by JAX. States and
-        numbers are by name, in float32."""
+        """Return (new weights, new states) of a slice for `gradient * scale`; traced by JAX, float32."""
         wide = gradient.astype(weights.dtype) * jnp.asarray(scale, weights.dtype)
         states = {
             name: jnp.where(numbers[_UPDATES] == 0.0, self._begin(program, name, weights), states[name])

@@ -54,8 +54,7 @@ class ArrayExchange:
             self._sending.popleft()[0].wait()
 
     def begin(self, message: StageMessage, shapes: Sequence[Any], label: str, *, early: bool = True) -> None:
-        """Begin to receive arrays of these shapes, or receive them now, if it is not `early`. Receives begin in the
-        order in which they are waited for."""
+        """Receive arrays of these shapes, `early` in the background, in the order of the waits."""
         begun = self._begun[message] = []
         for one in shapes:
             buffer = self._accelerator.allocate(int(np.prod(one.shape)), DType.parse(np.dtype(one.dtype).name))
@@ -121,8 +120,7 @@ class LayerList:
         return self.run(range(len(self.layers)), params, inputs, labels, rng)
 
     def run(self, part: range, params: Any, value: Any, labels: Any, rng: Any) -> Any:
-        """What the last of the layers of `part` gives, whose first one gets `value`. `params` has a tree for every
-        layer of the model, of which those of others are not looked at."""
+        """Return what the last layer of `part` gives for `value`; `params` has a tree for every layer."""
         for index in part:
             given = (value, labels) if index + 1 == len(self.layers) else value
             value = self.layers[index](params[index], given, None if rng is None else jax.random.fold_in(rng, index))
@@ -133,8 +131,7 @@ class LayerList:
         return [getattr(layer, "__name__", type(layer).__name__) for layer in self.layers]
 
     def shapes(self, params: Any, inputs: Any, labels: Any, *, trains: bool) -> list[Any]:
-        """What each layer gives, as shapes, from shapes or arrays. Raises PipelineError for a layer that cannot take
-        what the one before gives, naming both."""
+        """Return each layer's output shapes. Raises PipelineError naming two layers that do not fit."""
         found: list[Any] = []
         value, names = inputs, self.names()
         for index in range(len(self.layers)):
@@ -232,8 +229,7 @@ class ChunkProgram:
         self._evaluation = jax.jit(self._evaluate)
 
     def forward(self, leaves: Sequence[Any], value: Any, labels: Any, rng: Any, factor: float) -> ForwardPass:
-        """A forward pass with `leaves` of parameters, computed. The loss of the last chunk counts `factor` times in its
-        gradients. Raises as `LossFunction.gradients` does."""
+        """Run a forward pass with `leaves`; the last chunk's loss counts `factor` times."""
         trained, others = self._split(leaves)
         arguments = (trained, others, value, labels, rng, np.float32(factor))
         self._check(self._forward, arguments)
@@ -241,8 +237,7 @@ class ChunkProgram:
         return ForwardPass(result, kept, how, (trained, others, value))
 
     def backward(self, made: ForwardPass, gradients: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """(gradients of the trained leaves, gradients of the floating leaves of the value that came in), computed.
-        `gradients` are those of the floating leaves of the result; of the last chunk nothing."""
+        """Return gradients of trained leaves and of the incoming value, from those of the result."""
         given: Any = jnp.ones_like(made.result[0]) if self._is_last else list(gradients)
         found: tuple[list[Any], list[Any]] = self._backward(made.kept, made.how, made.arguments, given)
         jax.block_until_ready(found)

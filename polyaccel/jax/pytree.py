@@ -16,11 +16,7 @@ _WIDE = {np.dtype(name) for name in ("int64", "uint64")}
 
 
 def named_leaves(params: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves of a pytree by name, in tree order, and its structure.
-
-    A name is the path with dots: `params["blocks"][0].weight` is "blocks.0.weight", as torch would call it. Raises
-    ShardingError for two leaves of one name, and for a leaf that is not an array to train with.
-    """
+    """Return named leaves in tree order and the structure; names are dotted paths, as in torch."""
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves: dict[str, Any] = {}
     for path, leaf in paths:
@@ -37,8 +33,7 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], Any]:
 
 
 def require_only_params(params: Any) -> None:
-    """Raise ShardingError for a tree that has more than parameters: the moments of an optimizer, or running statistics,
-    would be trained as parameters in silence."""
+    """Raise ShardingError for a tree with moments or statistics, which would be trained silently."""
     for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]:
         if not _is_state(node):
             continue
@@ -75,11 +70,7 @@ def _is_of_optax(node: Any) -> bool:
 
 
 def dtype_of(fqn: str, leaf: Any) -> DType:
-    """The type that JAX gives a leaf: without `jax_enable_x64` a float64 of numpy is a float32.
-
-    Raises ShardingError for integers of 64 bits, whose values JAX would cut off in silence, and for a type that the
-    engine does not have.
-    """
+    """Return the type that JAX gives a leaf. Raises ShardingError for 64-bit integers and unknown types."""
     found = np.dtype(jnp.result_type(leaf)) if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
     if isinstance(leaf, (int, float)):  # numpy has 64 bits for Python's numbers, JAX its default type
         found = np.dtype(jnp.result_type(leaf))

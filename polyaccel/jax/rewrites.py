@@ -44,8 +44,7 @@ class RewritableEngine(Protocol):
     """An engine under construction, as `ZeroShards` sees it."""
 
     def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Lay the parameters out in buckets; returns the units whose parameters are gathered apart, and the names of
-        all parameters. Collective."""
+        """Lay parameters out in buckets; return units gathered apart, and all names. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,7 @@ class JaxStepProfiler:
                 self._marked_s = time()
 
     def stop(self) -> tuple[list[dict[str, Any]], float]:
-        """End. Returns Chrome's trace events, and what is to be added to their times to have this rank's wall clock, in
-        microseconds."""
+        """End; return Chrome's trace events and the shift to this rank's wall clock in microseconds."""
         assert self._folder is not None  # it was begun
         jax.profiler.stop_trace()
         with self._folder as folder:

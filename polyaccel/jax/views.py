@@ -54,8 +54,7 @@ class ParamViews:
         self._import(fqn)
 
     def arrays(self) -> list[jax.Array]:
-        """The present arrays in tree order. One that was deleted, or donated to a jit, is imported again: neither
-        touches memory that is not JAX's own."""
+        """Return present arrays in tree order; deleted or donated ones are imported again."""
         for fqn, array in self._arrays.items():
             is_stale = fqn in self._copied and self._copied[fqn] != self._buffers[fqn].version
             if is_stale or array.is_deleted():
@@ -88,8 +87,7 @@ class ParamViews:
 
 
 def address_of(array: Any) -> int | None:
-    """The address of an array of JAX or numpy; None for other objects, empty arrays, and those of several devices or
-    none."""
+    """Return an array's address; None for other objects, empty arrays, several devices."""
     if isinstance(array, jax.Array):
         is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
         if is_key or array.size == 0 or array.is_deleted() or len(array.devices()) != 1:
@@ -101,10 +99,7 @@ def address_of(array: Any) -> int | None:
 
 
 def array_over(buffer: Buffer, shape: tuple[int, ...], name: str) -> jax.Array:
-    """An array of JAX over the memory of `buffer`; where that is not aligned to 64 bytes, over a copy.
-
-    Raises ShardingError where JAX does not have the device or type.
-    """
+    """Return a JAX array over `buffer`, or over a copy where it is not aligned to 64 bytes."""
     array = _over(buffer.raw.reshape(shape), name)
     if array.dtype.name != buffer.dtype.value:
         raise ShardingError(
@@ -116,8 +111,7 @@ def array_over(buffer: Buffer, shape: tuple[int, ...], name: str) -> jax.Array:
 
 
 def _over(shaped: Any, name: str) -> jax.Array:
-    """An array of JAX over the memory of one of torch or numpy. Raises ShardingError where JAX does not have the
-    device."""
+    """Return a JAX array over memory of torch or numpy."""
     if isinstance(shaped, np.ndarray):  # which exports no bfloat16 by DLPack
         return jax.device_put(shaped, jax.local_devices(backend="cpu")[0], may_alias=True)
     try:

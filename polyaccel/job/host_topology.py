@@ -17,14 +17,12 @@ def boot_id() -> str:
 
 
 def host_id() -> str:
-    """Return an identity that processes share which can open each other's files: the kernel and the pid namespace.
-    Linux only; raises OSError elsewhere."""
+    """Return an identity of processes that can share files: kernel and pid namespace. Linux only."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def network_id() -> str:
-    """Return an identity that processes share which reach each other by the loopback: the kernel and the network
-    namespace, which containers of one pid namespace need not share. Linux only; raises OSError elsewhere."""
+    """Return an identity of processes that share the loopback: kernel and network namespace. Linux only."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
 
 
@@ -51,11 +49,7 @@ class HostTopology:
 
     @classmethod
     def of_notes(cls, rank: int, notes: Sequence[tuple[str, int]]) -> HostTopology:
-        """Make the topology from every rank's (host id, local rank).
-
-        Ranks of one id whose launcher counts from 0 more than once are on as many hosts: network namespaces and
-        several agents on a machine are hosts to their launchers.
-        """
+        """Make the topology of all (host id, local rank); several launchers under one id are several hosts."""
         seen = Counter[tuple[str, int]]()
         keys: list[tuple[str, int]] = []
         for note in notes:

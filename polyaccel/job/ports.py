@@ -26,10 +26,7 @@ _IANA_RANGE = (49152, 65535)
 
 
 def free_port(candidates: Sequence[int] | None = None) -> int:
-    """A TCP port that can be bound on all addresses of this machine. See [Note: Free port choice].
-
-    `candidates` are tried in a random order. Raises LaunchError when none of (at most 200 of) them is free.
-    """
+    """Return a TCP port that can be bound, of `candidates` in random order. See [Note: Free port choice]."""
     ports = _non_ephemeral_ports() if candidates is None else candidates
     # A separate generator: a seeded script that starts jobs must not give all of them the same port.
     tried = random.SystemRandom().sample(ports, min(_ATTEMPTS, len(ports)))

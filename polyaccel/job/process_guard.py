@@ -35,16 +35,14 @@ if guarded not in [descriptor for descriptor, _ in both.poll()]:
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """Let this process be killed when the torchrun agent that started it has ended. Does nothing under other launchers,
-    elsewhere than on Linux, and when called again."""
+    """End this process with the torchrun agent that started it. Linux only; repeated calls do nothing."""
     if sys.platform == "linux" and _MARK in environ:
         with suppress(OSError):  # an ancestor has ended, and the ranks see that
             end_with(_agent_of(os.getpid()))
 
 
 def end_with(process: int) -> None:
-    """Let this process be killed when `process` has ended. Does nothing elsewhere than on Linux, and when called
-    again."""
+    """End this process with `process`. Linux only; repeated calls do nothing."""
     if sys.platform == "linux":
         _start_guard(process, os.getpid())
 

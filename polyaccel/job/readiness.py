@@ -54,8 +54,7 @@ def report_to_launcher(environ: Mapping[str, str], rank: int, word: str) -> None
 
 
 def enable_stack_dump_signal() -> None:
-    """From now on write this process's Python stack to standard error at SHOW_STACK, also while it hangs inside a
-    library. A handler that the script has for that signal stays."""
+    """Dump the Python stack at SHOW_STACK, also inside libraries, unless the script handles it."""
     with suppress(ValueError, OSError, AttributeError):  # standard error is not a file, or the signal is missing
         if signal.getsignal(SHOW_STACK) is signal.SIG_DFL:
             faulthandler.register(SHOW_STACK, file=sys.stderr, all_threads=False, chain=False)

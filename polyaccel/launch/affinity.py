@@ -41,10 +41,7 @@ def find_cores(cpus: Iterable[int], sysfs: Path = SYSFS) -> tuple[Core, ...]:
 
 
 def split_cores(cores: Sequence[Core], ranks: int) -> tuple[tuple[Core, ...], ...]:
-    """A share of `cores` for each of `ranks` ranks: runs of neighbours whose lengths differ by at most one.
-
-    With more ranks than cores, each rank has one core and some share it.
-    """
+    """Split `cores` into runs of neighbours for `ranks` ranks, sizes differing by one; may share cores."""
     if ranks >= len(cores):
         return tuple((cores[rank * len(cores) // ranks],) for rank in range(ranks))
     bounds = [rank * len(cores) // ranks for rank in range(ranks + 1)]

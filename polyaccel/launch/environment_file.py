@@ -27,16 +27,14 @@ _BOMS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BO
 
 
 def read_text(file: Path) -> str:
-    """The text of a file of lines: bytes that are not UTF-8 are kept as Python keeps them in names of files, UTF-16 is
-    recognised by its mark, and lines may end as Windows ends them. Raises OSError."""
+    """Read a file of lines: UTF-8, UTF-16 by its mark, undecodable bytes kept, Windows line ends."""
     data = file.read_bytes()
     encoding = next((name for mark, name in _BOMS.items() if data.startswith(mark)), "utf-8")
     return data.decode(encoding, errors="replace" if encoding == "utf-16" else "surrogateescape").replace("\r\n", "\n")
 
 
 def read_environment(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file; `environment` is what its values may name. See [Note: Environment file syntax].
-    Raises LaunchError, which names the line and does not show it."""
+    """Read a file's variables; values may name `environment`. See [Note: Environment file syntax]."""
     try:
         text = read_text(file)
     except OSError as error:

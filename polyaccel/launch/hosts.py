@@ -27,11 +27,7 @@ _SLOTS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def read_hostfile(file: Path) -> Hosts:
-    """The hosts of a file of lines `host slots=N`; empty lines and comments (`#`) are passed over, and so is what MPIs'
-    files have in addition (`max_slots=N`).
-
-    Raises LaunchError, naming every line that is none, that names a host again, or that has no slots.
-    """
+    """Read `host slots=N` lines, with comments and MPIs' additions. Raises LaunchError for all bad lines."""
     try:
         lines = read_text(file).splitlines()
     except OSError as error:
@@ -78,15 +74,13 @@ def listed_hosts(text: str) -> Hosts:
 
 
 def included(hosts: Mapping[str, tuple[int, ...]], text: str) -> Hosts:
-    """Of `hosts`, in their order, what `text` names: `a@b:0,2-4` is all slots of `a` and four of `b`. Raises
-    LaunchError for what is not there."""
+    """Return `hosts` that `text` names, in order: `a@b:0,2-4` is all of `a` and four slots of `b`."""
     wanted = _parsed(text, hosts, "--include")
     return _not_empty({host: wanted.get(host, ()) for host in hosts}, "--include")
 
 
 def excluded(hosts: Mapping[str, tuple[int, ...]], text: str) -> Hosts:
-    """`hosts` without what `text` names, which is written as for `included`. Raises LaunchError for what is not there,
-    and when nothing is left."""
+    """Return `hosts` without what `text` names, as for `included`. Raises LaunchError if none is left."""
     out = _parsed(text, hosts, "--exclude")
     left = {host: tuple(slot for slot in slots if slot not in out.get(host, ())) for host, slots in hosts.items()}
     return _not_empty(left, "--exclude")
@@ -96,13 +90,12 @@ def first_hosts(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
     """The first `count` of `hosts`. Raises LaunchError where there are fewer."""
     if not 1 <= count <= len(hosts):
         hint = f"give a number from 1 to {len(hosts)}, or name more hosts in a hostfile, with lines `host slots=N`"
-        raise LaunchError(f"--num_nodes {count}, and {_count(len(hosts), 'host')} given", hint=hint, value=count)
+        raise LaunchError(f"--num-nodes {count}, and {_count(len(hosts), 'host')} given", hint=hint, value=count)
     return dict(list(hosts.items())[:count])
 
 
 def first_slots(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
-    """Slots 0 to `count` - 1 of every host, whatever its line has. Raises LaunchError for a count that none can
-    have."""
+    """Return slots 0 to `count` - 1 of every host."""
     if not 1 <= count <= MOST_SLOTS:
         hint = f"give a number from 1 to {MOST_SLOTS}, or leave it out"
         raise LaunchError(f"--nproc {count}: ranks on each host cannot be so many", hint=hint, value=count)

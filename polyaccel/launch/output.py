@@ -13,25 +13,34 @@ from __future__ import annotations
 
 import os
 import queue
+import re
+import select
 import selectors
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import IO
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, LaunchPlan, RankSpec
-from polyaccel.launch.lines import LineSink, LineWriter
 from polyaccel.launch.process import RankProcess
 
 _CHUNK_NBYTES = 1 << 16
 _UNFINISHED_S = 1.0  # after this much silence, an unfinished line is shown; a busy machine may stop its writer for less
 _TAIL_NBYTES = 4096
 _TAIL_LINES = 8
+MAX_LINE_NBYTES = 1 << 20
+"""A longer line is shown in pieces."""
+
+_WAITS_S = 1.0
+
+# Behind a newline, and behind a carriage return once it is certain that no newline follows.
+_BREAK = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 
 @dataclass(eq=False)
@@ -140,8 +149,7 @@ class JobOutput:
             self._show_sentences()
 
     def last_lines(self, rank: int) -> list[str]:
-        """The last lines that a rank wrote to standard error or, if it wrote none, to standard output. Call `drain`
-        first."""
+        """Return a rank's last lines of standard error, else of standard output. Call `drain` first."""
         tails = [stream.tail.decode(errors="backslashreplace").strip() for stream in reversed(self._streams[rank])]
         return next((tail.splitlines()[-_TAIL_LINES:] for tail in tails if tail), [])
 
@@ -160,8 +168,7 @@ class JobOutput:
             stream.ended.wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Show what is in the pipes now and nothing more. False when the reader of our output did not take all of it
-        within `timeout_s`: then call again, or give the rest up."""
+        """Show what is in the pipes now; False if our reader did not take all within `timeout_s`."""
         if self._thread.is_alive():
             self._is_closing = True
             self._wake()
@@ -229,8 +236,7 @@ class JobOutput:
 
 
 def merged_log(job: Job) -> Path | None:
-    """Where the lines of all ranks that a launcher sees are kept, each with its rank before it: DIR/all.log, or
-    DIR/host_N.log where each host has its own launcher; None for a job that keeps no files."""
+    """Return the file of all ranks' lines: DIR/all.log, or DIR/host_N.log; None without files."""
     if job.log_dir is None:
         return None
     is_one_of_many = job.node is not None and len(job.hosts) > 1
@@ -244,3 +250,76 @@ def _opened(path: Path, files: ExitStack) -> IO[bytes]:
     except OSError as error:
         hint = "name a directory that can be written to: --log-dir DIR"
         raise LaunchError(f"no log file {path}: {error}", hint=hint, value=path) from error
+
+
+class LineSink:
+    """A file descriptor that several `LineWriter`s share. Bytes are dropped once its reader has gone."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._writer: object = None
+        self._last = b"\n"
+        self._is_gone = False
+        self._began_s: float | None = None
+        self._waited_s = -inf
+
+    @property
+    def waited_s(self) -> float:
+        """When a write last waited for the reader, for a second or more: now, while one does; `monotonic`."""
+        began_s = self._began_s
+        return self._waited_s if began_s is None or monotonic() - began_s < _WAITS_S else monotonic()
+
+    def column(self, writer: object) -> bytes:
+        """Return the last byte that `writer` wrote, which shows an unfinished line, else a newline."""
+        return self._last if writer is self._writer else b"\n"
+
+    def write(self, writer: object, data: bytes) -> None:
+        """Write `data` in one piece, on a new line if another writer's is open. Blocks as long as the reader does."""
+        if not data:
+            return
+        if writer is not self._writer and self._last != b"\n":
+            data = b"\n" + data
+        self._writer, self._last = writer, data[-1:]
+        self._began_s = began_s = monotonic()
+        while data and not self._is_gone:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # the giver of the descriptor made it non-blocking
+                select.select([], [self._fd], [])
+            except OSError:
+                self._is_gone = True
+        ended_s, self._began_s = monotonic(), None
+        if ended_s - began_s >= _WAITS_S:
+            self._waited_s = ended_s
+
+
+class LineWriter:
+    """One writer: `feed` takes bytes as they come, `flush` shows the unfinished line too."""
+
+    def __init__(self, sink: LineSink, prefix: bytes) -> None:
+        self._sink = sink
+        self._prefix = prefix
+        self._unfinished = b""
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._unfinished = _BREAK.split(self._unfinished + data)
+        self._write(lines)
+        if len(self._unfinished) > MAX_LINE_NBYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        lines, self._unfinished = [self._unfinished], b""
+        self._write(lines)
+
+    def _write(self, lines: list[bytes]) -> None:
+        before = self._sink.column(self)
+        dressed = []
+        for line in lines:
+            is_rest = before not in b"\r\n" or (before == b"\r" and line == b"\n")
+            dressed.append(line if is_rest or line == b"\r" else self._prefix + line if line else line)
+            before = line[-1:] or before
+        self._sink.write(self, b"".join(dressed))

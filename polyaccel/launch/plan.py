@@ -38,7 +38,7 @@ def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None =
     check_not_nested(environment)
     slots = tuple(job.hosts.values())[number]
     if not slots:
-        raise LaunchError("0 ranks cannot be started", hint="give --nproc 1 or more", value=0)
+        raise LaunchError("0 ranks cannot be started", hint="give --ranks 1 or more", value=0)
     is_alone = len(job.hosts) == 1
     if not is_alone and (job.master_addr is None or job.master_port is None):
         raise LaunchError(

@@ -122,10 +122,7 @@ def start_rank(
     owns_stderr: bool,
     kind: type[RankProcess] = RankProcess,
 ) -> RankProcess:
-    """Start the process of a rank. Standard output and error are pipes to read, unless it `owns` the launcher's own.
-
-    Local rank 0 reads the launcher's standard input, the others nothing. Raises LaunchError when it cannot start.
-    """
+    """Start a rank with pipes, unless it `owns` the output; local rank 0 reads standard input."""
     try:
         process = subprocess.Popen(
             spec.command,
@@ -208,8 +205,7 @@ def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], N
 
 
 def _child_setup(spec: RankSpec) -> Callable[[], None] | None:
-    """The function that the child runs before the program: it binds cores, and on Linux asks to die with the launcher,
-    whose main thread starts it, see SignalInbox."""
+    """Return the child's setup: bind cores, and die with the launcher's main thread on Linux."""
     ask = end_with_parent(os.getpid())
     if ask is None and spec.cores is None:
         return None

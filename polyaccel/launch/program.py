@@ -28,10 +28,7 @@ KiB that is 22,800 page faults, a tenth of the step, for a model of 29 M paramet
 
 
 def python_command(target: str, arguments: Sequence[str] = (), *, module: bool = False) -> tuple[str, ...]:
-    """The command line that runs `target`, a script (or, with `module`, a module's dotted name), with this Python.
-
-    Raises LaunchError when the script or module does not exist: better once here than once a rank.
-    """
+    """Return the command line that runs `target`, a script or module. Raises LaunchError if missing."""
     if module:
         _check_module(target)
         return (sys.executable, "-m", target, *arguments)
@@ -54,8 +51,7 @@ def check_debugger(*, is_python: bool) -> None:
 
 
 def debugged(command: Sequence[str], port: int, waits: bool) -> tuple[str, ...]:
-    """The command line `python ...` whose process listens for a debugger on the loopback, which no other host reaches:
-    a debugger may run anything in it."""
+    """Return the command line that listens for a debugger on the loopback only: it may run anything."""
     python, *rest = command
     wait = ("--wait-for-client",) if waits else ()
     # Frozen modules cannot be stepped into, of which debugpy would warn.
@@ -78,11 +74,7 @@ def how_to_attach(job: Job) -> list[str]:
 
 
 def check_not_nested(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError when `environment` is that of a rank: another launcher is there already.
-
-    RANK and WORLD_SIZE alone do not make a rank: an operator of Kubernetes puts them into each pod, where they count
-    pods.
-    """
+    """Raise LaunchError in a rank's `environment`; Kubernetes sets RANK and WORLD_SIZE too, in pods."""
     found = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
     if found and any(name in environment for name in _OF_A_RANK):
         shown = " ".join(f"{name}={value}" for name, value in found.items())
@@ -104,8 +96,7 @@ def rank_environment(
     master_port: int,
     threads: int,
 ) -> dict[str, str]:
-    """The whole environment of a rank on host `number` of the job. `threads` is for OpenMP, and the job's secret seals
-    what its ranks send each other, unless the user chose others."""
+    """Return a rank's environment on host `number`, with OpenMP's `threads` and the job's secret."""
     local_world_size = len(tuple(job.hosts.values())[number])
     ranks = {
         "RANK": job.first_rank(number) + local_rank,

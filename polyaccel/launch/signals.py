@@ -79,8 +79,7 @@ class SignalInbox:
         os.close(self._write_fd)
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        """The signals that came since the last call, in order; blocks until there is one, or `news` can be read, or
-        `timeout_s` is over."""
+        """Return signals since the last call; blocks until one, readable `news`, or `timeout_s`."""
         ready, _, _ = select.select([self._read_fd, *self._news], [], [], timeout_s)
         return list(os.read(self._read_fd, 4096)) if self._read_fd in ready else []
 

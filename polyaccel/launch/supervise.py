@@ -22,7 +22,6 @@ from typing import ClassVar, Protocol
 
 from polyaccel.job.readiness import JOINED, SHOW_STACK, STEP, WAITS, ReadinessPipe
 from polyaccel.launch.base import JobResult, LaunchPlan, RankSpec, noop
-from polyaccel.launch.orphan_reaper import OrphanReaper
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
     ProcessState,
@@ -36,7 +35,7 @@ from polyaccel.launch.process import (
     with_last_lines,
 )
 from polyaccel.launch.signals import ENDING, NOTICES, PASSED_ON, SILENT, SignalInbox
-from polyaccel.launch.tree import ProcessTracker
+from polyaccel.launch.tree import OrphanReaper, ProcessTracker
 
 _LINGER_S = 1.0  # for what ended ranks left behind to end by itself, as helpers of multiprocessing do
 _POLL_S = 0.05  # only while waiting for processes that are not our children
@@ -306,11 +305,7 @@ class Supervisor:
         self._kill_at_s = monotonic() + _KILL_AGAIN_S
 
     def _kill_what_is_left(self) -> None:
-        """Kill every process of the job that is left.
-
-        There is none, unless an exception was raised or a process cannot be killed (it hangs within a driver or on
-        NFS).
-        """
+        """Kill the job's remaining processes: only after an exception, or if one hangs in a driver or NFS."""
         left = self._tree.signal(signal.SIGKILL)
         if left and self._kill_rounds >= _KILL_ROUNDS:
             self._output.say(f"pid {_listed(left)} could not be killed: it hangs within the kernel")

@@ -55,8 +55,7 @@ class ProfileNode:
 
 
 def tree_of(nodes: Mapping[str, ProfileNode]) -> ProfileNode:
-    """The tree of `nodes` by full name, which have no children yet; "" is the root. Of a module whose parent is not
-    there, the nearest one above has it."""
+    """Build the tree of `nodes` by full name; a missing parent is replaced by the nearest above."""
     below: dict[str, list[str]] = {name: [] for name in nodes}
     for name in nodes:
         parent = name
@@ -184,8 +183,7 @@ _STYLE = (
 
 
 def flame_svg(root: ProfileNode, title: str) -> str:
-    """An SVG file, without anything from elsewhere: widths are times where they were taken, else operations. The
-    pointer on a module shows its figures."""
+    """Draw an SVG flame graph without external parts; widths are times, else operations."""
     by_time = root.seconds is not None
     deepest = max(depth for depth, _ in root.walk())
     height = _HEAD + _ROW * (deepest + 1) + 8

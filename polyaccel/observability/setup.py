@@ -34,11 +34,7 @@ class ChosenMonitor:
 def start_monitoring(
     communicator: Communicator, folder: str | None, chosen: Sequence[ChosenMonitor], about: Mapping[str, Any]
 ) -> MonitorStream:
-    """The stream of a run whose files are in `folder` (None: the working directory, where only monitors write): on rank
-    0 to the `chosen` monitors, on the others to a file of their steps, where they see that folder.
-
-    Collective where there is anything to open. Raises ConfigError on every rank when something cannot be.
-    """
+    """Start a run's stream: `chosen` monitors on rank 0, a file of steps elsewhere. Collective if any."""
     if folder is None and not chosen:
         return MonitorStream()
     # Files open late, and are read again at the end; the program may have another working directory by then.
@@ -67,9 +63,7 @@ def start_monitoring(
 
 
 def _open_files_of_rank(folder: Path, rank: int) -> tuple[Monitor | None, list[Callable[[], object]]]:
-    """The file of a rank's own steps (None: rank 0's are the monitors'), and what is to be done at the end: to close
-    the log, on rank 0 to write the report. A file that cannot be written is left out with a warning, and all are where
-    this host does not see the folder."""
+    """Return a rank's step file (None on rank 0) and the closing action; unwritable files only warn."""
     if rank >= MOST_RANK_FILES or not (folder / RUN_FILE).is_file():
         return None, []
     own = None

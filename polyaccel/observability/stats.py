@@ -13,6 +13,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.observability.metrics import CallFigures
+from polyaccel.utils.sizes import size
 
 
 class CallCounter:
@@ -67,8 +68,7 @@ class DevicePhaseTimer:
         self._marks.append((phase, self._record()))
 
     def take(self) -> dict[str, float]:
-        """End a step, before whose end `charge` was called. Returns the seconds by phase of the last step that the
-        device has ended; empty where it has ended none since the last call."""
+        """End a step with `charge`d phases; return seconds by phase of the last step that the device ended."""
         self._pending.append((self._begin, self._marks))
         if self._marks:
             self._begin = self._marks[-1][1]
@@ -87,15 +87,6 @@ class DevicePhaseTimer:
 
 
 log = getLogger(__name__)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def shown(nbytes: float) -> str:
-    """`nbytes` with three digits and its unit: `1.25 GiB`."""
-    at = 0
-    while nbytes >= 1000 and at < len(_UNITS) - 1:
-        nbytes, at = nbytes / 1024, at + 1
-    return f"{nbytes:.3g} {_UNITS[at]}"
 
 
 def memory_in_use(accelerator: Accelerator) -> str:
@@ -106,15 +97,15 @@ def memory_in_use(accelerator: Accelerator) -> str:
     for name, kind in kinds:
         stats = kind.memory_stats()
         said.append(
-            f"{name} {shown(stats.allocated_nbytes)} in use, {shown(stats.peak_nbytes)} at most, "
-            f"{shown(stats.reserved_nbytes)} reserved, {shown(stats.free_nbytes)} free of {shown(stats.total_nbytes)}"
+            f"{name} {size(stats.allocated_nbytes)} in use, {size(stats.peak_nbytes)} at most, "
+            f"{size(stats.reserved_nbytes)} reserved, {size(stats.free_nbytes)} free of {size(stats.total_nbytes)}"
         )
     return "; ".join(said)
 
 
 def by_purpose(purposes: Iterable[tuple[str, int]]) -> str:
     """The bytes of each purpose, in words."""
-    return ", ".join(f"{name} {shown(nbytes)}" for name, nbytes in purposes if nbytes)
+    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in purposes if nbytes)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -167,8 +158,7 @@ class WorkCounter:
         self._peak = self.measure_peak()
 
     def take(self, seconds: float) -> dict[str, float]:
-        """The figures of a step of so many seconds, by the names of `StepMetrics`; those that were not counted are left
-        out."""
+        """Return a step's figures by `StepMetrics` names; uncounted ones are left out."""
         tokens, operations = self._tokens, self._operations
         self._tokens, self._operations = 0, 0.0
         found: dict[str, float] = {}

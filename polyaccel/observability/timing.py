@@ -53,14 +53,12 @@ class PhaseTimer:
         return taken
 
     def take_waited(self) -> dict[str, float]:
-        """Seconds of each phase, since the last call, in which this process waited for other ranks; empty where it is
-        not measured. Follows `take`."""
+        """Return seconds by phase spent waiting for ranks since the last call. Follows `take`."""
         taken, self._waited_s = self._waited_s, {}
         return taken
 
     def take_device(self) -> dict[str, float]:
-        """Seconds of the device by phase, of the last step that it has ended, `outside` among them; empty without laps
-        and where it has ended none since the last call. Follows `take`."""
+        """Return device seconds by phase of the last ended step, with `outside`. Follows `take`."""
         return {} if self._device is None else self._device.take()
 
     def _charge(self) -> None:

@@ -93,8 +93,7 @@ def remove_stale(root: Path) -> None:
 
 
 def _lock_paths(root: Path) -> list[Path]:
-    """The lock files of all runs below `root`. A run's folder may go while this looks, which the pathlib of Python 3.11
-    takes for an error."""
+    """Return all runs' lock files below `root`; folders may vanish meanwhile, unlike in pathlib 3.11."""
     found: list[Path] = []
     for run in sorted(root.glob(f"{_RUN}*")):
         with suppress(OSError):
@@ -103,8 +102,7 @@ def _lock_paths(root: Path) -> list[Path]:
 
 
 def _lock(path: Path, flags: int) -> int | None:
-    """Open and lock `path`; None when it is locked already. Raises FileNotFoundError if it is not, or no longer,
-    there."""
+    """Open and lock `path`; None when locked. Raises FileNotFoundError if it is gone."""
     lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

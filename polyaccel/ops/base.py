@@ -642,3 +642,16 @@ class KernelTable:
             Such as `torch`, `numpy`, `csrc avx512`, or a plugin's name.
         """
         return self._providers[op]
+
+
+def by_op(*kernels: Callable[..., Any]) -> dict[Op[Any], Callable[..., Any]]:
+    """Return each of `kernels` under the op of its name.
+
+    Args:
+        *kernels: Functions with the names of ops.
+
+    Returns:
+        Kernels by op.
+    """
+    ops = {op.name: op for op in ALL_OPS}
+    return {ops[kernel.__name__]: kernel for kernel in kernels}

@@ -42,8 +42,7 @@ class FusedKernels(ABC):
         constants: Sequence[float],
         rounding: StochasticRounding | None,
     ) -> None:
-        """Run the sweep called `name` on `arrays`, the weights first, and write the weights to `out`. All have the same
-        numel. A formula's sweep takes the gradient second and the gradient's factor as its last constant."""
+        """Run the sweep `name` on `arrays` (weights, gradient, ...), equal numel; write weights to `out`."""
 
     def update(
         self,

@@ -18,9 +18,8 @@ import numpy as np
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import Formula, KernelTable, Rule, StochasticRounding
+from polyaccel.ops.base import Formula, KernelTable, Rule, StochasticRounding, by_op
 from polyaccel.ops.rounding import bfloat16_bits, float16_bits, halves, scramble
-from polyaccel.ops.table import by_op
 
 _ROW_NUMEL = 32
 
@@ -80,8 +79,7 @@ def narrowed(values: Any, dtype: Any, low: Any, high: Any, indices: Any) -> Any:
 
 
 def precise_sum(values: Any) -> Any:
-    """The sum by rows of rows: its error grows with the logarithm of the length, where XLA may add one after another.
-    The barrier keeps XLA from making one sum of all."""
+    """Sum by rows of rows, with logarithmic error; the barrier keeps XLA from one long sum."""
     while values.size > _ROW_NUMEL:
         padded = jnp.pad(values, (0, -values.size % _ROW_NUMEL))
         values = jax.lax.optimization_barrier(jnp.sum(padded.reshape(-1, _ROW_NUMEL), axis=1))

@@ -117,7 +117,8 @@ def describe_matrix_kernels() -> str:
 
 def _summary(measured: Measured) -> str:
     parts = (f"{name} {speedup:.2f}" for name, speedup in measured.speedups.items())
-    return f"oneDNN's speed over torch's: {', '.join(parts)}; taken for {', '.join(sorted(measured.faster)) or 'none'}"
+    used = f"used for {', '.join(sorted(measured.faster))}" if measured.faster else "not used"
+    return f"oneDNN's speed over torch's: {', '.join(parts)}; {used}"
 
 
 def _file(threads: int) -> Path:

@@ -36,11 +36,11 @@ from polyaccel.ops.base import (
     Formula,
     KernelTable,
     StochasticRounding,
+    by_op,
     code_bits,
 )
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.rounding import halves
-from polyaccel.ops.table import by_op
 
 ABI_VERSION = 6
 VARIABLE = "POLYACCEL_NATIVE"
@@ -113,8 +113,7 @@ class Native:
 
 @cache
 def native() -> Native:
-    """The library of this installation, loaded once. Raises ConfigError for a value of `POLYACCEL_NATIVE` that this
-    processor cannot run."""
+    """Load the compiled library once. Raises ConfigError for an unusable `POLYACCEL_NATIVE`."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "off":
         return Native(None, f"{VARIABLE}=off")
@@ -170,8 +169,7 @@ _WORTH_NBYTES = 4096
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """The crc32 of `data`, as `zlib.crc32` gives it, where `value` is that of the bytes before. Without Python's lock
-    for long data."""
+    """Return zlib's crc32 of `data` continuing `value`; long data without the interpreter's lock."""
     fast = _native_crc32() if len(data) >= _WORTH_NBYTES else None
     if fast is None:
         return zlib.crc32(data, value)
@@ -207,10 +205,7 @@ _NOTHING = CArray(None, 0)
 
 
 def native_kernels(fallback: KernelTable, threads: Callable[[], int]) -> KernelTable:
-    """`fallback` with the compiled kernels in front of it; `fallback` itself where they are not installed.
-
-    Each call of a kernel calls `threads` for the number of threads that it may use.
-    """
+    """Return compiled kernels before `fallback`, or `fallback`; `threads()` is asked at each call."""
     found = native()
     if found.library is None:
         return fallback

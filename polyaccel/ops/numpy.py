@@ -16,9 +16,8 @@ import numpy.typing as npt
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import LARGEST_CODE, ArrayMath, KernelTable, Rule, StochasticRounding, code_bits
+from polyaccel.ops.base import LARGEST_CODE, ArrayMath, KernelTable, Rule, StochasticRounding, by_op, code_bits
 from polyaccel.ops.rounding import bfloat16_bits, float16_bits, random_bits
-from polyaccel.ops.table import by_op
 
 Array = npt.NDArray[Any]
 _CHUNK_NUMEL = 1 << 16

@@ -31,10 +31,7 @@ def random_bits(key: int, start: int, numel: int) -> npt.NDArray[np.uint32]:
 
 
 def scramble(x: Any, low: Any, high: Any) -> Any:
-    """The random bits of the elements with the indices `x`, for a key with the halves `low` and `high`.
-
-    All are uint32, of numpy (then `x` is overwritten) or of JAX.
-    """
+    """Return random bits for indices `x` and key halves `low`, `high`: uint32, numpy's overwritten, or JAX."""
     x ^= low
     for round_, (shift, multiplier) in enumerate(zip(SHIFTS, MULTIPLIERS, strict=False)):
         x ^= x >> np.uint32(shift)

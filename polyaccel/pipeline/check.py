@@ -154,9 +154,7 @@ def _check_live(table: PipelineTable) -> None:
 
 
 def check_programs(programs: Programs, placement: Sequence[int]) -> None:
-    """Run the programs as stages whose sends end only when the receive has begun. Raises PipelineError for a message
-    that is sent before it is made, used before it has come, or not received in the order in which it is sent, and for
-    stages that wait for ever."""
+    """Run programs with rendezvous sends. Raises PipelineError for messages out of order, and deadlocks."""
     _check_messages(programs, tuple(placement))
     reached = [0] * len(programs)
     blocked: dict[int, StageSend | StageReceive] = {}

@@ -26,8 +26,7 @@ def write_table(table: PipelineTable) -> str:
 
 
 def read_table(path: Path) -> PipelineTable:
-    """The table of a file, checked. Stages, micro-batches and chunks are as many as its rows name, and a chunk is on
-    the stage that has its first row. Raises PipelineError with the file, and the line where one is wrong."""
+    """Read and check a file's table; sizes follow from its rows. Raises PipelineError with the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -44,8 +44,7 @@ _EQUAL = 1 + 1e-9
 
 
 def _squares(sums: Sequence[float], parts: int, bound: float) -> list[list[float]]:
-    """The least sum of squares of the weights of n parts, none above `bound`, that have all layers from a place on: by
-    n and by the place. Infinite where no split exists."""
+    """Return least sums of squares of n parts below `bound`, by n and first layer; infinite if none."""
     count = len(sums) - 1
     rows = [[inf] * count + [0.0]]
     for _ in range(1, parts):
@@ -60,8 +59,7 @@ def _squares(sums: Sequence[float], parts: int, bound: float) -> list[list[float
 
 
 def _lightest(sums: Sequence[float], parts: int) -> float:
-    """The weight of the heaviest part in the best split, by dynamic programming over the number of parts: `best[n]` is
-    that of the first n layers."""
+    """Return the best split's heaviest weight by dynamic programming: `best[n]` for n layers."""
     count = len(sums) - 1
     best = [0.0, *sums[1:]]
     for part in range(2, parts + 1):
@@ -79,9 +77,7 @@ def _lightest(sums: Sequence[float], parts: int) -> float:
 
 
 def layer_weights(method: str, names: Sequence[str], numels: Sequence[int]) -> list[float]:
-    """The weight of each layer by `partition_method`: `uniform` counts layers, `parameters` their trainable elements
-    (`numels`), `type:REGEX` those layers whose class has a name that matches, whatever the case. Raises PipelineError
-    for another method, and for an expression that matches no class."""
+    """Return layer weights by `partition_method`: uniform, parameters (`numels`), or `type:REGEX`."""
     kind, _, pattern = method.partition(":")
     if method.lower() == "uniform":
         return [1.0] * len(names)

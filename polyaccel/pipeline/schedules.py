@@ -56,8 +56,7 @@ class PipelineSchedule:
 
 
 def make_table(schedule: str, stages: int, micro_batches: int, chunks: int | None = None) -> PipelineTable:
-    """The table of a published schedule. `chunks` is how many chunks of the model each stage has (None: what the
-    schedule needs). Raises PipelineError for a name that is unknown and for numbers that do not fit."""
+    """Return a published schedule's table; `chunks` a stage (None: as needed). Raises PipelineError."""
     known = SCHEDULES.get(schedule)
     if known is None:
         names = ", ".join(SCHEDULES)
@@ -145,8 +144,7 @@ def _one_forward_one_backward(stages: int, micro_batches: int, chunks: int, stag
 
 
 def _interleaved(stages: int, micro_batches: int, chunks: int, stage: int) -> list[PipelineTask]:
-    """Both passes take micro-batches in rounds of as many as there are stages, chunk after chunk: the forward pass from
-    the stage's first chunk on, the backward pass from its last."""
+    """Order both passes in rounds of one micro-batch a stage, chunk after chunk, backward from the last."""
     order = [
         (first + index, chunk)
         for first in range(0, micro_batches, stages)

@@ -15,9 +15,7 @@ def is_file(schedule: str) -> bool:
 
 
 def select_schedule(schedule: str, stages: int, micro_batches: int, chunks: int | None = None) -> PipelineTable:
-    """The table by which `stages` train with so many micro-batches. `chunks` is how many chunks of the model each stage
-    has (None: what the schedule needs). Raises PipelineError for a name that is unknown, for numbers that do not fit,
-    and for a table that does not train."""
+    """Return the training table of `stages`; `chunks` a stage (None: as needed). Raises PipelineError."""
     table = _of_file(schedule, stages, chunks) if is_file(schedule) else None
     if table is None:
         table = make_table(schedule, stages, micro_batches, chunks)
@@ -35,8 +33,7 @@ def select_schedule(schedule: str, stages: int, micro_batches: int, chunks: int 
 
 
 def evaluation_table(schedule: str, stages: int, micro_batches: int, chunks: int | None = None) -> PipelineTable:
-    """The table by which `stages` evaluate so many micro-batches, whatever number a step has. Raises PipelineError as
-    `select_schedule`."""
+    """Return the table by which `stages` evaluate so many micro-batches."""
     table = _of_file(schedule, stages, chunks) if is_file(schedule) else None
     if table is None:
         return make_table(schedule, stages, micro_batches, chunks).forwards()
@@ -55,8 +52,7 @@ def evaluation_table(schedule: str, stages: int, micro_batches: int, chunks: int
 
 
 def chosen_placement(schedule: str, stages: int, chunks: int | None = None) -> tuple[int, ...]:
-    """The stage of each chunk, which depends on no number of micro-batches. Raises PipelineError as
-    `select_schedule`."""
+    """Return each chunk's stage, for any number of micro-batches."""
     if is_file(schedule):
         return _of_file(schedule, stages, chunks).placement
     return make_table(schedule, stages, 1, chunks).placement

@@ -87,8 +87,7 @@ class PipelineTable:
 
 
 def live_counts(tasks: Sequence[PipelineTask]) -> list[int]:
-    """After each of a stage's tasks: how many forward passes are kept for what the backward passes still need. A table
-    without backward passes keeps none."""
+    """Count forward passes kept for backward after each of a stage's tasks; none without backward."""
     if all(task.op is PipelineOp.FORWARD for task in tasks):
         return [0] * len(tasks)
     counts, live = [], 0

@@ -80,8 +80,7 @@ def _known_places(config: Config) -> tuple[Config, list[str]]:
 
 
 def _batch(config: Config, world_size: int) -> tuple[Triad, str]:
-    """Batch sizes for `world_size` ranks with their own batches, and the sentence on what was assumed (empty:
-    nothing)."""
+    """Return batch sizes for `world_size` ranks, and a sentence on what was assumed."""
     train, micro, gas = (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,

@@ -89,8 +89,7 @@ class Forecast:
     comm_s: float | None = None
 
     def fits(self, *, device_nbytes: int | None, host_nbytes: int | None) -> bool:
-        """Whether the peaks stay within the limits, replicas included; None is not a limit. A save that cannot stage
-        writes while training waits."""
+        """Return whether peaks, replicas included, stay within limits (None: no limit)."""
         left = None if host_nbytes is None else host_nbytes - self.copies.replica_nbytes
         limits = {Place.DEVICE: device_nbytes, Place.HOST: left}
         return all(limit is None or self.memory.peak_nbytes(place) <= limit for place, limit in limits.items())
@@ -99,8 +98,7 @@ class Forecast:
 def forecasts(
     config: ResolvedConfig, model: ModelShape, world_size: int, speeds: CollectiveTimings | None = None
 ) -> tuple[Forecast, ...]:
-    """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's. `speeds`
-    are those of collectives among the ranks, where they were measured."""
+    """Forecast `SETTINGS` and the config's own, by measured `speeds` of collectives if given."""
     own, copies = Setting.of(config), copies_of_state(config, model, world_size)
     found = []
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
@@ -113,8 +111,7 @@ def forecasts(
 
 
 def cheapest_first(found: Iterable[Forecast]) -> list[Forecast]:
-    """By the seconds of a step's collectives where they are known, then bytes sent in a step; of equal ones what
-    offloads less, then what leaves more of the device."""
+    """Order by collective seconds if known, bytes sent, less offload, and device memory left."""
     return sorted(
         found,
         key=lambda forecast: (

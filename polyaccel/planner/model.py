@@ -55,8 +55,7 @@ def parse_count(text: str) -> int | None:
 
 
 def shape_of_count(numel: int, dtype: DType, tensor_ranks: int = 1) -> ModelShape:
-    """A stand-in for a model of `numel` parameters: equal blocks, each a unit, of a few equal matrices. Of each of them
-    a rank has an equal part, where `tensor_ranks` share them."""
+    """Return a stand-in of `numel` parameters: equal blocks of equal matrices, shared by tensor ranks."""
     parts = BLOCKS * _PARAMS_A_BLOCK
     specs, units = [], {}
     for index in reversed(range(parts)):
@@ -94,11 +93,7 @@ class StageNeeds:
 
 
 def comm_seconds(plan: StepPlan, table: CollectiveTimings) -> float:
-    """The seconds that the collectives over the plan's buckets take one after another, none of them overlapped.
-
-    Groups of fewer ranks than were measured are taken to have the same bus bandwidth. Raises CommError for a table
-    that lacks an operation of the plan.
-    """
+    """Return seconds of the plan's collectives, none overlapped, by a measured table."""
     return sum(_seconds(each, table) for each in (*gathers_of(plan), *exchanges_of(plan)) if each.sent_nbytes)
 
 

@@ -34,7 +34,7 @@ class PassSettings:
     expert_ranks: int
     sequence_ranks: int
     cuts: CutRules
-    sequence_method: Literal["manual", "ulysses", "ring"]
+    sequence_method: Literal["manual", "ulysses", "ring", "tokenwise"]
     core_attention: str
     tiles: Mapping[str, Any] | None
     partition: str

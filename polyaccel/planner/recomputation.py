@@ -90,10 +90,7 @@ class PassCosts:
 
 
 def choose_levels(costs: PassCosts, limit: int, allowed: Iterable[Level] = Level) -> tuple[Level, ...]:
-    """The level of each call, of those `allowed`, that costs least while the peak stays within `limit` bytes.
-
-    A larger limit never costs more. Raises ConfigError where even recomputing everything needs more than the limit.
-    """
+    """Return the cheapest `allowed` level of each call with its peak within `limit` bytes."""
     options = [level for level in reversed(Level) if level in set(allowed)]  # of equal ones the simplest
     most = sum(call.nbytes + call.extra_nbytes for call in costs.calls)
     cell = max(1, most // _CELLS)  # of the model alone, so that a larger limit has the same choices and more

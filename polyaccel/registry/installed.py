@@ -72,10 +72,7 @@ def list_plugins(group: PluginGroup) -> tuple[PluginInfo, ...]:
 
 
 def find_plugin(group: PluginGroup, name: str) -> PluginInfo:
-    """The one plugin called `name`, without importing it.
-
-    Raises PluginNotFound when nothing installed has the name, PluginConflict when more than one distribution has it.
-    """
+    """Find the one plugin `name` without importing it. Raises PluginNotFound, PluginConflict."""
     return find(group, name)[0]
 
 

@@ -117,10 +117,7 @@ def _check_api(info: PluginInfo, plugin: type[Any], base: type[Any], ours: tuple
 
 
 def stated_api(plugin: type[Any], base: type[Any]) -> Any:
-    """The API_VERSION of the plugin's own classes; None when it only inherits one from the contract's package.
-
-    Plugins of that package are released together with the contract: what they inherit is right.
-    """
+    """Return the plugin's stated API_VERSION; None if inherited from the contract's package."""
     is_released_together = _top_package(plugin) == _top_package(base)
     for cls in plugin.__mro__:
         if "API_VERSION" in vars(cls) and (is_released_together or _top_package(cls) != _top_package(base)):

@@ -45,8 +45,7 @@ class PluginStatus:
 def probe_all(
     group: PluginGroup, base: type[Any], api_version: tuple[int, int], *, limit_s: float = PROBE_LIMIT_S
 ) -> tuple[PluginStatus, ...]:
-    """Load and probe every plugin of `group`. A broken one, or one that has not answered after `limit_s` seconds, is a
-    row with its traceback; only Ctrl-C is raised."""
+    """Load and probe all plugins of `group`; broken or slow ones become rows with tracebacks."""
     with suppress(ImportError):
         importlib.import_module("stevedore.driver")  # so that its import is in no plugin's time
     offers = listed(group)
@@ -57,8 +56,7 @@ def probe_all(
 
 
 def probe_plugin(info: PluginInfo, plugin: type[Any], *, limit_s: float = PROBE_LIMIT_S) -> Probe:
-    """Return the result of `plugin.probe()`. Raises PluginContractError where it raises, returns something else, or has
-    not ended after `limit_s` seconds: then it is left behind, in a thread."""
+    """Return `plugin.probe()` within `limit_s` seconds. Raises PluginContractError."""
 
     def ask() -> Probe:
         try:
@@ -111,8 +109,7 @@ def _broken(
 
 
 def _own_traceback(cause: BaseException) -> str:
-    """The traceback of `cause` from the first frame that is neither the import system's, stevedore's nor ours; where a
-    plugin is that has not ended."""
+    """Return `cause`'s traceback without frames of imports, stevedore and ours."""
     if isinstance(cause, DeadlineExceeded):
         return "".join(traceback.format_list([each for each in cause.stack if not _is_machinery(each.filename)]))
     frames = cause.__traceback__

@@ -360,10 +360,7 @@ def call_with(engine: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss among a module's outputs: the tensor itself, `outputs.loss`, `outputs["loss"]`, or the first of a tuple.
-
-    Raises PolyaccelError when there is none.
-    """
+    """Return the loss: the tensor, `outputs.loss`, `outputs["loss"]`, or the first of a tuple."""
     found = outputs
     if isinstance(outputs, Mapping):
         found = outputs.get("loss")

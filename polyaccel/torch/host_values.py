@@ -10,7 +10,6 @@ import torch
 
 @contextmanager
 def host_values() -> Iterator[None]:
-    """Inside (or in a function that this decorates) no mode of torch's sees what is computed: what the host decides by
-    has values also in a pass of tensors without any (`polyaccel plan`)."""
+    """Hide inside computations from torch's modes: decisions of the host need values even in fake passes."""
     with torch._C._DisableTorchDispatch():
         yield

@@ -36,7 +36,14 @@ from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
 from polyaccel.torch.sharding.sharded import require_unsharded
 from polyaccel.torch.tensor_parallel.megatron_compat import mesh_sizes, require_groups
 from polyaccel.torch.verify.first_step import FirstStepProof
-from polyaccel.torch.verify.runs import ALWAYS_ON, plain_run, record_engine, verified_config
+from polyaccel.torch.verify.runs import (
+    ALWAYS_ON,
+    attributes_before,
+    plain_run,
+    record_engine,
+    unstaged,
+    verified_config,
+)
 from polyaccel.verify.variant import active_run
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -84,7 +91,13 @@ def initialize(
     runtime.apply_to_process()
     require_unsharded(model)
     if run is not None and run.variant.is_plain:
-        return plain_run(run, model, runtime, optimizer, model_parameters, training_data, collate_fn, lr_scheduler)
+        classes, of_data = (engine_class, pipeline_engine_class), (training_data, collate_fn)
+        return plain_run(run, model, runtime, optimizer, model_parameters, *of_data, lr_scheduler, *classes)
+    everything, attributes = runtime, attributes_before(run, model)
+    if run is not None and "pipeline" in run.variant.without and runtime.mesh.has_several("pipe"):
+        model, model_parameters, runtime, engine_class = unstaged(
+            model, runtime, optimizer, model_parameters, pipeline_engine_class
+        )
     has_own_mesh = mpu is not None or mesh_param is not None
     proof = None
     if run is None:
@@ -106,7 +119,7 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     if run is not None:
-        record_engine(run, engine)
+        record_engine(run, engine, everything, attributes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

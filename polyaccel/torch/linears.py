@@ -119,8 +119,7 @@ class MatmulKernels:
 
 @torch.library.custom_op("polyaccel::linear", mutates_args=())
 def _watched_product(x: Tensor, weight: Tensor, bias: Tensor | None, products: int) -> Tensor:
-    """The product of matrices as an operation that torch's dispatch modes see, for example those that keep the results
-    of chosen operations while all else is recomputed, or count operations."""
+    """Multiply matrices as an operation that torch's dispatch modes see (selective recomputation, counts)."""
     return _WATCHED[products].forward(x, weight, bias)
 
 
@@ -247,8 +246,7 @@ class Linears:
 
 
 def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice: MatrixChoice) -> KernelTable:
-    """The kernels that every rank has chosen, because ranks that computed differently would round differently.
-    Collective."""
+    """Return the kernels that every rank chose: others would round differently. Collective."""
     table = accelerator.matrix_kernels(choice)
     every = communicator.all_gather_object((choice, [op.name for op in table]))
     if len({stated for stated, _ in every}) > 1:

@@ -58,8 +58,7 @@ def random_copy(
 
 @contextmanager
 def unchanged_generators() -> Iterator[None]:
-    """Compute with real tensors, also within an estimate on fake ones, and give torch's generator of the host, Python's
-    and numpy's back the states that they had."""
+    """Compute with real tensors, even in a fake pass, then restore the generators of torch, Python and numpy."""
     with unset_fake_temporarily():
         python, host, arrays = random.getstate(), torch.get_rng_state(), np.random.get_state()
         try:

@@ -1,15 +1,16 @@
 """`Variant`: how a program runs in one of the runs of a verification, and what it records.
 
 [Note: Shadow runs]
-A verification runs the user's whole program several times for a few optimizer steps: as plain torch, as plain torch
-with weights moved by one unit in the last place, and with the engine. Every run has the same ranks and batches, in
-float32, because the rewrites are the same there. The plain runs hold the whole model on each rank and average whole
+A verification runs the user's whole program several times for a few optimizer steps: as plain torch, twice as plain
+torch with weights moved by one unit in the last place, and with the engine. Every run has the same ranks and batches,
+in float32, because the rewrites are the same there. The plain runs hold the whole model on each rank and average whole
 gradients, so no rewrite acts in them. Their spread is the tolerance of each quantity. Where the engine differs, further
 runs with one rewrite off find the one to blame.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ VARIABLE = "POLYACCEL_VERIFY"
 of `CHOICES`, which goes before `verify` of the config."""
 CHOICES = ("auto", "always", "off")
 
+_FACTS = "facts"
 Array = npt.NDArray[Any]
 
 
@@ -45,10 +47,16 @@ class Variant:
     """Whether plain torch takes the place of the engine."""
     moved: int = 0
     """Units in the last place by which weights are moved before the first step: -1, 0 or 1."""
+    reorders: bool = False
+    """Whether products are added up in another order."""
+    is_double: bool = False
+    """Whether a plain run computes in float64."""
     without: tuple[str, ...] = ()
     """Rewrites that are off, by name."""
     steps: int = 2
     """Optimizer steps of each engine that are recorded."""
+    engines: int = 1
+    """How many engines the script makes at least, one after the other."""
     folder: str | None = None
     """Folder for the records of processes; None keeps them in memory."""
     bins: int = 0
@@ -74,10 +82,17 @@ class Record:
     """Whole tensors by `step/kind/name`; see `polyaccel.verify.compare`."""
     acted: dict[str, int] = field(default_factory=dict)
     """How many modules and parameters each rewrite changed, by its name."""
+    order: list[str] = field(default_factory=list)
+    """Parameters and buffers in the order in which their modules ended their first forward pass."""
+    events: list[str] = field(default_factory=list)
+    """Updates in the order in which they were recorded: number of the engine, a slash and the step."""
     engines: int = 0
     """How many engines were made on this rank."""
     unfinished: int = 0
     """How many of them have steps left to record."""
+    is_written: bool = False
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What the engines of this rank have in common while they run."""
 
     def add(self, step: int, kind: str, name: str, value: Any) -> None:
         """Record one quantity of a step. Floats are kept in float32 or wider."""
@@ -86,16 +101,18 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Write the record to a file of `folder` that only this rank writes."""
-        arrays: dict[str, Any] = {**self.values, "acted": np.array(json.dumps(self.acted))}
+        facts = {"acted": self.acted, "order": self.order, "events": self.events}
+        arrays: dict[str, Any] = {**self.values, _FACTS: np.array(json.dumps(facts))}
         np.savez(folder / f"rank{self.rank}.npz", **arrays)
+        self.is_written = True
 
     @staticmethod
     def read(file: Path) -> Record:
         """Return the record that `write` left in `file`."""
         with np.load(file, allow_pickle=False) as found:
-            values = {name: found[name] for name in found.files if name != "acted"}
-            acted = json.loads(str(found["acted"]))
-        return Record(int(file.stem.removeprefix("rank")), values, acted)
+            values = {name: found[name] for name in found.files if name != _FACTS}
+            facts = json.loads(str(found[_FACTS]))
+        return Record(int(file.stem.removeprefix("rank")), values, **facts)
 
 
 @dataclass(slots=True)
@@ -111,11 +128,27 @@ class ActiveRun:
         with self._lock:
             return self.records.setdefault(rank, Record(rank))
 
+    def end_engine(self, rank: int) -> None:
+        """Count an engine of `rank` whose steps are recorded. Raises VerificationEnd if it was the last one."""
+        record = self.record_of(rank)
+        record.unfinished -= 1
+        if record.unfinished == 0 and record.engines >= self.variant.engines:
+            self.end(rank)
+
     def end(self, rank: int) -> None:
         """Keep the record of `rank`. Raises VerificationEnd."""
-        if self.variant.folder is not None:
-            self.record_of(rank).write(Path(self.variant.folder))
+        self._write(self.record_of(rank))
         raise VerificationEnd(0)
+
+    def end_process(self) -> None:
+        """Keep the records of a script that has ended while some engine, but not all, had steps left."""
+        for record in self.records.values():
+            if record.unfinished < record.engines and not record.is_written:
+                self._write(record)
+
+    def _write(self, record: Record) -> None:
+        if self.variant.folder is not None:
+            record.write(Path(self.variant.folder))
 
 
 _active: ActiveRun | None = None
@@ -138,6 +171,7 @@ def active_run(environment: Mapping[str, str] | None = None) -> ActiveRun | None
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if _active is None and text.startswith("{"):
         _active = ActiveRun(Variant.from_json(text))
+        atexit.register(_active.end_process)
     return _active
 
 

@@ -52,12 +52,16 @@ def flush_reductions(step: ZeroEngine, fqn: str) -> bool:
     return step.reducer.gradients_of(fqn)[0].holds_result and fqn in step.agree_on_arrivals().params
 
 
-def read_whole(step: ZeroEngine, fqn: str, kind: str) -> Buffer:
-    """All of a parameter's state of one kind, flat, in float32 (or float64). Collective where it is sharded."""
+def read_whole(step: ZeroEngine, fqn: str, kind: str, agreed: DType | None = None) -> Buffer:
+    """All of a parameter's state of one kind, flat, in float32 (or float64). Collective where it is sharded.
+
+    `agreed` is the type of an optimizer state that all ranks know to be there."""
     place, slot = step.params.locate(fqn)
     holders = step.holders(fqn)
     is_complete = place.master.numel == place.bucket.numel or not slot.param.numel
-    if kind in (PARAM, GRAD) or is_complete:
+    if agreed is not None:
+        dtype = agreed
+    elif kind in (PARAM, GRAD) or is_complete:
         dtype = _source(step, place.bucket.index, fqn, kind).dtype
     else:
         dtype = _agreed_type(step, place.bucket.index, fqn, kind)

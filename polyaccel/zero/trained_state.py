@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.zero.buckets.replicas import Replica
+from polyaccel.zero.buckets.bucket_params import Replica
 from polyaccel.zero.plan.layout import ShardLayout, Slot
 from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.optimizer_step import StepResult

@@ -13,7 +13,7 @@ from fault_table import TABLE, Ends
 from one_value import left_behind, save, value_of
 
 from polyaccel.checkpoint import list_checkpoints
-from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.retention import Retention
 from polyaccel.errors import CheckpointError
 
 NEWEST = Ends("a warning that names the file and the tag taken instead", "the newest whole checkpoint", code="0")

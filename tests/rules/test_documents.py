@@ -12,35 +12,33 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ANY_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 RUN_ELSEWHERE = {
-    "torchrun --standalone --nproc-per-node 2 examples/gpt/train.py": "tests/procs/examples/test_example_gpt_runs.py",
-    "mpirun -n 2 python examples/gpt/train.py": "tests/procs/comm/test_discovery_launchers.py",
-    "srun -n 2 python examples/gpt/train.py": "tests/procs/comm/test_discovery_launchers.py",
-    "polyaccel run --nproc 2 examples/cifar10/train.py": "tests/procs/examples/test_example_cifar10_runs.py",
+    "pip install -e '.[torch]'": "tests/builds/environments/test_bare_environments.py",
+    "pip install ./plugins/polyaccel-deepspeed": "tests/builds/dropin/test_dropin_installed.py",
+    "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json": (
+        "tests/builds/documents/test_docs_code.py"
+    ),
+    "polyaccel plugins new acme --kind accelerator": "tests/builds/documents/test_docs_code.py",
+    "pip install ./polyaccel-acme": "tests/builds/documents/test_docs_code.py",
+    "polyaccel plugins check acme --kind accelerator": "tests/builds/plugins/test_plugins_new.py",
 }
 """Commands that another test runs."""
 MAKE = {
-    "make train": "polyaccel run --nproc 2 examples/gpt/train.py",
+    "make train": "examples/gpt/train.py",
     "make check": "tests/unit",
     "make test": "python -m pytest",
     "make test-builds": "python -m pytest",
     "make lint": "ruff check .",
 }
 """Targets, which would make an environment, and a command that is part of each. CI runs all but the first in full."""
-SETUP = {". .venv/bin/activate", ".venv/bin/pre-commit install"}
-"""Commands that only prepare the reader's shell or clone."""
+SETUP = {".venv/bin/pre-commit install"}
+"""Commands that only prepare the reader's clone."""
 PYTEST = ".venv/bin/python -m pytest "
 """How a document runs some tests; which ones is checked here, and `make test` runs them."""
 PATH = re.compile(r"`((?:polyaccel|plugins|tests|csrc|docs)/[\w./-]+|[\w-]+\.(?:toml|lock|yml|md))`")
 """A file or folder of the project, as CONTRIBUTING writes it."""
-
-
-MADE_BY_MKDOCS = {
-    *(ROOT / "docs" / "reference" / name for name in ("config.md", "check.md", "notes.md")),
-    ROOT / "docs" / "compatibility.md",
-}
-"""Pages that docs/generate/hooks.py makes while the site is built."""
 
 
 def commands() -> set[str]:
@@ -58,8 +56,7 @@ def run_in_builds() -> set[str]:
         for node in module.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "RUN"
     )
-    assert isinstance(table, ast.Dict)
-    return {ast.literal_eval(key) for key in table.keys if key is not None}
+    return set(ast.literal_eval(table))
 
 
 def test_every_command_is_run_somewhere() -> None:
@@ -87,10 +84,23 @@ def test_make_makes_its_environment_when_it_is_missing(tmp_path: Path) -> None:
 
 
 def test_every_file_that_a_document_links_to_exists() -> None:
-    for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")):
-        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", FENCE.sub("", document.read_text(encoding="utf-8")))
-        files = {(document.parent / link).resolve() for link in links if "://" not in link}
-        assert [str(file) for file in files - MADE_BY_MKDOCS if not file.exists()] == [], document
+    for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md", "recipes/*.md"):
+        for document in ROOT.glob(pattern):
+            assert _dead_links(document) == [], document
+
+
+def _dead_links(document: Path) -> list[str]:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", ANY_FENCE.sub("", document.read_text(encoding="utf-8")))
+    files = [(document.parent / link).resolve() for link in links if "://" not in link]
+    return [str(file) for file in files if not file.exists()]
+
+
+def test_every_error_in_the_page_on_troubleshooting_is_one_of_ours() -> None:
+    page = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text(encoding="utf-8")
+    errors = re.findall(r"^\| `([^`]+)`[^|]* \|", page, re.MULTILINE)
+    code = "\n".join(file.read_text(encoding="utf-8") for file in ROOT.glob("polyaccel/**/*.py"))
+    assert len(errors) > 5
+    assert [error for error in errors if error not in code] == []
 
 
 def test_the_page_on_packages_has_each_folder() -> None:

@@ -153,6 +153,14 @@ def test_sentences_are_short(name: str) -> None:
     assert nine_of_ten <= NINE_OF_TEN
 
 
+def test_readme_is_read_at_a_glance() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    assert figures(sentences_of(readme))[1] <= 12
+    assert max(map(words, blocks_of_markdown(text))) <= 80
+
+
 def test_a_long_sentence_is_counted() -> None:
     long = " ".join(["Word"] * 40)
     assert figures([*sentences(f"Short one here. {long}. Short again.")]) == (3, 3, 40, 1)

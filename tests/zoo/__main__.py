@@ -31,11 +31,14 @@ def main() -> None:
     parser.add_argument(
         "--file", type=Path, default=ROOT / "build" / "zoo" / "rows.jsonl", help="rows, as lines of JSON"
     )
+    parser.add_argument(
+        "--again", nargs="*", default=(), metavar="RESULT", help="run rows with these results again, such as refused"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/zoo.md from the rows, and train nothing")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     if not arguments.page:
-        walk([one for one in entries() if arguments.only in one.key], arguments.file, arguments.jobs)
+        walk([one for one in entries() if arguments.only in one.key], arguments.file, arguments.jobs, arguments.again)
     if arguments.page or not arguments.only:
         text = page(rows_of(arguments.file), date.today())
         (ROOT / "docs" / "zoo.md").write_text(text, encoding="utf-8")

@@ -300,9 +300,8 @@ def test_a_wrong_rewrite_is_found_and_blamed(name: str, monkeypatch: pytest.Monk
     planted(monkeypatch, plant)
     proof = proof_of(plant.rewrite)
     assert not proof.is_proven
-    # Without its stages, a run over the mesh of a pipeline does not train the program: a fault is found only.
-    assert proof.blamed == (plant.rewrite.name,) or (plant.rewrite is PipelineBlocks and not proof.blamed)
-    found = [one.name for one in proof.findings if one.step == 0 and one.kind != "norm"]
+    assert proof.blamed == (plant.rewrite.name,)
+    found = [one.parameter for one in proof.findings if one.step == 0 and one.kind != "norm"]
     assert any(one.startswith(plant.named) for one in found), found
     if plant.alone:
         assert set(found) == {plant.named}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,7 @@ def entries() -> list[Entry]:
             if name not in seen and each in CONFIG_MAPPING:
                 seen.add(name)
                 rows[kind].append(Entry(kind, each, name))
+        rows[kind].sort(key=lambda one: zlib.crc32(one.name.encode()))  # no family before another
     # The kinds are mixed, so that a walk that is cut short has some of each.
     placed = [((at + 0.5) / len(row), kind, one) for kind, row in rows.items() for at, one in enumerate(row)]
     return [one for *_, one in sorted(placed, key=lambda each: each[:2])]
@@ -79,7 +81,7 @@ def _is_own(kind: str, name: str) -> bool:
     return name.lower().startswith(kind.replace("_", "").replace("-", ""))
 
 
-def build(entry: Entry, steps: int = 3) -> Tiny:
+def build(entry: Entry, steps: int = 2) -> Tiny:
     """Return the first small model that plain torch can train. Raises NotBuilt."""
     reasons = []
     for shrunk, make in _configs(entry):

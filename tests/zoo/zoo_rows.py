@@ -1,4 +1,4 @@
-"""Rows of the zoo: three steps of a tiny model under each mesh, compared with plain torch in one process."""
+"""Rows of the zoo: two steps of a tiny model under each mesh, compared with plain torch in one process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ from polyaccel.verify.variant import Array, Variant
 
 CLOSE = 1e-5
 """Differences up to this share of a tensor's largest value are equal, where plain runs agree better than that."""
-STEPS = 3
+STEPS = 2
 _BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
     "gradient_clipping": 1.0,
 }
+_HINTS = (
+    ("tiled_compute", "mlp", False),
+    ("tiled_compute", "loss", False),
+    ("sequence_parallel", "method", "tokenwise"),
+)
+"""What refusals propose, by section and key of the config: such a row is trained once more."""
 _LOCK = threading.Lock()
 
 
@@ -86,6 +92,8 @@ class Row:
     """The largest difference in spreads of plain runs."""
     acted: int = 0
     """Modules and parameters that the rewrite changed."""
+    hint: str = ""
+    """What the config has in addition, as a refusal proposed."""
 
 
 class Comparison:
@@ -112,20 +120,19 @@ class Comparison:
         mesh = MESHES[name]
         if not self.tiny.has_loss and ("pipeline" in mesh.config or mesh.only_texts):
             return Row(name, "no loss", "the model has no loss of its own")
-        row = self._trained(name, mesh, {})
-        if "tiled_compute" not in mesh.config:
-            return row
-        for without in ("mlp", "loss"):  # a refusal's hint is to leave one of the two as it is
-            if row.result == "refused" and (other := self._trained(name, mesh, {without: False})).result != "refused":
-                other.detail = f"{other.detail} (with tiled_compute.{without} false)".strip()
+        row = self._trained(name, mesh, mesh.config)
+        for section, key, value in _HINTS:
+            if row.result != "refused" or key not in row.detail or section not in str(mesh.config):
+                continue
+            config = {**mesh.config, section: {**mesh.config.get(section, {}), key: value}}
+            other = self._trained(name, mesh, config)
+            if other.result != "refused":
+                other.detail = f"{other.detail} (with {section}.{key} {value})".strip()
+                other.hint = f"{section}.{key} {value}"
                 return other
-            row = other if row.result == "refused" else row
         return row
 
-    def _trained(self, name: str, mesh: Mesh, tiles: Mapping[str, bool]) -> Row:
-        config = dict(mesh.config)
-        if tiles:
-            config["tiled_compute"] = {**config["tiled_compute"], **tiles}
+    def _trained(self, name: str, mesh: Mesh, config: Mapping[str, Any]) -> Row:
         try:
             values, acted = self._values(mesh.ranks, config, mesh.data_ranks, Variant("engine", steps=STEPS))
         except (CommError, InvariantError) as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ _AGAIN = 3
 """Exit code of a process whose ranks hang: another one runs the rows that are left."""
 
 
-def walk(entries: Iterable[Entry], file: Path, jobs: int = 1) -> None:
-    """Append the rows of `entries` to `file`, except those that it has."""
+def walk(entries: Iterable[Entry], file: Path, jobs: int = 1, again: Collection[str] = ()) -> None:
+    """Append the rows of `entries` to `file`, except those that it has; those with a result of `again` run again."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    if again:
+        _forget(file, again)
+    begun = {row["model"] for row in rows_of(file)}
     left = [one for one in entries if one.key not in done(file)]
+    left.sort(key=lambda one: one.key not in begun)
     _import_all()
     running: dict[int, tuple[Entry, Path]] = {}
     while left or running:
@@ -58,6 +63,7 @@ def walk(entries: Iterable[Entry], file: Path, jobs: int = 1) -> None:
 def _import_all() -> None:
     """Train one model, so that processes inherit every module that this imports."""
     torch.set_num_threads(1)
+    sys.setswitchinterval(0.02)  # of ranks that are threads most wait, and only one at a time computes in Python
     comparison = Comparison(build(Entry("causal", "mixtral", "MixtralForCausalLM")))
     for mesh in comparison.meshes():
         comparison.row(mesh)
@@ -69,6 +75,16 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
         return []
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return list({(row["model"], row["mesh"]): row for row in rows}.values())
+
+
+def _forget(file: Path, results: Collection[str]) -> None:
+    """Take the rows with these results out of a file, and their models' marks that all rows are there."""
+    rows = rows_of(file)
+    open_ = {row["model"] for row in rows if row["result"] in results}
+    kept = [
+        row for row in rows if row["result"] not in results and not (row["mesh"] == "all" and row["model"] in open_)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
 
 def done(file: Path) -> set[str]:

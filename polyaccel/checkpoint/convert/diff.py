@@ -52,8 +52,7 @@ class Difference:
 
 
 def difference(one: CheckpointReader, other: CheckpointReader, progress: Callable[[int], None]) -> Difference:
-    """Compare the tensors run by run, in the memory of two runs; `progress` receives the bytes read of each run of
-    `one`. Raises CheckpointError where one of them is damaged."""
+    """Compare tensors run by run, in the memory of two runs; `progress` receives the bytes read of `one`."""
     ours = {(tensor.fqn, tensor.kind): tensor for tensor in one.tensors()}
     theirs = {(tensor.fqn, tensor.kind): tensor for tensor in other.tensors()}
     both = [_compared(one, ours[key], other, theirs[key], progress) for key in sorted(ours) if key in theirs]

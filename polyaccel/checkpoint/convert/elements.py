@@ -97,8 +97,7 @@ class SourceBuffer(CountedBuffer):
 
 
 def runs(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
-    """The tensor's elements as (start, length), in order, cut where its pieces are: reading run by run reads each piece
-    once."""
+    """Return the tensor's elements as (start, length), cut so that reading run by run reads each piece once."""
     if tensor.is_cut:
         yield 0, tensor.numel
     else:
@@ -120,8 +119,7 @@ def as_numbers(data: npt.NDArray[np.uint8], dtype: DType) -> Array:
 
 
 def converted(data: npt.NDArray[np.uint8], source: DType, target: DType) -> npt.NDArray[np.uint8]:
-    """The bytes of the same numbers in another floating type, rounded to nearest even; too large ones are infinite.
-    Raises CheckpointError where one of the types is not floating."""
+    """Convert bytes to another floating type, rounded to nearest even; overflow becomes infinite."""
     if source is target:
         return data
     if not (source.is_floating and target.is_floating):

@@ -44,8 +44,7 @@ class ExportTensor:
         return self.tensor.numel * self.dtype.itemsize
 
     def chunks(self, progress: Progress) -> Iterator[bytes]:
-        """The elements in order, verified and converted, in the memory of a piece. Raises CheckpointError where
-        they are damaged."""
+        """Yield verified, converted elements in order, in the memory of a piece."""
         for start, length in runs(self.tensor):
             data = converted(read(self.reader, self.tensor, start, length), self.tensor.dtype, self.dtype)
             progress(data.nbytes)
@@ -53,11 +52,7 @@ class ExportTensor:
 
 
 def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) -> tuple[ExportTensor, ...]:
-    """The tensors of these `kinds`, sorted by name, the floating ones as `dtype` (None: as they were saved).
-
-    A tied weight was saved once, under its first name. Raises CheckpointError where nothing is of a kind, or two kinds
-    have a tensor of one name.
-    """
+    """Return the tensors of `kinds`, sorted by name, floating ones as `dtype` (None: as saved); tied ones once."""
     found = {kind: [tensor for tensor in reader.tensors() if tensor.kind == kind] for kind in kinds}
     held = sorted({tensor.kind for tensor in reader.tensors()})
     for kind, tensors in found.items():
@@ -118,8 +113,7 @@ def index_of(files: Sequence[Sequence[ExportTensor]], names: Sequence[str]) -> d
 
 @contextmanager
 def mapped(folder: Path, tensors: Sequence[ExportTensor], progress: Progress) -> Iterator[list[npt.NDArray[np.uint8]]]:
-    """The bytes of the tensors, for libraries that want all at once: in a file in `folder`, mapped into memory, so that
-    the system may drop what it needs the room for. The file is gone when the block is left."""
+    """Yield all tensors' bytes in a mapped file in `folder`, which is deleted afterwards."""
     with TemporaryDirectory(prefix=".export-", dir=folder) as scratch:
         path, starts = Path(scratch, "tensors"), list[int]()
         with path.open("wb") as file:

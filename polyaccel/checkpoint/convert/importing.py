@@ -125,8 +125,7 @@ class Incoming:
 
 
 def imported(incoming: Incoming, directory: str, tag: str, origin: str, progress: Callable[[int], None]) -> Commit:
-    """Write `incoming` as the checkpoint `tag`, in the memory of 16 MiB next to what its source takes; `origin` is
-    recorded in the checkpoint's `about`. Raises CheckpointError where a tensor comes twice or cannot be read."""
+    """Write `incoming` as the checkpoint `tag`, in 16 MiB next to its source; `about` records `origin`."""
     seen: set[tuple[str, str]] = set()
     for tensor in incoming.tensors:
         if (tensor.fqn, tensor.kind) in seen:

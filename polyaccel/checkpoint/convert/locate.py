@@ -67,8 +67,7 @@ def opened(place: str, tag: str | None = None, storage: str | None = None) -> Ch
 
 
 def listed(place: str, storage: str | None = None) -> tuple[TagStatus, ...]:
-    """Every tag of the directory, newest first. Raises CheckpointError where there are none, which names the folders in
-    it that are directories of checkpoints: those are no tags."""
+    """List every tag of the directory, newest first."""
     at, tag = split(place, None, storage)
     found = [status for status in list_checkpoints(at) if tag in (None, status.tag)]
     problems = {status.tag for status in found if status.problem}

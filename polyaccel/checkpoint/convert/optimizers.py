@@ -43,10 +43,7 @@ _SETTINGS: Mapping[str, frozenset[str]] = {
 
 
 def family_of(states: Collection[str], keys: Collection[str]) -> str | None:
-    """The family of optimizers that keep `states` (without counts) and have groups with these `keys`.
-
-    None for an unknown one: torch's names are unique, those of others may mean another formula.
-    """
+    """Return the optimizer family that keeps `states` and has groups with these `keys`; None if unknown."""
     held, known = set(states) - {STEP}, set(keys) - _COMPUTATION - _LABELS
     family = _by_states(held, known)
     return family if family is not None and known <= _SETTINGS[family] else None

@@ -18,11 +18,7 @@ _OF_A_RANK = "rng."
 def resharded(
     reader: CheckpointReader, directory: str, tag: str, ranks: int, progress: Callable[[int], None]
 ) -> Commit:
-    """Write the checkpoint as files of `ranks` ranks with as many elements of each tensor as possible, in the memory of
-    32 MiB a rank. Another number of ranks than it was saved by has no states of random generators.
-
-    Raises CheckpointError for damage, and for fewer ranks than one.
-    """
+    """Write the checkpoint as files of `ranks` ranks; generator states only for as many ranks as before."""
     if ranks < 1:
         raise CheckpointError(f"{ranks} ranks cannot write a checkpoint", hint="give --ranks 1 or more", value=ranks)
 

@@ -29,8 +29,7 @@ def checked_nbytes(reader: CheckpointReader) -> int:
 
 
 def verified(reader: CheckpointReader, progress: Callable[[int], None]) -> Verdict:
-    """Read every piece of every tensor once, and every rank's own states; `progress` receives the bytes of each piece.
-    Memory is that of a piece."""
+    """Read every piece and every rank's states once, in the memory of a piece; `progress` receives bytes."""
     begin, nbytes, elsewhere_nbytes, damages = perf_counter(), 0, 0, list[str]()
     files = {piece.file for tensor in reader.tensors() for piece in tensor.pieces}
     absent = {file for file in files if reader.is_elsewhere(file)}

@@ -16,10 +16,12 @@ checkpoint or the new one, whole. The old folder goes only after that, and `late
 from __future__ import annotations
 
 import json
+import re
+import socket
 import zlib
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from polyaccel.checkpoint.format.identity import place_id
 from polyaccel.checkpoint.format.manifest import FORMAT, Manifest, check_format
 from polyaccel.checkpoint.parsing import CommitTree, json_object, parsed
 from polyaccel.checkpoint.storage.base import Storage
@@ -30,6 +32,9 @@ MARKER = "commit.json"
 MANIFEST = "manifest.json"
 _MOST_NBYTES = 65536
 """Longer markers and `latest` are not ours, and are not read."""
+NOTE = "place.json"
+_ID = re.compile(r"[0-9a-f]{16}")
+_MOST_NOTE_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,7 @@ def read_commit(storage: Storage, tag: str) -> Commit | None:
 
 
 def read_manifest(storage: Storage, commit: Commit) -> Manifest:
-    """Read and verify the manifest that a marker names, and see that every file that belongs into this storage has its
-    length. Raises CheckpointError."""
+    """Read and verify the manifest that a marker names, and the lengths of this storage's files."""
     path = f"{commit.folder}/{MANIFEST}"
     _check_size(storage, path, commit.manifest_nbytes)
     data = storage.read(path, 0, commit.manifest_nbytes)
@@ -120,7 +124,7 @@ def read_manifest(storage: Storage, commit: Commit) -> Manifest:
 
 
 def write_commit(storage: Storage, commit: Commit) -> None:
-    """Let the tag's marker name this save from now on."""
+    """Commit a checkpoint: replace the marker of its tag, which names this save from now on."""
     storage.write(f"{commit.tag}/{MARKER}", [commit.to_bytes()])
 
 
@@ -145,3 +149,26 @@ def _check_size(storage: Storage, path: str, nbytes: int) -> None:
     if found != nbytes:
         what = "is missing" if found is None else f"has {found:,} of {nbytes:,} bytes"
         raise CheckpointError(f"{path} in {storage.location} {what}", value=path)
+
+
+def place_id(storage: Storage) -> str:
+    """The identity of the place that `storage` is; empty where it has none."""
+    found = read_note(storage).get("id")
+    return found if isinstance(found, str) and _ID.fullmatch(found) else ""
+
+
+def read_note(storage: Storage) -> dict[str, Any]:
+    """Return the file's content; nothing where it is missing or not ours."""
+    nbytes = storage.size(NOTE)
+    if nbytes is None:
+        return {}
+    try:
+        return json_object(storage.read(NOTE, 0, min(nbytes, _MOST_NOTE_NBYTES)), NOTE)
+    except CheckpointError:  # no note of ours, which are whole
+        return {}
+
+
+def write_note(storage: Storage, identity: str, proof: str = "") -> None:
+    """Give a storage an identity. `proof` is new each time that ranks want to see whether they see the same file."""
+    note = {"id": identity, "host": socket.gethostname(), "proof": proof}
+    storage.write(NOTE, [json.dumps(note).encode("ascii")])

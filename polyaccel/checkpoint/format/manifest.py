@@ -11,9 +11,9 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
-from polyaccel.checkpoint.format.scalars import decode_plain, encode_plain
 from polyaccel.checkpoint.format.tensors import TensorEntry
 from polyaccel.checkpoint.parsing import ManifestTree, json_object, not_understood, parsed
+from polyaccel.core import tagged_json
 from polyaccel.errors import CheckpointError
 
 FORMAT = (2, 0)
@@ -150,8 +150,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, what: str = "the manifest") -> Manifest:
-        """The inverse of `to_json`. Raises CheckpointError, naming `what`, for bytes that are not a manifest this
-        version can read, and for one that was changed after it was written."""
+        """Parse and verify a manifest; errors name it `what`."""
         tree = json_object(data, what)
         version = check_format(tree.get("format"), what)
         digest = tree.pop("digest", None)
@@ -201,3 +200,23 @@ def _json(tree: dict[str, Any]) -> bytes:
 
 def _digest(tree: dict[str, Any]) -> str:
     return sha256(_json(tree)).hexdigest()
+
+
+def encode_plain(value: Any, where: str) -> Any:
+    """`plain.to_tree`. Raises CheckpointError, naming the dotted key and the type, for anything but plain values."""
+    try:
+        return tagged_json.encode(value, where)
+    except tagged_json.SerializationError as error:
+        raise CheckpointError(
+            f"a checkpoint cannot hold this: {error.message}", hint=error.hint, value=error.value
+        ) from error
+
+
+def decode_plain(tree: Any) -> Any:
+    """The inverse of `encode_plain`. Raises CheckpointError for a tree that it does not make."""
+    try:
+        return tagged_json.decode(tree)
+    except tagged_json.SerializationError as error:
+        raise CheckpointError(
+            f"the manifest holds {error.message}", hint=error.hint or "load another tag", value=error.value
+        ) from error

@@ -153,8 +153,7 @@ class FileLayout:
 
     @classmethod
     def plan(cls, name: str, pieces: Sequence[PieceSpec], blobs: Mapping[str, int]) -> FileLayout:
-        """Lay out the file `name`: first the pieces, then the blobs, whose lengths these are. Raises CheckpointError
-        for a piece that is given twice."""
+        """Lay out the file `name`: first the pieces, then the blobs of these lengths."""
         tensors: dict[str, Any] = {"__metadata__": {"format": "polyaccel"}}
         placed, at = list[FileSegment](), 0
 

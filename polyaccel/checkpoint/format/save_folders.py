@@ -66,8 +66,7 @@ def new_folder(storage: Storage, tag: str) -> str:
 
 
 def own_save(owned: ExitStack, storage: Storage, tag: str, folder: str, owner: ProcessIdentity) -> None:
-    """Write the note of `owner`, this process or one that writes for it, into a new folder for a save of `tag`. It
-    counts as saving until `owned` is closed."""
+    """Write `owner`'s note into a new folder for a save of `tag`; it counts as saving until `owned` is closed."""
     if owner != ProcessIdentity.me():
         _writers.add(owner)
     hold(owned, storage, f"{tag}/{folder}")
@@ -94,11 +93,7 @@ def note_owner(storage: Storage, folder: str, owner: ProcessIdentity) -> None:
 
 
 def clear_leftovers(storage: Storage, tag: str | None = None) -> None:
-    """Delete what will not be finished or read, under `tag` or everywhere: unfinished files and folders of dead
-    processes, and saves that were replaced.
-
-    What cannot be deleted wastes room, but does no harm, and is logged.
-    """
+    """Delete unfinished and replaced saves, under `tag` or everywhere; log what cannot be deleted."""
     try:
         storage.clear_unfinished()
         for each in tag_names(storage) if tag is None else (tag,):

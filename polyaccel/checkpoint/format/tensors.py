@@ -68,8 +68,7 @@ class TensorEntry:
         return any(piece.block is not None for piece in self.pieces)
 
     def touched(self, block: Block | None, start: int, length: int) -> Iterator[tuple[Piece, tuple[Copy, ...]]]:
-        """The pieces that hold elements [start, start + length) of `block` (None: of the whole tensor), each with the
-        copies that bring its part of them there."""
+        """Yield the pieces that hold the range of `block` (None: whole tensor), with the copies that bring it there."""
         wanted, whole, run = block or Block.whole(self.shape), Block.whole(self.shape), (start, length)
         for piece in self.pieces:
             copies = tuple(overlaps(piece.block or whole, (piece.start, piece.length), wanted, run))
@@ -142,10 +141,7 @@ class TensorEntry:
 
 
 def build_tensors(found: Iterable[tuple[int, TensorEntry]]) -> tuple[TensorEntry, ...]:
-    """Join the parts of each tensor that different ranks wrote, given as (rank, entry), sorted by name.
-
-    Raises CheckpointError when ranks disagree about a tensor's shape or element type.
-    """
+    """Join the parts of each tensor, given as (rank, entry); sorted by name."""
     parts: dict[tuple[str, str], list[tuple[int, TensorEntry]]] = {}
     for rank, entry in found:
         parts.setdefault((entry.fqn, entry.kind), []).append((rank, entry))

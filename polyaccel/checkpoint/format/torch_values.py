@@ -33,11 +33,7 @@ _SIMPLE = (bool, int, float, str, bytes, type(None))
 
 
 def packed(state: Any, what: str) -> bytes:
-    """`state`, which is `what` in messages: tensors, arrays, plain values, and lists, dicts of any keys, Counters and
-    sets of them. Numbers of numpy become Python's.
-
-    Raises CheckpointError, naming the dotted key and the type, for anything else.
-    """
+    """Encode tensors, arrays, plain values, lists, dicts, Counters and sets; errors call it `what`."""
     tensors: dict[str, Tensor] = {}
     tree = _encoded(state, what, tensors)
     try:
@@ -47,8 +43,7 @@ def packed(state: Any, what: str) -> bytes:
 
 
 def unpacked(data: bytes, what: str) -> Any:
-    """What `packed` was given. Raises CheckpointError for bytes that cannot be read, or hold more than tensors and
-    plain values."""
+    """Decode what `packed` made; raises CheckpointError for anything else."""
     try:
         if data[:2] == _ZIP:
             return torch.load(io.BytesIO(data), weights_only=True, map_location=_storage_here)
@@ -160,8 +155,7 @@ def _here(tensor: Tensor, device: str) -> Tensor:
 
 
 def _storage_here(storage: Any, location: str) -> Any:
-    """For `torch.load`: what was saved on a device that this process does not have goes to the host; None leaves the
-    rest to torch."""
+    """Map storages of absent devices to the host, for `torch.load`; None leaves the rest to torch."""
     return None if _is_here(location) else storage
 
 

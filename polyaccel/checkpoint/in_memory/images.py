@@ -73,8 +73,7 @@ class DoubleBuffer:
         self.halves: list[BufferSlot] = []
 
     def half_for(self, whole: int | None, nbytes: int, client: KeeperClient) -> BufferSlot:
-        """The one that does not hold the part of the step that is `whole`, `nbytes` long, its part dropped. Raises
-        CheckpointError."""
+        """Return the image without the part of step `whole`, with room for `nbytes`; its own part is dropped."""
         free = [half for half in self.halves if half.key is None or half.key.step != whole]
         if len(self.halves) < 2 and not free:
             free = [BufferSlot(self._room.image(self._of_rank, nbytes))]

@@ -16,20 +16,39 @@ from dataclasses import dataclass
 from secrets import token_hex
 
 from polyaccel.checkpoint.format.commit import Commit, write_commit
-from polyaccel.checkpoint.format.manifest import Manifest
+from polyaccel.checkpoint.format.manifest import Manifest, decode_plain
 from polyaccel.checkpoint.format.pieces import RankFile
 from polyaccel.checkpoint.format.save_folders import rank_file
-from polyaccel.checkpoint.format.scalars import decode_plain
-from polyaccel.checkpoint.in_memory.keepers import HostKeepers
 from polyaccel.checkpoint.in_memory.parts import PartKey, PartNote, begun_of, files_of, parts_of
-from polyaccel.checkpoint.in_memory.storage import KeptStorage
+from polyaccel.checkpoint.in_memory.storage import ApartStorage, KeptStorage
 from polyaccel.checkpoint.save.node_topology import StorageNodes
 from polyaccel.checkpoint.save.protocol import manifest_of, publish
+from polyaccel.checkpoint.save.ranks import CollectiveRanks
+from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.job.memory_server.client import KeeperClient
 
+_WHO = "place"
 _LOOKING = "looking for a replica"
 _MAKING = "making a checkpoint of a replica"
+
+
+@dataclass(frozen=True, slots=True)
+class HostKeepers(CollectiveRanks):
+    """Ranks whose storages are keepers: `client` is connected to this rank's. `HostTopology` does not say which ranks
+    share one: a host has a keeper for each launcher's agent that runs there."""
+
+    client: KeeperClient
+
+    @classmethod
+    def found(cls, communicator: Communicator, client: KeeperClient) -> HostKeepers:
+        """Look which ranks have which keeper. Collective. Raises CheckpointError on every rank when one is lost."""
+        storage = ApartStorage(client, _WHO)
+        return cls(communicator, StorageNodes.found(storage, communicator, may_write=True), client)
+
+    def storage(self, folder: str) -> KeptStorage:
+        """What the keepers have in a folder."""
+        return (ApartStorage if self.nodes.count > 1 else KeptStorage)(self.client, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +67,7 @@ class RecoverableStep:
 
 
 def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[RecoverableStep | None, int]:
-    """What is left of engine `engine` from the starts of the job before `attempt`, with weights that are finite as far
-    as is recorded, and None where no step is whole; and the last step that any rank had finished, 0 where none is
-    recorded. Collective.
-
-    Raises CheckpointError where a keeper is lost or the note of rank 0's part is damaged wherever it is.
-    """
+    """Find the newest whole step of `engine` from before `attempt`, and the last finished step. Collective."""
     gathered = keepers.on_leaders(
         _LOOKING, lambda: (list(keepers.client.names(parts_of(engine))), _last(keepers, engine, attempt))
     )
@@ -74,11 +88,7 @@ def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[Reco
 
 
 def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) -> str:
-    """Make a checkpoint of a survivor, in the keepers' memory and of the memory that is there. Returns its tag.
-    Collective.
-
-    Raises CheckpointError, on every rank, for a note that is damaged, and where a keeper is lost.
-    """
+    """Make a checkpoint of a survivor in the keepers' memory; return its tag. Collective."""
     keepers.on_leaders(_MAKING, lambda: keepers.client.drop(f"{files_of(engine)}/"))
     notes = _notes(keepers, survivor.parts)
     storage, ids = keepers.storage(files_of(engine)), ("",) * keepers.nodes.count

@@ -12,9 +12,14 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from polyaccel.checkpoint.collective_call import on_rank_0
-from polyaccel.checkpoint.in_memory.keepers import HostKeepers
 from polyaccel.checkpoint.in_memory.parts import files_of
-from polyaccel.checkpoint.in_memory.recovery import RecoverableStep, as_checkpoint, drop_others, find_survivor
+from polyaccel.checkpoint.in_memory.recovery import (
+    HostKeepers,
+    RecoverableStep,
+    as_checkpoint,
+    drop_others,
+    find_survivor,
+)
 from polyaccel.checkpoint.in_memory.writer import ReplicaWriter
 from polyaccel.checkpoint.load.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
 from polyaccel.checkpoint.save.protocol import SaveContents
@@ -76,12 +81,7 @@ class Replicas:
             return False
 
     def resume(self, storage: Storage, open_saved: Callable[[], CheckpointReader], load: Callable[..., T]) -> T:
-        """`load` the replica that the starts of this job before this one have left, if it is newer than every good
-        checkpoint in `storage`, else what `open_saved` gives. Collective.
-
-        A replica that cannot be used is passed over with a warning that gives the reason. Raises what `open_saved` and
-        `load` raise for the checkpoint that is not in memory.
-        """
+        """Load an earlier start's replica if newer than all good checkpoints, else `open_saved`. Collective."""
         self._begin()
         found, self._has_survivors = self._newer_than(storage), False
         if found is not None and self._keepers is not None:
@@ -100,8 +100,7 @@ class Replicas:
         return loaded
 
     def forget(self) -> None:
-        """The engine's state is another one than was replicated in this start of the job. Collective where there are
-        replicas."""
+        """Forget replicas after the engine's state was replaced. Collective where there are replicas."""
         if self._writer is not None:
             self._writer.forget()
             self._communicator.barrier(label="replicas forgotten")  # before anybody makes another

@@ -22,9 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from polyaccel.checkpoint.format.manifest import encode_plain
 from polyaccel.checkpoint.format.pieces import MAX_PIECE_NBYTES, FileLayout, PieceSpec, RankFile, TensorPiece
 from polyaccel.checkpoint.format.save_folders import rank_file
-from polyaccel.checkpoint.format.scalars import encode_plain
 from polyaccel.checkpoint.format.tensors import PARAM, Piece, TensorEntry
 from polyaccel.checkpoint.in_memory.images import BufferSlot, DoubleBuffer, MemoryBudget, NoRoom
 from polyaccel.checkpoint.in_memory.neighbours import NeighbourCopies
@@ -212,8 +212,7 @@ class ReplicaWriter:
         return self._neighbours.exchange(key, whole, part, self._client)
 
     def _finish(self, copy: _Copy | None) -> PartKey | None:
-        """Copy what is left, compute checksums, and let the keeper have the part. None where something was written
-        meanwhile, or no part was begun."""
+        """Copy the rest, compute checksums, and hand the part to the keeper; None if it was written to meanwhile."""
         if copy is None:
             return None
         half, image = copy.half, copy.half.image

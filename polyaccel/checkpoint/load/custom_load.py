@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from polyaccel.checkpoint.format.tensors import BUFFER as BUFFER
 from polyaccel.checkpoint.format.tensors import PARAM, TensorEntry
-from polyaccel.checkpoint.load.name_map import Part, RenamedReader
-from polyaccel.checkpoint.load.read_item import ReadItem
+from polyaccel.checkpoint.load.name_map import Part, ReadItem, RenamedReader
 from polyaccel.checkpoint.load.reader import CheckpointReader
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
@@ -144,8 +143,7 @@ def call_load_fn(function: Callable[..., Any], src: Any, dst: Any) -> Any:
 
 
 def saved_values(saved: CheckpointReader, allocate: Callable[[int, DType], Buffer]) -> Iterator[tuple[str, GivenValue]]:
-    """Every parameter and buffer of a checkpoint, whole and verified, by its saved name, read through buffers of
-    `allocate`. Raises CheckpointError for damage."""
+    """Yield every parameter and buffer, whole and verified, by saved name, through buffers of `allocate`."""
     for entry in saved.tensors():
         if entry.kind in (PARAM, BUFFER):
             flat = allocate(prod(entry.shape), entry.dtype)

@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from polyaccel.checkpoint.format.tensors import BUFFER, PARAM, TensorEntry
-from polyaccel.checkpoint.load.read_item import ReadItem
 from polyaccel.checkpoint.load.reader import CheckpointReader
+from polyaccel.core.block import Block
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
@@ -262,3 +262,18 @@ def _flax(fqn: str, ndim: int) -> list[_Source]:
         "weight": [("kernel", from_flax), ("embedding", None), ("scale", None)],
     }
     return [_Source(fqn), *(_Source(f"{prefix}{dot}{name}", axes) for name, axes in others.get(leaf, []))]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """Elements [start, start + length) of the flattened `block` of a saved tensor (None: of the whole tensor).
+
+    `dtype` is that of the buffer that takes them.
+    """
+
+    fqn: str
+    kind: str
+    start: int
+    length: int
+    dtype: DType
+    block: Block | None = None

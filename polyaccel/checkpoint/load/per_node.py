@@ -38,10 +38,7 @@ class ChosenSave:
 
 
 def select_checkpoint(storage: Storage, tag: str | None, communicator: Communicator, *, fallback: bool) -> ChosenSave:
-    """As `open_checkpoint`: `tag`, or what `latest` names, or with `fallback` the newest that can be had. Collective.
-
-    Raises CheckpointError, on every rank, naming files that no rank has, the places that had them, and the tags there.
-    """
+    """Select a checkpoint as `open_checkpoint` does, over hosts' separate storages. Collective."""
     places = StorageNodes.found(storage, communicator, may_write=False)
     is_leader = places.is_leader(communicator.rank)
     told = run_on_all(communicator, _STEP, lambda: _look(storage, tag) if is_leader else ("", {}))

@@ -325,8 +325,7 @@ def _strided(memory: _Elements, offset: int, lengths: Sequence[int], strides: Se
 
 
 def _fill(target: Buffer, data: memoryview, dtype: DType, cast_through: Callable[[int, DType], Buffer] | None) -> None:
-    """Overwrite `target` with `data`, elements of `dtype`, converted by a buffer of `cast_through` unless that is
-    None."""
+    """Overwrite `target` with `data` of `dtype`, converted through `cast_through` if given."""
     if cast_through is None:
         target.from_bytes(data)
         return

@@ -168,8 +168,7 @@ class Pending:
         self._say(GIVE_UP)
 
     def finish_soon(self) -> None:
-        """Let the process wait for other ranks' parts no longer than for a while: their outcome will not be
-        reported."""
+        """Limit how long the process waits for other ranks' parts: no rank will read their outcome."""
         self._say(LAST)
 
     def _say(self, word: bytes) -> None:
@@ -238,8 +237,7 @@ class _Process:
         return self._of == os.getpid() and self._child.poll() is None
 
     def close(self) -> None:
-        """Wait until it has ended, as it does after its jobs, and kill it where that takes too long; nothing of one
-        that was this process's parent's."""
+        """Wait until it has ended after its jobs; kill it if that takes too long. Ignores a forked parent's."""
         self._socket.close()
         if self._of == os.getpid():
             try:

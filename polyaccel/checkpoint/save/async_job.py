@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from polyaccel.checkpoint.format.pieces import FileLayout, FileSegment, PieceSpec
-from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
+from polyaccel.checkpoint.retention import KEEP_ALL, Retention
 from polyaccel.core import tagged_json
 from polyaccel.core.block import Block
 from polyaccel.core.types import DType

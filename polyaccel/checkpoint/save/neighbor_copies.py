@@ -49,10 +49,7 @@ def write_copies(
     communicator: Communicator,
     step: str,
 ) -> None:
-    """Let each place have, verified, the files of the place before: `files` are those of all ranks. Collective.
-
-    Raises CheckpointError on every rank when a copy could not be made on any.
-    """
+    """Copy each place's files to the next place, verified. Collective; raises CheckpointError on every rank."""
     rank, failures = communicator.rank, list[Exception]()
     for turn in copy_turns(places):
         source = next((sender for sender, taker in turn.items() if taker == rank), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from secrets import token_hex
 
 from polyaccel.checkpoint.collective_call import run_on_all
-from polyaccel.checkpoint.format.identity import NOTE, place_id, read_note, write_note
+from polyaccel.checkpoint.format.commit import NOTE, place_id, read_note, write_note
 from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError

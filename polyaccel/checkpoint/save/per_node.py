@@ -22,8 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def complete_markers(ranks: CollectiveRanks, storage: Storage) -> None:
-    """Give every place that has a save the marker of it, where another one has that: it was cut short between two.
-    Collective."""
+    """Give every place of a save its marker where another place has it already. Collective."""
     own = dict[str, bytes]()
 
     def look() -> dict[str, bytes]:

@@ -21,8 +21,7 @@ from polyaccel.core.types import DType
 
 
 def thread_communicator(communicator: Communicator) -> Communicator | None:
-    """A communicator of the same ranks for a thread next to theirs; None where messages lie on a device: two
-    communicators of one device, used by two threads, may wait for each other. Collective."""
+    """Split a communicator for a thread; None on devices, where two may wait for each other. Collective."""
     if communicator.allocate(1, DType.UINT8).device.type != "cpu":
         return None
     return communicator.split(range(communicator.world_size))

@@ -16,11 +16,14 @@ to the ranks by notes. The steps are the same; the order is everything, see [Not
 | tidy | | moves `latest`, then deletes what is no longer needed |
 
 A failure before the first marker removes the folder on every storage. After it the save counts, whatever fails.
+
+[Note: Save protocol] in `protocol`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -33,14 +36,14 @@ from polyaccel.checkpoint.format.commit import (
     MANIFEST,
     Commit,
     check_tag,
+    place_id,
     read_commit,
     tag_names,
     write_commit,
     write_latest,
 )
-from polyaccel.checkpoint.format.identity import place_id
-from polyaccel.checkpoint.format.manifest import Manifest
-from polyaccel.checkpoint.format.pieces import FileLayout, RankFile, Read, TensorPiece
+from polyaccel.checkpoint.format.manifest import Manifest, encode_plain
+from polyaccel.checkpoint.format.pieces import FileLayout, RankFile, Read, TensorPiece, reading
 from polyaccel.checkpoint.format.save_folders import (
     clear_leftovers,
     discard,
@@ -49,13 +52,11 @@ from polyaccel.checkpoint.format.save_folders import (
     rank_file,
     save_number,
 )
-from polyaccel.checkpoint.format.scalars import encode_plain
 from polyaccel.checkpoint.format.tensors import build_tensors
-from polyaccel.checkpoint.retention.deletion import prune
-from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.retention import KEEP_ALL, Retention, prune
 from polyaccel.checkpoint.save.per_node import complete_markers
 from polyaccel.checkpoint.save.ranks import CollectiveRanks, SaveRanks
-from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.base import Storage, as_storage
 from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -136,10 +137,7 @@ def agree_on_parts(
     *,
     has_room: Callable[[int], bool] = lambda nbytes: False,
 ) -> tuple[str, SavePart, list[Intent]]:
-    """The tag that all ranks save under, this rank's part, which `make` gives, and the intents of all ranks.
-
-    Collective. Raises what `run_on_all` raises.
-    """
+    """Return the agreed tag, this rank's part from `make`, and all ranks' intents. Collective."""
     barrier(communicator, "save_checkpoint")
     parts: list[SavePart] = []
 
@@ -172,11 +170,7 @@ def begin_save(
     owned: ExitStack,
     owner: Callable[[], ProcessIdentity] = ProcessIdentity.me,
 ) -> str:
-    """Return the folder to save in, which is the `owner`'s on every storage until `owned` is closed; `nbytes` are the
-    lengths of all ranks' files. Collective.
-
-    Nothing of a checkpoint is deleted to make room, only what will not be finished.
-    """
+    """Return the folder to save in, owned until `owned` is closed; `nbytes` by rank. Collective."""
     step = f"preparing to save {tag!r}"
     if ranks.nodes.count > 1:
         complete_markers(ranks, storage)
@@ -196,8 +190,7 @@ def begin_save(
 
 
 def run_save(ranks: SaveRanks, task: SaveTask, folder: str) -> Commit | None:
-    """Take the steps of a save from the write on. None on a rank whose steps end with that. Raises CheckpointError as
-    `save_checkpoint` does."""
+    """Take the steps of a save from the write on; None on ranks that end earlier."""
     storage, tag, part, commit = task.storage, task.tag, task.part, None
     path, step = f"{tag}/{folder}", f"committing {tag!r}"
 
@@ -261,8 +254,7 @@ def manifest_of(
     extra_files: Mapping[str, int] = MappingProxyType({}),
     held: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
 ) -> Manifest:
-    """The manifest of what the ranks wrote, checked. `extra_files` has the lengths of files that hold nothing but
-    blobs, `held` is as in `Manifest`."""
+    """Make and check the manifest; `extra_files` has lengths of files with blobs only."""
     manifest = Manifest(
         tag=tag,
         world_size=len(files),
@@ -330,3 +322,38 @@ def _may_be_committed(storage: Storage, tag: str, folder: str) -> bool:
     except CheckpointError:
         return True
     return commit is not None and commit.save == folder
+
+
+def save_checkpoint(
+    storage: Storage | str | os.PathLike[str],
+    tag: str,
+    *,
+    communicator: Communicator,
+    pieces: Iterable[TensorPiece],
+    scalars: Mapping[str, Any],
+    rank_blobs: Mapping[str, bytes],
+    tag_validation: TagValidation = "Warn",
+    save_latest: bool = True,
+    about: Mapping[str, Any] = MappingProxyType({}),
+    retention: Retention = KEEP_ALL,
+) -> Commit:
+    """Save a checkpoint under `tag`, replacing one of that name; every rank calls this with its own pieces and blobs.
+
+    `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.format.manifest`), checked on every rank; so is
+    `about`, which describes the run. When the call returns, on any rank, the checkpoint is complete and durable, and
+    `latest` names it if `save_latest`; but `latest` never moves to parameters that are not finite, of which the log
+    warns. Last of all, rank 0 deletes the tags that its `retention` does not keep.
+
+    Raises CheckpointError on every rank when anything failed on any. The tag is then what it was before, or, if the
+    very last steps failed, the new checkpoint, whole; `latest` and other tags are intact. Raises CommTimeout when a
+    rank does not take part.
+    """
+    tag, part, intents = agree_on_parts(
+        communicator,
+        tag,
+        lambda: SavePart.checked(communicator.rank, SaveContents(lambda: pieces, scalars, rank_blobs), about),
+        tag_validation,
+    )
+    task = SaveTask(as_storage(storage), tag, part, reading(part.contents), save_latest, retention)
+    ranks = CollectiveRanks.of(task.storage, communicator)
+    return save_parts(ranks, task, [intent.nbytes for intent in intents])

@@ -37,8 +37,7 @@ class SaveRanks(Protocol):
         """Return what `action` gives, plain values, on each storage's leader."""
 
     def gather(self, step: str, write: Callable[[], RankFile]) -> Sequence[RankFile] | None:
-        """Let every rank write its file. Return all of them on leaders and where files are copied; None on a rank that
-        has no other step to take."""
+        """Let every rank write its file; return all files on leaders and where they are copied, else None."""
 
     def copy(self, storage: Storage, folder: str, files: Sequence[RankFile], step: str) -> Holders:
         """Make the second copies where hosts have separate storages."""

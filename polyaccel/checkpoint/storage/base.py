@@ -425,8 +425,7 @@ def open_storage(name: str, location: str, options: Mapping[str, Any]) -> Storag
 
 
 def _begin_writeback(file: BinaryIO, begun: int) -> int:
-    """Let the disk begin with what was written from byte `begun` on, where that is worth a call and this system can:
-    the fsync at the end then finds little to wait for. Returns up to where the disk has begun."""
+    """Start the writeback from byte `begun` if worth a call; return how far. The later fsync waits less."""
     end = file.tell()
     if end - begun < _WRITEBACK_NBYTES:
         return begun

@@ -24,9 +24,9 @@ from typing import Any
 from polyaccel.accelerators.base import Probe
 from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.checkpoint.storage.owner import ABANDONED_AFTER_S
+from polyaccel.core.install_line import install_line
 from polyaccel.errors import CheckpointError
 
-_INSTALL = "pip install 'polyaccel[fsspec]'"
 _PROTOCOLS = ("s3", "s3a", "gs", "gcs", "memory")
 """Those whose files appear whole. Others of fsspec's write in place, or rename without a guarantee."""
 _PART_NBYTES = 8 << 20
@@ -59,11 +59,11 @@ class FsspecStorage(Storage):
         try:
             found = f"fsspec {version('fsspec')}"
         except PackageNotFoundError:
-            return Probe(usable=False, reason=f"fsspec is not installed: {_INSTALL}")
+            return Probe(usable=False, reason=f"fsspec is not installed: {install_line('fsspec')}")
         try:
             return Probe(usable=True, reason=f"{found}, s3fs {version('s3fs')}")
         except PackageNotFoundError:
-            return Probe(usable=True, reason=f"{found}, without s3fs: for s3://, {_INSTALL}")
+            return Probe(usable=True, reason=f"{found}, without s3fs: for s3://, {install_line('fsspec')}")
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         store, place = self._open(path)
@@ -156,8 +156,7 @@ class FsspecStorage(Storage):
         self._abort_uploads(store, path, place, is_tree=False)
 
     def _abort_uploads(self, store: Any, path: str, place: str, *, is_tree: bool) -> None:
-        """Take back parts that no living process will make an object: all below a folder, if `is_tree`, or else those
-        directly in it that are a day old. Only S3 can be asked."""
+        """Abort multipart uploads of dead processes: all below a folder if `is_tree`, else a day old. S3 only."""
         if "s3" not in store.protocol:
             return
         bucket, prefix, *_ = store.split_path(place)
@@ -201,7 +200,7 @@ class FsspecStorage(Storage):
 
     def _cure(self, error: Exception, verb: str) -> str:
         if isinstance(error, ImportError):
-            return _INSTALL
+            return install_line("fsspec")
         if isinstance(error, FileNotFoundError):
             return "load another tag" if verb == "read" else "make the bucket first, or correct its name"
         if isinstance(error, PermissionError) or "credential" in str(error).lower():

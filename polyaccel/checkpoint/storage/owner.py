@@ -55,8 +55,7 @@ class ProcessIdentity:
         return None if found is None else cls(int(found[1], 16), int(found[2]), int(found[3]))
 
     def is_alive(self, age_s: float) -> bool:
-        """Whether the process still runs. `age_s`: for how long its work has stood there, for where that cannot be
-        found out."""
+        """Return whether the process still runs; `age_s` decides where that cannot be found out."""
         if self.machine != _machine():
             return age_s < ABANDONED_AFTER_S
         return _started(self.pid) == self.started
@@ -93,8 +92,7 @@ def _machine() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this machine began; 0 where the system does not report it, None if the process does not
-    exist."""
+    """Return when a process started; 0 where the system does not report it, None if it does not exist."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(fields) > 19:  # from the state on, which is the third of all
         return None if fields[0] == "Z" else int(fields[19])

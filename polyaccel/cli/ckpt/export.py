@@ -10,10 +10,11 @@ from pathlib import Path
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, chosen, default_kinds
 from polyaccel.checkpoint.convert.locate import opened
-from polyaccel.cli.ckpt.shown import add_storage, progress, size
+from polyaccel.cli.ckpt.shown import add_storage, progress
 from polyaccel.cli.plan.command import parse_size
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, ShardingError
+from polyaccel.utils.sizes import size
 
 FORMATS = ("safetensors", "bin", "dcp", "orbax")
 GROUP = "polyaccel.exporters"
@@ -33,15 +34,17 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = actions.add_parser("export", help=summary, description=description)
     parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints, or the folder of a tag in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="a folder that is new or empty")
-    parser.add_argument("--format", metavar="FORMAT", required=True, help="whose files to write")
+    formats = [*FORMATS, *sorted({point.name for point in metadata.entry_points(group=GROUP)})]
+    shown = "(default: %(default)s)"
+    parser.add_argument("--format", metavar=f"{{{','.join(formats)}}}", default=FORMATS[0], help=shown)
     parser.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
     parser.add_argument("--dtype", help="float32, bf16, ...: of floating tensors (default: as they were saved)")
     kind = (
         "only tensors of this kind, for example exp_avg; may be given again (default: all; of a model, its state dict)"
     )
     parser.add_argument("--kind", action="append", help=kind)
-    most = "of a file, for example 2GB (powers of 1024; default: %(default)s); a larger tensor has its own file"
-    parser.add_argument("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help=most)
+    most = "of a file, for example 2GiB (default: %(default)s); a larger tensor has its own file"
+    parser.add_argument("--max-shard-size", type=parse_size, default="5GiB", metavar="SIZE", help=most)
     add_storage(parser)
     parser.set_defaults(func=run)
 
@@ -69,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
             names = orbax.write(out, tensors, report)
         elif other is None:
-            from polyaccel.checkpoint.convert.formats import torch_dcp_write
+            from polyaccel.checkpoint.convert.formats import torch_dcp
 
-            names = torch_dcp_write.write(out, reader, tensors, report)
+            names = torch_dcp.write(out, reader, tensors, report)
         else:
             out.mkdir(parents=True, exist_ok=True)
             names = other(out, reader, tensors, report)

@@ -13,8 +13,9 @@ from pathlib import Path
 from polyaccel.checkpoint.convert.exporting import BUFFER
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, imported
 from polyaccel.checkpoint.format.tensors import PARAM
-from polyaccel.cli.ckpt.shown import progress, size
+from polyaccel.cli.ckpt.shown import progress
 from polyaccel.errors import CheckpointError
+from polyaccel.utils.sizes import size
 
 GROUP = "polyaccel.importers"
 """Entry points of packages that read more formats: functions from a path to an `Incoming`."""
@@ -39,10 +40,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint and print a line for what it has and one for what was left out; the exit code is 0.
-
-    Raises CheckpointError for what cannot be read, and where a run that continues would miss what was left out.
-    """
+    """Write the checkpoint, print what it has and lacks, and return 0."""
     source: Path = args.src
     read = _reader(args.source)
     if not source.exists():

@@ -12,7 +12,8 @@ from typing import Any
 from polyaccel.checkpoint import CheckpointReader, TensorEntry
 from polyaccel.checkpoint.convert.locate import opened
 from polyaccel.cli.ckpt.ls import step_of
-from polyaccel.cli.ckpt.shown import add_storage, print_table, size
+from polyaccel.cli.ckpt.shown import add_storage, print_table
+from polyaccel.utils.sizes import size
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

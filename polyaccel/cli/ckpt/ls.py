@@ -10,8 +10,9 @@ from typing import Any
 from polyaccel.checkpoint import Storage, TagStatus, open_checkpoint
 from polyaccel.checkpoint.convert.locate import listed, split
 from polyaccel.checkpoint.format.commit import read_latest
-from polyaccel.cli.ckpt.shown import add_storage, print_table, size
+from polyaccel.cli.ckpt.shown import add_storage, print_table
 from polyaccel.errors import CheckpointError
+from polyaccel.utils.sizes import size
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

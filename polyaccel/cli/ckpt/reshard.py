@@ -7,7 +7,8 @@ import argparse
 from polyaccel.checkpoint.convert.locate import opened
 from polyaccel.checkpoint.convert.resharding import resharded
 from polyaccel.checkpoint.convert.verifying import checked_nbytes
-from polyaccel.cli.ckpt.shown import add_storage, progress, size
+from polyaccel.cli.ckpt.shown import add_storage, progress
+from polyaccel.utils.sizes import size
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

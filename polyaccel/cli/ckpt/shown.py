@@ -7,18 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-UNITS = ("B", "KB", "MB", "GB", "TB")
-
-
-def size(nbytes: float) -> str:
-    """Three digits and a unit of 1000: `1.53 GB`."""
-    value, unit = float(nbytes), 0
-    while value >= 999.5 and unit < len(UNITS) - 1:
-        value /= 1000
-        unit += 1
-    decimals = 0 if not unit or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{decimals}f} {UNITS[unit]}"
-
 
 def print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> None:
     """Print columns as wide as what they hold; those of `right` are flush right."""
@@ -40,7 +28,7 @@ def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=nbytes)
         yield lambda part: bar.advance(task, part)

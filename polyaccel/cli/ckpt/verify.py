@@ -7,7 +7,8 @@ import argparse
 from polyaccel.checkpoint import open_checkpoint
 from polyaccel.checkpoint.convert.locate import listed, split
 from polyaccel.checkpoint.convert.verifying import checked_nbytes, verified
-from polyaccel.cli.ckpt.shown import add_storage, progress, size
+from polyaccel.cli.ckpt.shown import add_storage, progress
+from polyaccel.utils.sizes import size
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         reader = open_checkpoint(directory, each)
         with progress(f"verifying {reader.tag}", checked_nbytes(reader)) as report:
             verdict = verified(reader, report)
-        rate = f"{verdict.nbytes / verdict.seconds / 1e9:.2f} GB/s"
+        rate = f"{size(verdict.nbytes / verdict.seconds)}/s"
         state = f"{len(verdict.damages)} damaged" if verdict.damages else "whole"
         rest = f"; {size(verdict.elsewhere_nbytes)} on other hosts" if verdict.elsewhere_nbytes else ""
         print(f"{verdict.tag}: {state}; {size(verdict.nbytes)} in {verdict.seconds:.2f} s, {rate}{rest}")

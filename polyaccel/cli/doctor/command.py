@@ -21,6 +21,7 @@ from typing import Any
 
 from polyaccel.cli.doctor import libraries as doctor_libraries
 from polyaccel.cli.doctor import machine as doctor_machine
+from polyaccel.cli.parser import describe
 from polyaccel.cli.plugins import command as plugins
 from polyaccel.registry import PATIENCE_S, PluginGroup, PluginStatus, list_plugins, probe_all
 
@@ -69,14 +70,18 @@ class Report:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "show what this machine has, and which plugins work here or why not"
     parser = subparsers.add_parser("doctor", help=summary, description=summary)
-    parser.add_argument("-v", "--verbose", action="store_true", help="with the class and the traceback of each plugin")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    describe(
+        parser,
+        examples=("polyaccel doctor", "polyaccel doctor -v"),
+        codes={0: "a program started here can train", 1: "it cannot, or something that is installed is broken"},
+        verbose="show the machine, packages, libraries, and each plugin with its class and traceback",
+    )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the exit code is 1 when the accelerator and comm backend chosen here cannot train, and when
-    something that is installed is broken."""
+    """Print the report; return 1 if the chosen accelerator or backend cannot train, or a plugin is broken."""
     with contextlib.redirect_stdout(sys.stderr):
         report = examine()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -142,7 +147,24 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
-    """The lines of the report, 80 columns wide except for tracebacks and long words."""
+    """The lines of the report, verdict first, 80 columns wide except for tracebacks and long words; the facts only if
+    `verbose`."""
+    yield from _wrapped(verdict(report), indent=0)
+    for problem in report.problems:
+        yield from _wrapped(f"cannot train: {problem}", indent=0)
+    for group, why in report.rooms.items():
+        yield from _wrapped(f"broken: {group.value}: {why}", indent=0)
+    for status in report.plugins:
+        if status.error:
+            name = f"{status.info.group.noun} {status.info.name} of {status.info.source}"
+            yield from _wrapped(f"broken: {name}: {status.reason}", indent=0)
+            yield from _wrapped(f"hint: {status.error.hint}", indent=2) if status.error.hint else ()
+    for note in report.notes:
+        yield from _wrapped(f"note: {note}", indent=0)
+    if not verbose:
+        yield "`polyaccel doctor -v` shows the machine, packages, libraries and each plugin."
+        return
+    yield ""
     yield from _section("machine", report.machine)
     yield from _section("packages", {name: version or "-" for name, version in report.packages.items()})
     yield from _section("libraries", report.libraries)
@@ -153,19 +175,22 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
         if group in report.rooms:
             yield from _wrapped(report.rooms[group], indent=2)
         rows = [status for status in report.plugins if status.info.group is group]
-        yield from _plugin_lines(rows, verbose) if rows else ["  none installed"]
+        yield from _plugin_lines(rows) if rows else ["  none installed"]
         yield ""
-    yield f"accelerator: {report.accelerator or 'none'}"
-    for note in report.notes:
-        yield from _wrapped(note, indent=2)
-    yield from (f"comm backend {where}: {name}" for where, name in report.comm.items())
-    for problem in report.problems:
-        yield from _wrapped(f"cannot train: {problem}", indent=0)
-    if not report.is_whole and not verbose:
-        yield "Something is broken; `polyaccel doctor -v` shows tracebacks."
 
 
-def _plugin_lines(statuses: Sequence[PluginStatus], verbose: bool) -> Iterator[str]:
+def verdict(report: Report) -> str:
+    """Return whether a program started here can train, by what, and how many installed things are broken."""
+    broken = sum(status.error is not None for status in report.plugins) + len(report.rooms)
+    suffix = f"; broken: {broken}" if broken else ""
+    if report.problems:
+        return f"NOT READY: cannot train here{suffix}"
+    frameworks = [f"{name} {report.packages[name]}" for name in ("torch", "jax") if report.packages.get(name)]
+    ways = ", ".join(f"{where} by {name}" for where, name in report.comm.items())
+    return f"OK: trains on {report.accelerator} with {' and '.join(frameworks)}; {ways}{suffix}"
+
+
+def _plugin_lines(statuses: Sequence[PluginStatus]) -> Iterator[str]:
     name_width = max((len(status.info.name) for status in statuses), default=0)
     source_width = max((len(status.info.source) for status in statuses), default=0)
     for status in statuses:
@@ -182,9 +207,8 @@ def _plugin_lines(statuses: Sequence[PluginStatus], verbose: bool) -> Iterator[s
             yield from _wrapped(reason, indent=10)
         if status.error and status.error.hint:
             yield from _wrapped(f"hint: {status.error.hint}", indent=10)
-        if verbose:
-            yield f"{' ' * 10}{status.info.value}"
-            yield from textwrap.indent(status.traceback, " " * 10).splitlines()
+        yield f"{' ' * 10}{status.info.value}"
+        yield from textwrap.indent(status.traceback, " " * 10).splitlines()
 
 
 def _state(status: PluginStatus) -> str:

@@ -1,4 +1,4 @@
-"""`polyaccel plan CONFIG MODEL -n N`: what each rank will need, before anything is allocated; and
+"""`polyaccel plan CONFIG MODEL --ranks N`: what each rank will need, before anything is allocated; and
 `polyaccel plan --pipeline SCHEDULE`: what each stage of a pipeline will do."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyaccel.cli.argument_types import non_negative, positive, whole_number
+from polyaccel.cli.parser import add_hidden_aliases, describe
 from polyaccel.errors import PolyaccelError
 
 if TYPE_CHECKING:
@@ -29,28 +30,38 @@ _seconds = positive("a number of seconds above 0")
 _time = non_negative("a time of 0 or more")
 
 _DESCRIPTION = """\
-Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
-disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of optimizer states, and of parameters at stage
-3. With --sequence-length, and a language model of transformers: the activations of a micro-batch too, kept and
-recomputed; else what a stage leaves of the device is for them. Where CONFIG leaves something open ("auto") or its batch
-sizes do not fit N, a value is assumed, and a line states it. With --pipeline, and without CONFIG and MODEL: what each
-stage of a pipeline does, proved to be possible, and how long it takes. Where CONFIG has stages: what a rank of each
-needs, activations by the schedule's table."""
+Print what every rank needs to train MODEL with CONFIG on N ranks: memory, traffic of a step, and disk for a checkpoint,
+for ZeRO stages 0 to 3 with and without offload. The first line is the best setting that fits --memory. A value that
+CONFIG leaves open ("auto"), or that does not fit N, is assumed, and a line states it. --sequence-length adds the
+activations of a language model of transformers. Where CONFIG has pipeline stages, the plan is one of each stage.
+--pipeline, without CONFIG and MODEL, shows what each stage of a schedule does and how long it takes."""
 _MODEL = """module:function (called without arguments on the meta device, returns a torch.nn.Module), a directory with a
-Hugging Face config.json, or a number of parameters like 7e9 or 1.3B"""
+Hugging Face config.json, a Hub id whose config.json is cached, or a number of parameters like 7e9 or 1.3B"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("plan", help="show what training will need, by setting", description=_DESCRIPTION)
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="path of the config, or base64 of its JSON")
     parser.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
-    parser.add_argument("-n", dest="world_size", type=int, metavar="N", help="ranks that will train")
+    ranks = parser.add_argument("-n", "--ranks", dest="world_size", type=int, metavar="N", help="ranks that will train")
+    add_hidden_aliases(parser, ranks, ["--world-size"])
     for axis, what in (("tensor", "the weights of each layer"), ("sequence", "the sequences of a batch")):
         said = f"ranks that share {what}, where the config does not set them"
         parser.add_argument(f"--{axis}", type=int, metavar="N", help=said)
-    limit = "for each rank, for example 16G (powers of 1024)"
-    parser.add_argument("--limit-device", type=parse_size, metavar="SIZE", help=f"memory of the device {limit}")
-    parser.add_argument("--limit-host", type=parse_size, metavar="SIZE", help=f"memory of the host {limit}")
+    limit = "for each rank, for example 16GiB"
+    memory = parser.add_argument("--memory", type=parse_size, metavar="SIZE", help=f"memory of the device {limit}")
+    add_hidden_aliases(parser, memory, ["--limit-device"])
+    host = parser.add_argument("--host-memory", type=parse_size, metavar="SIZE", help=f"memory of the host {limit}")
+    add_hidden_aliases(parser, host, ["--limit-host"])
+    parser.add_argument(
+        "--fit",
+        nargs="?",
+        const="",
+        type=_size_of_fit,
+        metavar="SIZE",
+        help="order the stages, micro-batches, offloads, recomputation and meshes that fit --memory by the estimated "
+        "seconds of a step, and state why the next does not fit",
+    )
     parser.add_argument(
         "--comm",
         type=Path,
@@ -71,16 +82,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="tokens of a row of a micro-batch: estimate the activations of MODEL, a directory",
     )
     parser.add_argument("--batch", type=_count, metavar="B", help="rows of a micro-batch; without it the config's")
-    parser.add_argument(
-        "--fit",
-        type=parse_size,
-        metavar="SIZE",
-        help="memory of a rank's device: which stage, micro-batch, offload, recomputation and mesh fit it, by the "
-        "estimated seconds of a step, and why the next does not",
-    )
     parser.add_argument("--trials", type=Path, metavar="FOLDER", help="with --fit: what `polyaccel tune` found there")
+    parser.add_argument("--all", action="store_true", help="show every table: bytes by purpose, traffic")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_pipeline(parser.add_argument_group("pipelines"))
+    describe(
+        parser,
+        examples=(
+            "polyaccel plan ds_config.json 1.3B --ranks 8 --memory 16GiB",
+            "polyaccel plan ds_config.json path/to/model --ranks 8 --memory 80GiB --fit --sequence-length 4096",
+            "polyaccel plan --pipeline zb-h1 --stages 4 --micro-batches 8",
+        ),
+        codes={1: "no setting fits, or an error, stated on standard error"},
+        missing="give a config, a model and --ranks: polyaccel plan ds_config.json 1.3B --ranks 8",
+        verbose="as --all, and the traceback of an error",
+    )
     parser.set_defaults(func=run, print_usage=parser.print_usage)
 
 
@@ -108,11 +124,18 @@ def _add_pipeline(group: argparse._ArgumentGroup) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `16G`, `1.5TiB` or a plain number. Raises ArgumentTypeError, which argparse reports."""
+    """Bytes from `16GiB`, `1.5T` or a plain number. Raises ArgumentTypeError, which argparse reports."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 16G, 512M or a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 16GiB, 512MiB or a number of bytes")
     return int(float(match[1]) * 1024 ** _EXPONENTS[match[2].upper()])
+
+
+def _size_of_fit(text: str) -> int:
+    """The bytes of `--fit SIZE`; 0 for --fit alone. Text such as 1.3B is MODEL, and is refused."""
+    if text and not text.isdecimal() and not re.search("[KMGT]", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB")
+    return parse_size(text) if text else 0
 
 
 def _times(text: str) -> tuple[float, float, float]:
@@ -138,10 +161,13 @@ def run(args: argparse.Namespace) -> int:
         from polyaccel.cli.plan.pipeline import run_pipeline
 
         return run_pipeline(args)
-    given = {"CONFIG": args.config, "MODEL": args.model, "-n": args.world_size}
+    given = {"CONFIG": args.config, "MODEL": args.model, "--ranks": args.world_size}
     absent = [name for name, value in given.items() if value is None]
     if absent:
-        return _refused(args, f"the following arguments are required: {', '.join(absent)}")
+        return _refused(args, f"give {', '.join(absent)}: polyaccel plan ds_config.json 1.3B --ranks 8")
+    args.memory = args.fit or args.memory
+    if args.fit is not None and args.memory is None:
+        return _refused(args, "--fit needs the memory of a device: --memory 16GiB")
     if args.trials is not None and args.fit is None:
         return _refused(args, "--trials is for --fit")
     if args.compute is not None and args.comm is None and args.fit is None:
@@ -150,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
             hint="measure it: polyaccel comm bench --json FILE, then --comm FILE",
             value=args.compute,
         )
+    from polyaccel.cli.plan.hub import model_folder
     from polyaccel.cli.plan.stages import estimated_activations
     from polyaccel.cli.plan.tables import print_plan
     from polyaccel.comm.benchmark import CollectiveTimings
@@ -157,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
     from polyaccel.planner.assumptions import planned_config
     from polyaccel.planner.plan import Limits, plan_training
 
+    args.model = model_folder(args.model)
     asked = {"tensor": args.tensor, "sequence": args.sequence}
     planned = planned_config(args.config, args.world_size, {axis: size for axis, size in asked.items() if size})
     mesh = mesh_of(planned.config, args.world_size)
@@ -173,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
         planned,
         model,
         args.world_size,
-        Limits(device_nbytes=args.limit_device, host_nbytes=args.limit_host),
+        Limits(device_nbytes=args.memory, host_nbytes=args.host_memory),
         speeds=None if args.comm is None else CollectiveTimings.read(args.comm),
         compute_s=args.compute,
         activations=estimated_activations(args, planned.config),
@@ -181,13 +209,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(plan), indent=2))
     else:
-        print_plan(plan)
+        print_plan(plan, shows_all=args.all or args.verbose)
     return 0 if plan.fitting else 1
 
 
 def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
-    """Return the model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers.
-    Only a module or a directory needs torch. Raises PolyaccelError."""
+    """Return the model that `MODEL` names, as a rank of `mesh` holds it. Only modules and directories need torch."""
     from polyaccel.core.types import DType
     from polyaccel.planner.model import parse_count, shape_of_count
     from polyaccel.planner.pass_settings import PassSettings
@@ -205,7 +232,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
         return shape_of_count(count, settings.rules.param_dtype or DType.FLOAT32, settings.tensor_ranks)
     if ":" not in text and not Path(text).is_dir():
         raise PolyaccelError(
-            f"{text!r} is not a directory, a module:function or a number of parameters",
+            f"expected a directory, a module:function, a Hub id or a number of parameters: {text}",
             hint="write my_package.model:build, a directory with a config.json, or 1.3B",
             value=text,
         )

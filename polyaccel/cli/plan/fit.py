@@ -1,4 +1,4 @@
-"""`polyaccel plan CONFIG MODEL -n N --fit 16G`: the settings that fit a device's memory, the fastest first."""
+"""`polyaccel plan CONFIG MODEL --ranks N --memory 16GiB --fit`: settings that fit a device, the fastest first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 from rich.text import Text
 
 from polyaccel.cli.plan.stages import estimated_activations
-from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
+from polyaccel.cli.plan.tables import UNITS, column_table, print_parts, short_bytes, short_count, titled
 from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.planner.assumptions import PlannedConfig
 from polyaccel.planner.autotune.cost_model import CostEstimate
 from polyaccel.planner.autotune.fit import FitRequest, FitResult, fit_settings
 from polyaccel.planner.model import ModelShape
+from polyaccel.utils.sizes import size
 
 _SHOWN, _SHOWN_TOO_LARGE = 12, 3
 
@@ -27,8 +28,8 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
             planned=planned,
             model=model,
             world_size=args.world_size,
-            device_nbytes=args.fit,
-            host_nbytes=args.limit_host,
+            device_nbytes=args.memory,
+            host_nbytes=args.host_memory,
             trials=args.trials,
             speeds=None if args.comm is None else CollectiveTimings.read(args.comm),
             compute_s=args.compute,
@@ -54,18 +55,24 @@ def _product_speed() -> tuple[str, float]:
 
 def _print(found: FitResult, args: argparse.Namespace, model: ModelShape) -> None:
     fitting, too_large, assumed = found.fitting, found.too_large, found.assumptions
-    head = f"{model.summary}: {short_count(model.numel)} parameters; {args.world_size} ranks; {short_bytes(args.fit)}"
-    counts = f"{len(fitting)} of {len(fitting) + len(too_large)} settings fit"
-    parts: list[Any] = [Text(f"{head} of a rank's device. {counts}.")]
+    head = f"{model.summary}: {short_count(model.numel)} parameters; {args.world_size} ranks."
+    count, limit = len(fitting) + len(too_large), size(args.memory)
+    parts: list[Any] = [Text(f"No setting of {count} fits {limit} of a rank's device.")]
+    if fitting:
+        best = fitting[0]
+        verdict = f"Fastest of {len(fitting)} settings that fit {limit}: {best.candidate}, {size(best.device_nbytes)}"
+        parts = [Text(f"{verdict} of a rank's device. {len(too_large)} more would not fit.", style="bold")]
+    parts.append(Text(head))
     if assumed:
         parts.append(Text("\n".join(f"Assumed: {sentence}." for sentence in assumed)))
     if fitting:
-        table = column_table("setting", "step s", "device", "of it states", "host")
-        for each in fitting[:_SHOWN]:
+        time = "step s" if found.counts_passes else "comm +\nupdate s"
+        table = column_table("setting", time, "device", "of it\nstates", "host")
+        for each in fitting[: len(fitting) if args.all or args.verbose else _SHOWN]:
             table.add_row(str(each.candidate), *_figures(each))
-        parts.append(titled("Fits, the fastest first", table))
+        parts.append(titled(f"Fits, the fastest first ({UNITS})", table))
     for each in too_large[:_SHOWN_TOO_LARGE]:
-        parts.append(Text(f"{each.candidate} does not fit: {why_too_large(each, args.fit, args.limit_host)}."))
+        parts.append(Text(f"{each.candidate} does not fit: {why_too_large(each, args.memory, args.host_memory)}."))
     print_parts(parts)
 
 
@@ -73,10 +80,10 @@ def why_too_large(each: CostEstimate, device_nbytes: int, host_nbytes: int | Non
     """What a setting needs, of what, and how much more than there is."""
     if each.device_nbytes > device_nbytes:
         rest = each.device_nbytes - each.states_nbytes
-        parts = f"states {short_bytes(each.states_nbytes)}"
-        parts += f", activations and the process {short_bytes(rest)}" if rest else ""
-        return f"{short_bytes(each.device_nbytes)} ({parts}) is {each.excess(device_nbytes)}"
-    return f"{short_bytes(each.host_nbytes)} is {each.excess(None, host_nbytes)}"
+        parts = f"states {size(each.states_nbytes)}"
+        parts += f", activations and the process {size(rest)}" if rest else ""
+        return f"{size(each.device_nbytes)} ({parts}) is {each.excess(device_nbytes)}"
+    return f"{size(each.host_nbytes)} is {each.excess(None, host_nbytes)}"
 
 
 def _figures(each: CostEstimate) -> tuple[str, ...]:
@@ -86,10 +93,10 @@ def _figures(each: CostEstimate) -> tuple[str, ...]:
 
 def _as_json(found: FitResult, args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "limits": {"device_nbytes": args.fit, "host_nbytes": args.limit_host},
+        "limits": {"device_nbytes": args.memory, "host_nbytes": args.host_memory},
         "assumptions": list(found.assumptions),
         "fitting": [asdict(each) for each in found.fitting],
         "too_large": [
-            {**asdict(each), "why": why_too_large(each, args.fit, args.limit_host)} for each in found.too_large
+            {**asdict(each), "why": why_too_large(each, args.memory, args.host_memory)} for each in found.too_large
         ],
     }

@@ -18,15 +18,14 @@ from polyaccel.pipeline.messages import Programs, StageSend
 from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
 from polyaccel.pipeline.table import live_counts
-from polyaccel.pipeline.timing import OpTimes, PipelineTiming, simulate
+from polyaccel.pipeline.timeline import OpTimes, PipelineTiming, simulate
 
 if TYPE_CHECKING:
     from polyaccel.pipeline.table import PipelineTable
 
 
 def run_pipeline(args: argparse.Namespace) -> int:
-    """Print what the table that the arguments ask for does, and write the files that they name. Raises
-    PolyaccelError."""
+    """Print what the table does, and write the requested files."""
     table = _table(args)
     programs = check_table(table)
     forward, backward_input, backward_weight = args.times

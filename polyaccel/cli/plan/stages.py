@@ -1,4 +1,4 @@
-"""`polyaccel plan CONFIG MODEL -n N` where the config has stages: what a rank of each stage needs."""
+"""`polyaccel plan CONFIG MODEL --ranks N` where the config has stages: what a rank of each stage needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
+from polyaccel.cli.plan.tables import UNITS, column_table, print_parts, short_bytes, short_count, titled
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import PolyaccelError
@@ -24,9 +24,7 @@ from polyaccel.zero.plan.placement import Place
 def estimated_activations(
     args: argparse.Namespace, config: ResolvedConfig, rows: int | None = None
 ) -> tuple[ActivationNeeds, ...]:
-    """Return the needs of the model that `args.model` names, on `rows` (those of the arguments or the config) of
-    `args.sequence_length` tokens; empty where that is None. Only for that torch is needed. Raises PolyaccelError for a
-    model without a config.json, and for ranks that share other things than layers or sequences."""
+    """Return activation needs of `args.model` by rows; empty without `sequence_length`. Needs torch then."""
     if args.sequence_length is None:
         if args.batch is not None:
             raise PolyaccelError(
@@ -58,8 +56,7 @@ _LEGEND = (
 
 
 def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
-    """Print what every stage needs. The exit code is 1 when limits were given and no setting lets all stages fit them.
-    Raises PolyaccelError for a model that is a number, and for activations where ranks share experts."""
+    """Print what every stage needs; return 1 if no setting fits the given limits."""
     mesh = mesh_of(planned.config, args.world_size)
     table, settings = table_of(planned.config, mesh.size_of(("pipe",))), PassSettings.of(planned.config, mesh)
     check_stage_settings(settings, with_activations=args.sequence_length is not None)
@@ -68,7 +65,7 @@ def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
     rows = args.batch or settings.micro_batch
     shape = None if args.sequence_length is None else (rows, args.sequence_length)
     needs = rank_stages(args.model, shape, settings, table)
-    limits = Limits(device_nbytes=args.limit_device, host_nbytes=args.limit_host)
+    limits = Limits(device_nbytes=args.memory, host_nbytes=args.host_memory)
     plan = plan_stages(planned, table, needs, args.world_size, limits)
     if args.json:
         print(json.dumps(_as_json(plan), indent=2))
@@ -94,9 +91,9 @@ def _print(plan: PipelinePlan) -> None:
             *(str(each.kept), short_bytes(state), *told),
         )
     names = ", ".join(f"{one.stage} {one.offload}/{one.offload_param}" for one in plan.fitting) or "none"
-    parts = [Text(head), *(Text(f"Assumed: {sentence}.") for sentence in plan.assumptions)]
-    parts.append(Text(f"Settings (ZeRO stage, offload of states/parameters) that fit on every stage: {names}."))
-    print_parts([*parts[:-1], titled("Bytes of one rank on its device", shown), Text(_LEGEND), parts[-1]])
+    verdict = Text(f"Settings (ZeRO stage, offload of states/parameters) that fit on every stage: {names}.")
+    parts = [verdict, Text(head), *(Text(f"Assumed: {sentence}.") for sentence in plan.assumptions)]
+    print_parts([*parts, titled(f"Memory of one rank on its device ({UNITS})", shown), Text(_LEGEND)])
 
 
 def _as_json(plan: PipelinePlan) -> dict[str, Any]:

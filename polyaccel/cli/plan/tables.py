@@ -12,10 +12,13 @@ from polyaccel.config.meshes import mesh_of
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planner.forecast import SETTINGS, Forecast, state_names
 from polyaccel.planner.plan import TrainingPlan
+from polyaccel.utils.sizes import size
 from polyaccel.zero.plan.memory import Purpose
 from polyaccel.zero.plan.placement import Place
 
 WIDTH = 80
+UNITS = "K, M, G: KiB, MiB, GiB"
+"""What the letters of `short_bytes` stand for."""
 _COLUMNS = (
     ("params", (Purpose.PARAMS,)),
     ("master", (Purpose.MASTER,)),
@@ -38,18 +41,45 @@ _LEGEND = (
 )
 
 
-def print_plan(plan: TrainingPlan) -> None:
-    """Write the plan to standard output."""
-    parts: list[Text | Group] = [
-        _head(plan),
-        *_assumed(plan),
-        _memory_table(plan),
-        Text(_LEGEND),
-        *_activation_table(plan),
-        _traffic_table(plan),
-        _fit(plan),
-    ]
+def print_plan(plan: TrainingPlan, *, shows_all: bool) -> None:
+    """Write the plan to standard output: the verdict, what was assumed, and the settings that fit; with `shows_all` the
+    bytes by purpose and the traffic too."""
+    parts: list[Text | Group] = [_verdict(plan), _head(plan), *_assumed(plan), *_fit(plan), *_activation_table(plan)]
+    if shows_all:
+        parts += [_memory_table(plan), Text(_LEGEND), _traffic_table(plan)]
+    else:
+        parts.append(Text("--all shows the bytes of every setting by purpose, and the traffic of a step."))
     print_parts([*parts, *_notes(plan)])
+
+
+def _verdict(plan: TrainingPlan) -> Text:
+    """The best setting that fits, and whether the config's own does; without limits what its own needs."""
+    limits = {"device": plan.limits.device_nbytes, "host": plan.limits.host_nbytes}
+    stated = " and ".join(f"{size(limit)} of {place}" for place, limit in limits.items() if limit is not None)
+    own = next((forecast for forecast in plan.forecasts if forecast.is_own), None)
+    counted = "activations too" if plan.activations else "activations not counted"
+    if stated and not plan.fitting:
+        verdict = f"No setting fits {stated} memory. Use more ranks or a smaller model."
+        return Text(f"{verdict} {_own_need(own, 'This config')}" if own else verdict, style="bold")
+    if not stated:
+        return Text(f"{_own_need(own, 'This config')} ({counted})." if own else "No limit is given.", style="bold")
+    best = plan.fitting[0]
+    verdict = _own_need(best, f"Best of {len(plan.fitting)} settings that fit {stated} memory")
+    if best is own:
+        mine = "It is this config's."
+    elif own in plan.fitting:
+        mine = "This config's setting fits too."
+    else:
+        mine = f"{_own_need(own, 'This config')}, and does not fit." if own else ""
+    return Text(f"{verdict} ({counted}). {mine}".rstrip(), style="bold")
+
+
+def _own_need(forecast: Forecast, subject: str) -> str:
+    setting = forecast.setting
+    offload = "no offload" if setting.offload == setting.offload_param == "none" else f"offload {_offload(forecast)}"
+    host = forecast.memory.peak_nbytes(Place.HOST)
+    needs = f"{size(forecast.memory.peak_nbytes(Place.DEVICE))} of the device"
+    return f"{subject}: stage {setting.stage}, {offload}, {needs}" + (f", {size(host)} of the host" if host else "")
 
 
 def print_parts(parts: Iterable[Text | Group | Table]) -> None:
@@ -90,12 +120,12 @@ def _head(plan: TrainingPlan) -> Text:
     if len(axes) > 1:
         ranks += f" ({' x '.join(f'{axis.name} {axis.size}' for axis in axes)})"
     counted = f"{short_count(model.numel)} parameters" + (f", {short_count(frozen)} of them frozen" if frozen else "")
-    disk = short_bytes(plan.checkpoint_nbytes)
+    disk = size(plan.checkpoint_nbytes)
     kept = []
     if plan.copies.staging_nbytes:
-        kept.append(f"{short_bytes(plan.copies.staging_nbytes)} while a checkpoint is written next to training")
+        kept.append(f"{size(plan.copies.staging_nbytes)} while a checkpoint is written next to training")
     if plan.copies.replica_nbytes:
-        kept.append(f"{short_bytes(plan.copies.replica_nbytes)} for replicas, twice that on several hosts")
+        kept.append(f"{size(plan.copies.replica_nbytes)} for replicas, twice that on several hosts")
     told = f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together."
     return Text(f"{told} Not in the tables, in a rank's host memory: {' and '.join(kept)}." if kept else told)
 
@@ -114,7 +144,7 @@ def _memory_table(plan: TrainingPlan) -> Group:
                 sums = (sum(nbytes.get(purpose, 0) for purpose in purposes) for _, purposes in _COLUMNS)
                 table.add_row(*names, place.value, *map(short_bytes, sums))
                 names = ("", "")
-    return titled("Bytes of one rank (* this config)", table)
+    return titled(f"Memory of one rank (* this config; {UNITS})", table)
 
 
 def _activation_table(plan: TrainingPlan) -> list[Group]:
@@ -124,7 +154,7 @@ def _activation_table(plan: TrainingPlan) -> list[Group]:
     for each in plan.activations:
         name = f"{each.way}{'*' if each.is_own else ''}"
         table.add_row(name, short_bytes(each.kept_nbytes), short_bytes(each.peak_nbytes))
-    return [titled("Bytes of one micro-batch on one rank (* this config)", table)]
+    return [titled(f"Memory of one micro-batch on one rank (* this config; {UNITS})", table)]
 
 
 def _traffic_table(plan: TrainingPlan) -> Group:
@@ -137,13 +167,12 @@ def _traffic_table(plan: TrainingPlan) -> Group:
     return titled("Sent by one rank in one step", table)
 
 
-def _fit(plan: TrainingPlan) -> Group | Text:
-    limits = {"device": plan.limits.device_nbytes, "host": plan.limits.host_nbytes}
-    stated = " and ".join(f"{short_bytes(limit)} of {place}" for place, limit in limits.items() if limit is not None)
+def _fit(plan: TrainingPlan) -> list[Group]:
     if not plan.fitting:
-        return Text(f"No setting fits {stated} memory. More ranks or a smaller model would.")
+        return []
     order = "cheapest in traffic first" if plan.speeds is None else "fastest communication first"
-    title = f"Fits {stated} memory, {order}" if stated else order.capitalize()
+    has_limit = plan.limits.device_nbytes is not None or plan.limits.host_nbytes is not None
+    title = f"{'Fits, ' if has_limit else ''}{order} (* this config; {UNITS})"
     times = [] if plan.speeds is None else ["comm s"] if plan.compute_s is None else ["comm s", "step s"]
     table = column_table("stage", "offload", "sent", *times, "device", "host", "nvme")
     for forecast in plan.fitting:
@@ -151,7 +180,7 @@ def _fit(plan: TrainingPlan) -> Group | Text:
         sent = short_bytes(forecast.traffic.total_nbytes)
         seconds = (f"{value:.3g}" for value in (forecast.comm_s, plan.step_s(forecast)) if value is not None)
         table.add_row(_stage(forecast), _offload(forecast), sent, *seconds, *map(short_bytes, peaks))
-    return titled(title, table)
+    return [titled(title[0].upper() + title[1:], table)]
 
 
 def _notes(plan: TrainingPlan) -> list[Text]:

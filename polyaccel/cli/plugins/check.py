@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 from xml.etree import ElementTree
 
+from polyaccel.cli.parser import describe
 from polyaccel.errors import LaunchError, PluginConflict, PluginNotFound
 from polyaccel.registry import PluginGroup, PluginInfo, find_plugin, list_plugins
 from polyaccel.testkit.contract import TIMEOUT_S, CheckOutcome, CheckRow, run_test
@@ -43,9 +44,13 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     timeout = "seconds in which a row must show progress (default: %(default)g); one that does not is cut and fails"
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=timeout)
     parser.add_argument("--only", metavar="TEXT", help="run only the rows whose title has this text")
-    explain = "explain what each row wants and why, and show the tracebacks of those that fail"
-    parser.add_argument("-v", "--verbose", action="store_true", help=explain)
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the outcomes as JUnit XML too")
+    describe(
+        parser,
+        examples=("polyaccel plugins check shm", "polyaccel plugins check acme --kind accelerator --junit report.xml"),
+        codes={0: "every row passed", 1: "a row failed, or an error, stated on standard error"},
+        verbose="explain what each row wants and why, and show the tracebacks of those that fail",
+    )
     parser.set_defaults(func=run)
 
 
@@ -82,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose(name: str, group: PluginGroup | None) -> PluginInfo:
-    """Return the installed plugin of this name, or the device of torch or JAX. Raises PluginConflict when plugins of
-    several kinds have it."""
+    """Return the installed plugin of this name, or a device of torch or JAX."""
     groups = [one for one in PluginGroup if any(info.name == name for info in list_plugins(one))]
     if not groups and group in (None, PluginGroup.ACCELERATORS) and _is_a_framework_device(name):
         package = "torch or JAX"

@@ -7,22 +7,24 @@ import argparse
 import json
 from collections.abc import Iterable
 
+from polyaccel.cli.plugins import build as plugins_build
 from polyaccel.cli.plugins import check as plugins_check
 from polyaccel.cli.plugins import new as plugins_new
 from polyaccel.registry import PluginGroup, PluginInfo, list_plugins
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "list the installed plugins, check one, or begin a new one"
+    summary = "list the installed plugins, check or build one, or begin a new one"
     parser = subparsers.add_parser("plugins", help=summary, description=summary)
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     parser.set_defaults(func=run)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", help="default: list")
     what = "list the installed plugins without importing any (the default)"
     listing = actions.add_parser("list", help=what, description=what)
     listing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON list")
     plugins_check.add_parser(actions)
     plugins_new.add_parser(actions)
+    plugins_build.add_parser(actions)
 
 
 def run(args: argparse.Namespace) -> int:

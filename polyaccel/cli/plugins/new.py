@@ -57,14 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def package_of(name: str, kinds: Sequence[str]) -> str:
-    """The distribution that holds these kinds of plugins called `name`. Sets of kinds that share none have different
-    ones."""
+    """Return the distribution for these kinds of plugins called `name`."""
     return "-".join([_OURS, name, *(() if "accelerator" in kinds else kinds)])
 
 
 def write(name: str, kinds: Sequence[str], folder: Path, *, framework: str = "torch") -> list[Path]:
-    """The files of new plugins called `name`, written below `folder`. Raises PluginContractError for a name that no
-    package can have and for a folder that is not empty, PluginConflict for the name of a plugin of ours."""
+    """Write the files of new plugins called `name` below `folder`."""
     if not _NAME.fullmatch(name):
         raise PluginContractError(
             f"{name!r} cannot be a plugin's name", hint="use lower-case letters, digits, and - or _ between", value=name

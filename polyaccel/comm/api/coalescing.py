@@ -41,8 +41,7 @@ def all_gather_coalesced(
     async_op: bool = False,
     label: str = "",
 ) -> Work:
-    """`Communicator.all_gather` of each of `sources` into the `outs` next to it, as one collective for each element
-    type."""
+    """All-gather each of `sources` into its `outs`, by one collective for each element type."""
     _check("all_gather_coalesced", communicator, outs, sources, parts_of="out")
     works: list[Work] = []
     for dtype, indices in _by_dtype(sources):
@@ -67,8 +66,7 @@ def reduce_scatter_coalesced(
     async_op: bool = False,
     label: str = "",
 ) -> Work:
-    """`Communicator.reduce_scatter` of each of `sources` into the `outs` next to it, as one collective for each element
-    type."""
+    """Reduce-scatter each of `sources` into its `outs`, by one collective for each element type."""
     _check("reduce_scatter_coalesced", communicator, outs, sources, parts_of="source")
     works: list[Work] = []
     for dtype, indices in _by_dtype(sources):

@@ -101,8 +101,7 @@ class CompressedAllReduce:
 
 
 def _compress(values: Floats, error: Floats, numels: npt.NDArray[Any]) -> tuple[Bits, Floats]:
-    """Signs, packed, and block scales of `values + error`, row by row; `error` becomes what they leave out. `numels`
-    are the elements of each block in front of its padding, which counts for nothing."""
+    """Return packed signs and block scales of `values + error`; `error` keeps the rest, padding counts for nothing."""
     is_real = np.arange(_BLOCK_NUMEL) < numels[:, :, None]
     wanted = np.where(is_real, (values + error).reshape(is_real.shape), np.float32(0))
     with np.errstate(invalid="ignore", over="ignore"):

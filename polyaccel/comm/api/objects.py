@@ -27,8 +27,7 @@ _HINT = (
 
 
 def all_gather_objects(communicator: Communicator, value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order. Collective. Raises CommError for a value that is not plain where this rank
-    has no secret, and for a message that does not come from a rank of this job. See [Note: Sealed pickles]."""
+    """Return every rank's `value` in rank order. Collective. See [Note: Sealed pickles]."""
     exchange = _Exchange(communicator)
     return [exchange.opened(rank, message) for rank, message in enumerate(exchange.messages(value))]
 

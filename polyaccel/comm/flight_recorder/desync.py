@@ -43,10 +43,7 @@ class AgreeingGroup:
 
 
 def find_desync(dumps: Sequence[Dump]) -> list[Divergence | AgreeingGroup]:
-    """A finding for each group that at least one of `dumps`, at most one a rank, has calls on; the largest group first.
-
-    Calls that have left a rank's ring buffer are not compared. Messages between two ranks are not either.
-    """
+    """Return a finding for each group with calls in `dumps`, largest first; without messages and lost records."""
     by_group: dict[tuple[int, ...], dict[int, dict[int, DumpedCall]]] = defaultdict(dict)
     for dump in dumps:
         for call in dump.calls:

@@ -123,8 +123,7 @@ def job_folder(environ: Mapping[str, str]) -> Path:
 
 
 def forget_old_jobs(runtime: Path) -> None:
-    """Remove the dumps of jobs whose launcher has ended, but those of the last MOST_OLD_JOBS. Other ranks may do the
-    same at the same time."""
+    """Remove dumps of ended jobs except the last MOST_OLD_JOBS; other ranks may do the same."""
     old = []
     for folder in runtime.glob(f"{_JOB_PREFIX}*"):
         launcher, _, start = folder.name.removeprefix(_JOB_PREFIX).partition("-")
@@ -164,10 +163,7 @@ class FlightRecorderDumper:
         self._after_writing: Callable[[], object] | None = None
 
     def start(self) -> None:
-        """Listen for failures, uncaught exceptions and, in the main thread of a process, signals.
-
-        What this rank of an earlier job left in the folder becomes `rank-N.earlier`, lest it be taken for this one's.
-        """
+        """Listen for failures, exceptions and signals; keep an earlier job's files as `rank-N.earlier`."""
         if not self._is_chosen:
             forget_old_jobs(self._folder.parent)
         left = self._folder / _file_name(self._rank)
@@ -213,9 +209,7 @@ class FlightRecorderDumper:
         return path, f"{reason}; the last calls are in {path}, compare all ranks with `{compare}`"
 
     def _write_last(self, reason: str) -> None:
-        """`write` of a process that ends now. The line is shown only where a call has not ended for a while, and if the
-        log is not held up: the main thread, which may have been in the middle of its own line when the signal came,
-        writes no more."""
+        """Write the dump of a process that ends now; show a line only for a stuck call and a free log."""
         hangs = self._hangs()
         with self._writing:
             path, said = self._write(reason)

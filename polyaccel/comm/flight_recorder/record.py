@@ -281,10 +281,7 @@ class RecordingCommunicator(WrappedCommunicator):
 
 
 def check_same_call(communicator: Communicator, collective: Collective) -> None:
-    """Debug mode: compare (number, operation, size, type, root or reduction, counts) over all ranks.
-
-    Raises CommError, the same on every rank, which names the ranks that differ from the first one and both calls.
-    """
+    """Compare (number, operation, size, type, root, counts) over all ranks, in debug mode. Raises CommError."""
     mine = (collective.number, *collective.agreed_key())
     with communicator.inside(collective.number):
         calls = communicator.all_gather_object((mine, str(collective)))

@@ -47,8 +47,7 @@ class Row:
 def start_log(
     communicator: Communicator, ops: Iterable[str] = (), *, verbose: bool = False, callers: bool = False
 ) -> None:
-    """Record latencies from now on, of this group and of those split from it later. See `CommLog`; torch's longer names
-    of operations are understood, and `verbose` logs a sentence for each call."""
+    """Record latencies of this group and later splits; `verbose` logs each call. See `CommLog`."""
     if not isinstance(communicator, RecordingCommunicator):
         raise CommError(
             f"a {type(communicator).__name__} has no log", hint="use the communicator that init_distributed made"

@@ -17,8 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def comm_backend(name: str) -> type[CommBackend]:
-    """The backend called `name`: a plugin, else one that some other package gives to torch.distributed. Raises as
-    `load_plugin`; PluginNotFound if torch does not have it either."""
+    """Return the backend `name`: a plugin, else one registered with torch.distributed."""
     try:
         plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, name, CommBackend, API_VERSION)
     except PluginNotFound:
@@ -31,8 +30,7 @@ def comm_backend(name: str) -> type[CommBackend]:
 
 
 def default_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
-    """The name of the backend for these ranks: `local` for one process, shared memory where ranks on one host would use
-    gloo and can do without, else the accelerator's own."""
+    """Return the backend's name: `local` for one process, shared memory on one host if possible, else the device's."""
     if rendezvous.world_size == 1:
         return "local"
     own = accelerator.capabilities().default_comm

@@ -78,10 +78,7 @@ def _speed(megabits: int) -> str:
 
 
 def find_hosts(communicator: Communicator, local_rank: int) -> HostTopology:
-    """Return which ranks of a job, all of them in `communicator`, share a host. Collective; one all-gather.
-
-    `local_rank` is the launcher's. Parts that need to know take `Communicator.host_topology` and never ask again.
-    """
+    """Return which ranks share a host, by one all-gather; later code reads `Communicator.host_topology`."""
     try:
         own = host_id()
     except OSError:  # no Linux
@@ -90,8 +87,7 @@ def find_hosts(communicator: Communicator, local_rank: int) -> HostTopology:
 
 
 def make_hierarchical(flat: Communicator, topology: HostTopology) -> Communicator:
-    """Return `flat`, or the same group with shared memory inside hosts where every host has the same number of ranks,
-    at least two. Collective; rank 0 logs why it stays flat on several hosts."""
+    """Return `flat`, or shared memory inside equally large hosts. Collective; rank 0 logs why it stays flat."""
     within, hosts = comm_backend(WITHIN_HOST), topology.ranks_by_host
     sizes = [len(members) for members in hosts]
     if len(hosts) == 1 or set(sizes) == {1}:

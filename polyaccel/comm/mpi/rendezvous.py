@@ -50,11 +50,7 @@ def why_not() -> str:
 
 
 def mpi_rendezvous(here: LaunchedRank, request: Request) -> Rendezvous:
-    """Start MPI, verify `here` against MPI.COMM_WORLD and agree on the meeting place. Collective.
-
-    Raises CommError where MPI contradicts the launcher or no address can be found, and CommTimeout naming the ranks
-    that did not answer within `request.timeout_s`.
-    """
+    """Start MPI, verify `here` against MPI.COMM_WORLD and agree on the meeting place. Collective."""
     mpi, library = _start(here)
     world = mpi.COMM_WORLD
     if world.rank != here.rank or here.world_size not in (None, world.size):

@@ -1,4 +1,4 @@
-"""`RendezvousGroup`: the ranks of a job before a communicator joins them, under any launcher.
+"""`RendezvousGroup`: where a rank joins its job, before there is a communicator, under any launcher.
 
 Every comm backend joins here: under torchrun an agent holds MASTER_PORT, under `polyaccel run`, mpirun and srun rank 0
 may bind it, and a script may have made torch's default group before. With torch all of these are torch's store. Without

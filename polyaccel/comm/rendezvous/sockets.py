@@ -72,8 +72,7 @@ def connect_mesh(members: RendezvousGroup) -> dict[int, socket.socket]:
 
 
 def _network() -> str:
-    """A name that processes share which reach each other by the loopback. That is not the job's `HostTopology`, which
-    the ranks make once they are connected: containers of one host may have their own networks."""
+    """Return a name shared by processes that reach each other by loopback (not `HostTopology`: containers)."""
     try:
         return network_id()
     except OSError:  # no Linux

@@ -28,11 +28,7 @@ _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 def all_gather_on_host(where: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
-    """Every rank's `text`, in rank order; `where` is equal on all ranks and different in other jobs of this user.
-
-    Raises CommTimeout, naming them, when ranks do not come by the `deadline`, and CommError when two jobs use this
-    rendezvous.
-    """
+    """Return every rank's `text` in rank order; `where` is unique to the job. Raises CommTimeout, CommError."""
     door = f"\0polyaccel-{os.geteuid()}-{sha256(where.encode()).hexdigest()[:32]}"
     if rank == 0:
         return _collect(door, where, world_size, text, deadline)

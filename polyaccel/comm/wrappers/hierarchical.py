@@ -164,9 +164,7 @@ class HierarchicalCommunicator(Communicator):
         self._scratch.give_back(block)
 
     def _wanted(self, collective: Collective, coming: Sequence[int]) -> list[Counts]:
-        """Of each host: how many elements each rank of this one expects from the rank there that has our place.
-
-        `coming` is what this rank expects from every rank of the group."""
+        """Return, by host, the elements that its ranks expect from the rank in this one's place there."""
         hosts, ranks = len(self.hosts), self.intra.world_size
         if not collective.is_uneven:
             return [tuple(coming[:ranks])] * hosts
@@ -180,8 +178,7 @@ class HierarchicalCommunicator(Communicator):
 
     @contextmanager
     def _run_of(self, whole: Buffer, spans: Sequence[Span], *, fills: bool = False) -> Iterator[Buffer]:
-        """`spans` of `whole` side by side: where they are if they lie so, else a copy, which goes back there at the end
-        of the block if it `fills` them."""
+        """Yield `spans` of `whole` side by side, in place or as a copy that is written back if it `fills` them."""
         spans = [span for span in spans if span[1]]
         numel = sum(length for _, length in spans)
         if all(start + length == after for (start, length), (after, _) in pairwise(spans)):
@@ -293,6 +290,5 @@ def two_level(flat: Communicator, intra: Communicator, hosts: Sequence[Sequence[
 
 
 def _short_nbytes(ranks: int, *, is_uneven: bool) -> int:
-    """The longest part that is passed on where a host has so many ranks. Sending the lengths of uneven parts takes as
-    long as a message."""
+    """Return the longest part to pass on; sending lengths of uneven parts takes as long as a message."""
     return (ranks - 1 - is_uneven) * _SHORT_NBYTES

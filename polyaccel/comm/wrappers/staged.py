@@ -38,8 +38,7 @@ class StagedCommunicator(WrappedCommunicator):
         self._pool = ScratchPool(accelerator if pins else inner.accelerator, pinned=pins)
 
     def start(self, collective: Collective) -> Work:
-        """The collective on host memory: one block where a buffer is both, or one is a part of the other (which is then
-        in place there), else one for each buffer."""
+        """Run the collective on host memory: one block where buffers coincide or nest, else one for each."""
         collective.check(self.rank, self.world_size)
         kind, source, target = collective.operation, collective.source, collective.target
         blocks: list[Buffer] = []

@@ -84,9 +84,10 @@ class TensorParallelConfig(Section):
 class SequenceParallelConfig(Section):
     """polyaccel's own section: how attention is computed where `mesh.sequence` ranks share each sequence."""
 
-    method: Literal["ulysses", "ring", "manual"] = "ulysses"
+    method: Literal["ulysses", "ring", "tokenwise", "manual"] = "ulysses"
     """`ulysses` exchanges heads for tokens, `ring` sends keys and values round; both cut the batches of a model of
-    transformers by themselves. `own`: the model cuts its sequences itself."""
+    transformers by themselves. `tokenwise` computes feed-forward layers of a rank's tokens alone, and whatever mixes
+    tokens whole on every rank: for models that the others refuse. `manual`: the model cuts its sequences itself."""
     core_attention: str = "blockwise"
     """The attention between Ulysses's exchanges: `blockwise`, whose memory grows with the length alone, or one of
     transformers' names: `eager`, `sdpa`, `flex_attention`."""

@@ -24,7 +24,7 @@ class MonitorSection(Section):
 
 
 class TensorBoardConfig(MonitorSection):
-    """Event files for TensorBoard. Needs `pip install 'polyaccel[tensorboard]'`."""
+    """Event files for TensorBoard. Needs the extra `tensorboard`."""
 
     plugin = "tensorboard"
     output_path: str = ""
@@ -44,7 +44,7 @@ class CsvMonitorConfig(MonitorSection):
 
 
 class WandbConfig(MonitorSection):
-    """A run of Weights & Biases. Needs `pip install 'polyaccel[wandb]'`. The environment variable WANDB_MODE=offline
+    """A run of Weights & Biases. Needs the extra `wandb`. The environment variable WANDB_MODE=offline
     keeps it on this machine, below `run_dir`."""
 
     plugin = "wandb"
@@ -57,7 +57,7 @@ class WandbConfig(MonitorSection):
 
 
 class CometConfig(MonitorSection):
-    """An experiment of Comet. Needs `pip install 'polyaccel[comet]'`."""
+    """An experiment of Comet. Needs the extra `comet`."""
 
     plugin = "comet"
     samples_log_interval: PositiveInt = 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
-from polyaccel.checkpoint.retention.rules import KeepBest, Retention
+from polyaccel.checkpoint.retention import KeepBest, Retention
 from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.loss_scale import LossScaler
@@ -20,6 +21,15 @@ _COMMON_SETTINGS = {
     "gradient_predivide_factor", "gradient_allreduce_op", "communication_data_type", "zero_optimization", "fp16",
     "bf16", "torch_autocast", "data_types", "matrix_kernels",
 }  # fmt: skip
+VARIABLES: Mapping[str, str] = {
+    "DS_ACCELERATOR": "accelerator",
+    "POLYACCEL_ACCELERATOR": "accelerator",
+    "POLYACCEL_COMM": "comm.backend",
+    "POLYACCEL_MATRIX_KERNELS": "matrix_kernels",
+    "POLYACCEL_LOG": "log_level",
+    "POLYACCEL_VERIFY": "verify",
+}
+"""The key that each of them replaces; docs/reference/environment.md explains them."""
 
 
 def engine_settings_of(config: ResolvedConfig) -> EngineSettings:
@@ -59,8 +69,7 @@ def save_policy_of(config: ResolvedConfig) -> SavePolicy:
 
 
 def common_settings_of(config: ResolvedConfig) -> dict[str, Any]:
-    """The part of the config that must be equal on all ranks, as a tree: what numbers and exchanges depend on. Where
-    files lie may differ."""
+    """Return the settings that must be equal on all ranks, as a tree; folders may differ."""
     tree: dict[str, Any] = config.model_dump(mode="json", by_alias=True, include=_COMMON_SETTINGS)
     for section in ("offload_param", "offload_optimizer"):
         offload = tree["zero_optimization"].get(section) or {}
@@ -85,8 +94,7 @@ def loss_scaler_of(config: ResolvedConfig) -> LossScaler:
 
 
 def native_optimizer_of(config: ResolvedConfig) -> tuple[SliceOptimizer, dict[str, Any]] | None:
-    """The config's optimizer with its group defaults, if it is one that runs on slices; None if it is another or
-    none."""
+    """Return the config's optimizer with group defaults if it runs on slices, else None."""
     section = config.optimizer
     if section is None or section.type not in OPTIMIZERS:
         return None
@@ -96,3 +104,14 @@ def native_optimizer_of(config: ResolvedConfig) -> tuple[SliceOptimizer, dict[st
     for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
         defaults.pop(switch, None)
     return slice_optimizer(section.type), defaults
+
+
+def replaced_values(config: ResolvedConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each written value of `config` that `environment` replaces by another."""
+    for variable, key in VARIABLES.items():
+        written: object = config
+        for name in key.split("."):
+            written = getattr(written, name)
+        value = environment.get(variable, "").strip()
+        if value and written is not None and value.lower() != str(written).lower():
+            yield f"{key} = {written!r} is replaced by {variable}={value}"

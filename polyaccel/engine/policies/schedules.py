@@ -11,10 +11,7 @@ from polyaccel.errors import ConfigError
 
 
 def schedule_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the schedule `name`, typed and with defaults.
-
-    Raises ConfigError naming every unknown, missing or wrong one.
-    """
+    """Return the arguments of the schedule `name`, typed and with defaults."""
     section, problems = check_scheduler(SchedulerConfig(type=name, params=dict(given)))
     if problems:
         raise ConfigError(problems)

@@ -170,11 +170,7 @@ def offload_of(config: ResolvedConfig, layout: ShardLayout, state_count: int, *,
 
 
 def storage_tier(device: OffloadDevice) -> Place:
-    """Where the tier that a config names `device` holds its buffers.
-
-    Another plugin's tier counts as files where its buffers are not resident, else as host memory. Raises PluginNotFound
-    for one that is not installed.
-    """
+    """Return where the tier `device` holds buffers: plugins' count as files unless resident."""
     if device in PLACES:
         return PLACES[device]
     return Place.HOST if load_plugin(PluginGroup.TIERS, device, Tier, Tier.API_VERSION).is_resident else Place.NVME

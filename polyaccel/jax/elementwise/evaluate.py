@@ -84,8 +84,7 @@ Value = Elements | Number | Whole
 
 
 def evaluate(graph: Graph, outputs: Sequence[Atom], given: Mapping[int, Value]) -> list[Value]:
-    """The values of `outputs`, from those of inputs by index. Raises NotElementwise, also for an input that is not
-    given."""
+    """Return `outputs` for inputs by index. Raises NotElementwise, also for a missing input."""
     known: dict[int, Value] = dict(given)
     operations, _ = graph.needed(outputs)
     for operation in operations:

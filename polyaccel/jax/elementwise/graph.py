@@ -38,10 +38,7 @@ class StateLeaf:
 
 
 def state_leaves(params: Any, state: Any) -> list[StateLeaf]:
-    """The leaves of `state` in tree order; both trees may hold shapes in place of arrays.
-
-    A leaf belongs to the parameter whose path its own path ends with, if it has that shape.
-    """
+    """Return `state`'s leaves in tree order, each with the parameter whose path and shape it has."""
     places = {path: (at, leaf.shape) for at, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(params)[0])}
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
@@ -53,8 +50,7 @@ def state_leaves(params: Any, state: Any) -> list[StateLeaf]:
 
 
 def buffer_names(leaves: Sequence[StateLeaf]) -> list[str]:
-    """The name of each of one parameter's states: the end of its path, so that parameters with states of the same kind
-    in different parts of the transformation's state have them by the same name."""
+    """Name each state of a parameter by the end of its path, the same in all parts of the state."""
     names: list[str] = []
     for leaf in leaves:
         end = "optax" + jax.tree_util.keystr(leaf.path[-1:])
@@ -217,9 +213,7 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 
 
 def structure_of(graph: Graph, outputs: Sequence[Atom], roles: Mapping[int, Hashable]) -> Hashable:
-    """A value that is equal for outputs which follow in the same way from inputs of the same `roles`, by index,
-    whatever the shapes of arrays are. None of it holds for operations whose result depends on a shape: these have
-    their shapes in it."""
+    """Return a value equal for outputs with equal structure from inputs of `roles`; shapes count only if used."""
     operations, _ = graph.needed(outputs)
     local: dict[int, int] = {}
 

@@ -193,10 +193,7 @@ class NativeEngine(JaxEngine):
         return loss
 
     def _cut(self, batch: Any) -> Any:
-        """A micro-batch over the devices, with an axis over them.
-
-        Raises PolyaccelError as `split_batch`, ShardingError for a function that closed over parameters.
-        """
+        """Cut a micro-batch over the devices, along a new axis."""
         parts = split_batch(
             batch,
             len(self._mesh.local),
@@ -216,8 +213,7 @@ class NativeEngine(JaxEngine):
         return WeakNumbers(cut) if is_weak(parts[0]) else cut
 
     def _meet(self, what: str) -> None:
-        """Wait for the other processes, with a timeout that names who is missing: within a program of JAX a rank would
-        wait without saying for whom."""
+        """Wait for other processes with a timeout that names missing ones: a JAX program would hang silently."""
         if self.communicator.world_size > 1:
             self.communicator.barrier(label=what)
 

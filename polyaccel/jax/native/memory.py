@@ -19,7 +19,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.program import Held
-from polyaccel.zero.buckets.replicas import Replica
+from polyaccel.zero.buckets.bucket_params import Replica
 from polyaccel.zero.plan.layout import Bucket, ShardLayout, Slot
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION, Placement, ZeroPolicy
 from polyaccel.zero.update.consistency import Consistency
@@ -97,8 +97,7 @@ class NativeMemory:
         raise InvariantError("nothing is compared of arrays that JAX has", value=piece)
 
     def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """(slot, kind, start, buffer) of every piece that this process writes into a checkpoint, as
-        `ZeroEngine.local_shards` gives them for a rank."""
+        """Yield (slot, kind, start, buffer) of this process's pieces, like `ZeroEngine.local_shards`."""
         for bucket in self._layout.buckets:
             for kind, array in self.kinds(bucket).items():
                 parts = self._on_host(bucket, array)
@@ -145,8 +144,7 @@ class NativeMemory:
         return {PARAM: weights, **self.held.states.get(bucket.index, {})}
 
     def _on_host(self, bucket: Bucket, array: jax.Array) -> list[NumpyBuffer]:
-        """The parts of an array that this process updates, as `_parts` has them; zeros where a failed update lost
-        them."""
+        """Return this process's parts of an array on the host; zeros where a failed update lost them."""
         bounds = self._parts(bucket)
         if array.is_deleted():
             return [NumpyBuffer(np.zeros(high - low, array.dtype)) for low, high in bounds]

@@ -49,10 +49,7 @@ def init_distributed(**arguments: Any) -> None:
 
 
 def join_processes(communicator: Communicator) -> None:
-    """Make the processes of `communicator` one for JAX, if they are not. See [Note: JAX coordinator address].
-
-    Collective. Raises CommError where JAX has other ranks, has looked for its devices already, or does not connect.
-    """
+    """Join `communicator`'s processes in JAX if needed. Collective. See [Note: JAX coordinator address]."""
     rank, world_size = communicator.rank, communicator.world_size
     if jax.distributed.is_initialized():
         if (jax.process_index(), jax.process_count()) != (rank, world_size):
@@ -109,10 +106,7 @@ class DeviceMesh:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> DeviceMesh:
-        """JAX's devices of the accelerator's kind.
-
-        Raises ShardingError where JAX has none, or not equally many in each process.
-        """
+        """Return JAX's devices of the accelerator's kind, equally many a process."""
         try:
             found = jax.devices(accelerator.jax_platform or accelerator.name)
         except RuntimeError as error:
@@ -170,10 +164,7 @@ class DeviceMesh:
         return [by_device[device] for device in self.local]
 
     def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` of one device's parts as a function of whole arrays, to be compiled by `jax.jit`.
-
-        Results that it declares to be equal everywhere (`WHOLE`) must be so by its collectives: JAX cannot check that.
-        """
+        """Map `function` over devices; its collectives must make `WHOLE` results equal, JAX cannot check."""
         over_all: Callable[..., Any] = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -181,10 +172,7 @@ class DeviceMesh:
 
 
 def native_mesh() -> DeviceMesh:
-    """The mesh of the default process group, whose processes are joined.
-
-    Raises as `join_processes` and `DeviceMesh.of`.
-    """
+    """Return the mesh of the default process group's joined processes."""
     communicator = default_communicator()
     join_processes(communicator)
     return DeviceMesh.of(communicator.accelerator)

@@ -48,8 +48,7 @@ class SliceUpdate(Protocol):
     def apply(
         self, variant: Any, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
     ) -> Updated:
-        """The update of a device's part of a bucket. Each of `terms` is a number or has one an element; `rows` has
-        which parameter an element belongs to."""
+        """Update a device's part of a bucket; `terms` are numbers or one an element, by parameter in `rows`."""
 
 
 class RowUpdate:

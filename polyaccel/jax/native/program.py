@@ -186,10 +186,7 @@ class StepProgram:
         return reduced / self._mesh.world_size if op is ReduceOp.AVG else reduced * after
 
     def _scatter(self, sent: Any) -> Any:
-        """The sum over devices of this device's part. See [Note: Reduce-scatter on CPUs].
-
-        What travels in 16 bits is added in float32 too: a sum may overflow where the average does not.
-        """
+        """Return the sum of this device's part, added in float32. See [Note: Reduce-scatter on CPUs]."""
         is_narrow = sent.dtype.itemsize == 2
         if not (is_narrow or self._mesh.is_hosts):
             return jax.lax.psum_scatter(sent, AXIS, tiled=True)
@@ -246,10 +243,7 @@ class StepProgram:
         return jax.lax.axis_index(AXIS) * bucket.shard_numel
 
     def _judge(self, gradients: Gradients, loss_scale: Any) -> Outcome:
-        """Norm and overflow over all devices, of each only its own slices.
-
-        Squares are taken of gradients divided by the device's largest, for float32 holds no squares of large ones.
-        """
+        """Return norm and overflow over all devices; squares are of gradients divided by the largest."""
         is_cut = self._policy.optim is Placement.SHARDED
         policy = self._step_policy
         ends = jnp.asarray([bucket.numel for bucket in self.trained], jnp.int32)

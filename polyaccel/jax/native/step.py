@@ -58,11 +58,7 @@ class NativeStep:
     # A step.
 
     def differentiate(self, batch: Any, micro_steps: int, factor: float) -> tuple[Any, Any]:
-        """(losses, auxiliary outputs) of a micro-batch, of each device; its gradients are added to those before.
-
-        Collective. `micro_steps` counts the micro-batches before, `factor` multiplies the loss. Raises PolyaccelError
-        after an update or a load that failed in the middle.
-        """
+        """Return (losses, auxiliary outputs) by device, and add up gradients scaled by `factor`. Collective."""
         self.consistency.require()
         self._is_incomplete, gradients = True, self._gradients
         loss, aux, self._gradients = self._program.differentiate(
@@ -83,11 +79,7 @@ class NativeStep:
         return found
 
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
-        """Update the slices and publish them; nothing changes on an overflow that is skipped. Collective.
-
-        Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and after an update or a
-        load that failed in the middle.
-        """
+        """Update the slices and publish them, unless an overflow is skipped. Collective."""
         self.consistency.require()
         if self._is_incomplete or self._gradients is None:
             raise PolyaccelError(
@@ -197,8 +189,7 @@ class NativeStep:
         return self.params.local_shards()
 
     def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """Like `ZeroEngine.shards_to_load`, as buffers in host memory, from which `params.all_gather_masters` takes the
-        values."""
+        """Yield host buffers like `ZeroEngine.shards_to_load`, for `params.all_gather_masters`."""
         return self.params.shards_to_load()
 
     def close(self) -> None:

@@ -101,11 +101,7 @@ def replicated(value: Any) -> Replicated:
 
 
 def as_inputs(batch: Any, device: Any = None) -> Any:
-    """`batch` as the function gets it: without the marks of `replicated`, tensors of other libraries as numpy arrays.
-
-    Arrays of JAX elsewhere come to `device`, where one is given. Raises PolyaccelError for a leaf that is not an
-    array, and for an array that this process has a part of.
-    """
+    """Return `batch` as the function gets it: without `replicated` marks, on `device` if given."""
 
     def convert(path: Any, value: Any) -> Any:
         if isinstance(value, Replicated):
@@ -116,11 +112,7 @@ def as_inputs(batch: Any, device: Any = None) -> Any:
 
 
 def split_batch(batch: Any, count: int, *, over: str, length_cure: str) -> list[Any]:
-    """`batch` in `count` equal parts along the first axis of its arrays; marks of `replicated` stay.
-
-    Raises PolyaccelError for arrays of different lengths, for a length that `count` does not divide, with
-    `length_cure`, and for a random key that nothing declares. `over` names the parts in errors.
-    """
+    """Split `batch` in `count` equal parts along first axes; `replicated` marks stay, `over` names parts."""
     if count == 1:
         return [batch]
     pairs, structure = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_replicated)

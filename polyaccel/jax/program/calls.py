@@ -34,10 +34,7 @@ R = TypeVar("R")
 
 
 def engine_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a call of users: what it moves between host and devices is asked for, whatever `jax.transfer_guard` is.
-
-    The call raises PolyaccelError inside a mesh of several devices.
-    """
+    """Wrap a call of users so that `jax.transfer_guard` allows its transfers; refuses meshes of devices."""
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
@@ -132,8 +129,7 @@ class ProgramCall:
     def __call__(
         self, token: Any, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct]
     ) -> tuple[Any, list[Any]]:
-        """(token, results). Some `operands` may be there for the order alone: `run` starts when all of them are
-        computed."""
+        """Return (token, results); `operands` may only order: `run` starts when all are computed."""
         self._operands = tuple(_place_of(operand) for operand in operands)
         self._results = tuple(_place_of(result) for result in results)
         call = jax.ffi.ffi_call(

@@ -58,11 +58,7 @@ class LossFunction:
         """How many devices the engine's own programs are spread over."""
 
     def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
-        """(loss, auxiliary output, gradients of `loss * factor` for the trained leaves), all of it computed.
-
-        Raises PolyaccelError for a function that returns no scalar loss, ShardingError for one that closed over
-        parameters.
-        """
+        """Return (loss, auxiliary output, gradients of `loss * factor`), computed."""
         arguments = self._arguments(leaves, batch, rng, factor)
         self.check(self._with_gradients, arguments)
         loss, aux, gradients = jax.block_until_ready(self._with_gradients(*arguments))
@@ -124,8 +120,7 @@ class LossFunction:
         self._checked.add(signature)
 
     def refuse_closed_over(self, program: ClosedJaxpr) -> None:
-        """Raise ShardingError for a program that closed over parameters: the engine's, or the arrays that it was built
-        from. See [Note: Constants of a program]."""
+        """Raise ShardingError for closed-over parameters. See [Note: Constants of a program]."""
         require_no_parameter(program, self._owner_of)
 
     def _owner_of(self, constant: Any) -> str | None:
@@ -137,8 +132,7 @@ class LossFunction:
 
 
 def loss_and_aux(found: Any) -> tuple[Any, Any]:
-    """(loss as at least float32, auxiliary output) of what a user's function gave. Raises PolyaccelError where that has
-    no scalar loss."""
+    """Return (loss as float32 or wider, auxiliary output) of a user's function."""
     loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
         kind = f"{type(loss).__name__} of {len(loss)}" if isinstance(loss, _CONTAINERS) else type(loss).__name__
@@ -210,8 +204,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def require_no_parameter(program: ClosedJaxpr, owner_of: Callable[[Any], str | None]) -> None:
-    """Raise ShardingError for a constant of `program` that `owner_of` has by name. See [Note: Constants of a
-    program]."""
+    """Raise ShardingError for a constant of `program` that is a parameter. See [Note: Constants of a program]."""
     for constant in _constants(program):
         fqn = owner_of(constant)
         if fqn is not None:

@@ -221,9 +221,7 @@ class Differentiated:
 def evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], *, only_of_these: bool = False
 ) -> list[Any]:
-    """The outputs of a traced program for `arguments`, with jitted functions inlined, so that values which follow from
-    parameters alone inside one can be seen. With `only_of_these`, `arguments` are the first ones, and outputs that do
-    not follow from them alone are left out (None)."""
+    """Evaluate a traced program, jits inlined; `only_of_these`: outputs that need later arguments are None."""
     values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=not only_of_these))
     for equation in jaxpr.eqns:

@@ -29,11 +29,7 @@ class ModuleCall:
         self.takes_key = "key" in self._signature.parameters
 
     def arguments(self, batch: Any, *, trains: bool, **extra: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for `batch`: a mapping is named arguments, a tuple or list positional ones, all else the one.
-
-        Flags of training like `train` and `deterministic` are added where the batch has none, and so is `extra`. Raises
-        PolyaccelError for a batch that does not fit.
-        """
+        """Return the arguments for `batch`, with flags like `train` and `extra` where it has none."""
         args: tuple[Any, ...] = () if isinstance(batch, Mapping) else _as_args(batch)
         named = {str(name): value for name, value in batch.items()} if isinstance(batch, Mapping) else {}
         given = {one.name for one in self._params[: len(args)]} | named.keys()

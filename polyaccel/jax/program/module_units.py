@@ -31,11 +31,7 @@ def blocks_of(params: Any) -> tuple[str, ...]:
 
 
 def linen_interceptor(blocks: Sequence[str]) -> Callable[..., Any]:
-    """For `flax.linen.intercept_methods`: calls of the modules named `blocks` are units.
-
-    A linen module belongs to a scope, and scopes to a trace, so the unit is an unbound copy that gets its variables. It
-    draws its random numbers from one key, at every stage, so that stages agree on them.
-    """
+    """Make calls of modules named `blocks` units of an unbound copy, with one random key at every stage."""
     from flax import linen
 
     names = frozenset(blocks)
@@ -100,8 +96,7 @@ def _call_equinox(kind: Any, block: Any, args: Any, named: Any) -> Any:
 
 
 def _call_nnx(kind: Any, block: Any, args: Any, named: Any) -> Any:
-    """The unit is a copy, for a module may be changed in its own trace only; its counts of random numbers are copied
-    back."""
+    """Call the unit as a copy, as a module may change only in its own trace; copy random counts back."""
     from flax import nnx
 
     graph, state = nnx.split(block)

@@ -81,9 +81,7 @@ class ShardedParams:
                 self._zero.unsharder.reshard(index)
 
     def reduce(self, names: Sequence[str], gradients: Sequence[Buffer], uses: Counter[int]) -> None:
-        """Take gradients over, and reduce the buckets that they complete: `uses` has how often a program uses each.
-
-        See [Note: Gradient completion count]."""
+        """Add gradients and reduce the buckets that are complete. See [Note: Gradient completion count]."""
         for name, gradient in zip(names, gradients, strict=True):
             self._zero.reducer.add_gradient(name, gradient)
         for index in self.buckets(names):

@@ -39,8 +39,7 @@ class ShardedFunction:
         self._without = jax.jit(self._evaluate)
 
     def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
-        """Like `LossFunction.gradients`, with the leaves that are whole; but the gradients have been handed over when
-        this returns, and none is returned."""
+        """Return as `LossFunction.gradients`, without gradients: these have been handed over."""
         arguments = (list(leaves), self._params.calls.token, batch, rng, np.float32(factor))
         loss, aux, _ = self._run(self._with_gradients, arguments, is_training=True)
         return loss, aux, []

@@ -88,11 +88,7 @@ class Stacking:
 
 
 def repeated_blocks(names: Iterable[str]) -> dict[str, str]:
-    """The repeated block that each parameter belongs to, by name; "" for none.
-
-    A block is one of several with numbers, in a list (`layers.3.weight`) or by its name, as flax does
-    (`Block_3.kernel`); of blocks inside blocks it is the outermost.
-    """
+    """Return each parameter's outermost repeated block by name ("" for none): `layers.3`, `Block_3`."""
     paths = {name: name.split(".") for name in names}
     siblings: dict[tuple[str, ...], set[str]] = {}
     for path in paths.values():

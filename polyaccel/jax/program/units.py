@@ -24,8 +24,7 @@ class UnitTracer(ABC):
     @property
     @abstractmethod
     def is_at_home(self) -> bool:
-        """Whether the function itself is being traced, not a transformation within it. Only there calls can be
-        units."""
+        """Return whether the function itself is traced, not a transformation in it: calls can be units only there."""
 
     @abstractmethod
     def call(self, block: Callable[..., Any], params: Any, args: tuple[Any, ...]) -> Any:

@@ -69,8 +69,7 @@ class KeeperClient:
         return Entry(note, memory) if head.get("found") else None
 
     def names(self, key: str) -> dict[str, int]:
-        """`key`, if something is kept under it, or the keys below one that ends with a slash; sorted, with the length
-        of their memory in bytes."""
+        """Return `key` if kept, or keys below one with a final slash, sorted, with their lengths in bytes."""
         return dict(self._ask({"do": "names", "key": key})[0]["names"])
 
     def drop(self, key: str) -> int:
@@ -78,8 +77,7 @@ class KeeperClient:
         return int(self._ask({"do": "drop", "key": key})[0]["dropped"])
 
     def hold(self) -> None:
-        """Let it live as long as this connection, in the place of who held it before. Must be sent again within its
-        time of silence."""
+        """Keep it for this connection's life, in place of the former holder; repeat within its silence time."""
         self._ask({"do": "hold", "key": ""})
 
     def close(self) -> None:

@@ -22,12 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from math import inf
+from pathlib import Path
 from threading import BoundedSemaphore, Condition, Lock, Thread
 from time import monotonic
 from typing import Any
 
+from polyaccel.core.cgroup import memory_limit_nbytes
 from polyaccel.job.memory_server.client import KeeperClient
-from polyaccel.job.memory_server.memory import default_limit_nbytes
 from polyaccel.job.memory_server.protocol import (
     MOST_KEY_LENGTH,
     ProtocolError,
@@ -44,6 +45,7 @@ HERE = b"."
 """The answer to any line on standard input."""
 _GREETING_S = 10.0
 _MOST_CONNECTIONS = 4096
+_SHARE_OF_MEMORY = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,7 @@ class EntryStore:
     _lock: Lock = field(default_factory=Lock)
 
     def put(self, key: str, note: bytes, memory: int | None) -> None:
-        """Keep an entry in the place of the one of that key; `memory` is the shelf's from now on, kept or not. Raises
-        Refused for an invalid key, memory whose length may change, and where there is no room."""
+        """Keep an entry in place of the one of that key; `memory` is the shelf's from now on. Raises Refused."""
         try:
             entry = self._checked(key, note, memory)
             with self._lock:
@@ -90,8 +91,7 @@ class EntryStore:
             return ShelfEntry(entry.note, os.dup(entry.memory), entry.place, entry.nbytes)
 
     def names(self, key: str) -> list[list[Any]]:
-        """The key, if there is an entry, or the keys below one that ends with a slash, or all for none; sorted, with
-        the length of their memory."""
+        """Return the key, keys below one with a final slash, or all, sorted, with their lengths in bytes."""
         with self._lock:
             return [[each, self._entries[each].nbytes] for each in self._below(key)]
 
@@ -245,11 +245,7 @@ def listen(name: str) -> socket.socket:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Keep what ranks hand over until standard input ends. Its first line is the job's secret.
-
-    The last arguments are the keeper's name, the most bytes that it keeps (0: `default_limit_nbytes`), and how
-    many seconds may pass without a line on standard input (0: any).
-    """
+    """Keep ranks' entries until standard input ends, with name, limit and silence limit as arguments."""
     name, limit_nbytes, silence_s = arguments[-3], int(arguments[-2]), float(arguments[-1])
     secret = bytes.fromhex(_line(0).decode("ascii"))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -300,3 +296,10 @@ def _line(descriptor: int) -> bytes:
 
 if __name__ == "__main__":
     main(sys.argv)
+
+
+def default_limit_nbytes() -> int:
+    """Three quarters of the memory of this host, or of what a control group leaves of it to this process."""
+    total_nbytes = int(Path("/proc/meminfo").read_text().split("\n", 1)[0].split()[1]) * 1024
+    limit = memory_limit_nbytes()
+    return int(_SHARE_OF_MEMORY * (total_nbytes if limit is None else min(total_nbytes, limit)))

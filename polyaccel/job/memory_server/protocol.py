@@ -80,10 +80,7 @@ def send(connection: socket.socket, head: Mapping[str, Any], note: bytes = b"", 
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, int | None] | None:
-    """The next message, whose open file is the caller's to close; None when the other side has ended between two.
-
-    Raises Refused for lengths past the bounds and for what is not a JSON object, EOFError in the middle of a message.
-    """
+    """Receive a message, whose file is the caller's; None at the end. Raises Refused, EOFError."""
     lengths, files, *_ = socket.recv_fds(connection, _LENGTHS.size, 4)
     try:
         if not lengths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,17 +13,44 @@ from polyaccel.launch.base import Job
 from polyaccel.launch.commands.base import CommandLauncher
 from polyaccel.launch.commands.task import JOB_VARIABLE
 
+_VERSION_S = 5.0
+"""An mpirun that waits for something, as one without its daemon, does not hold a report up."""
+
 
 class MpiLauncher(CommandLauncher):
     """The mpirun of an MPI."""
 
     mpi: ClassVar[str]
-    """The MPI whose command `program` is taken for: that of another has the same name, and other arguments."""
+    """The MPI whose command `program` must be: that of another has the same name, and other arguments."""
+    marks: ClassVar[tuple[str, ...]]
+    """Text that `program --version` of this MPI prints, each in lower case."""
 
     @classmethod
     def probe(cls) -> Probe:
         found = super().probe()
-        return replace(found, reason=f"{found.reason}, taken for that of {cls.mpi}") if found.usable else found
+        if not found.usable:
+            return found
+        answer = _version_of(found.reason)
+        if all(mark in answer.lower() for mark in cls.marks):
+            return replace(found, reason=f"{found.reason} of {cls.mpi}")
+        said = answer.strip().partition("\n")[0] or "nothing"
+        return Probe(usable=False, reason=f"{found.reason} is not that of {cls.mpi}: --version prints {said!r}")
+
+
+def _version_of(program: str) -> str:
+    """What the program prints of its version, in another process; "" where it does not end."""
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_VERSION_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
 
 
 class OpenMpiLauncher(MpiLauncher):
@@ -30,6 +58,7 @@ class OpenMpiLauncher(MpiLauncher):
 
     name: ClassVar[str] = "openmpi"
     mpi: ClassVar[str] = "Open MPI"
+    marks: ClassVar[tuple[str, ...]] = ("open mpi",)
     program: ClassVar[str] = "mpirun"
     rank_variable: ClassVar[str] = "OMPI_COMM_WORLD_RANK"
 
@@ -46,6 +75,7 @@ class HydraLauncher(MpiLauncher):
 
     name: ClassVar[str] = "mpich"
     mpi: ClassVar[str] = "MPICH"
+    marks: ClassVar[tuple[str, ...]] = ("hydra",)
     program: ClassVar[str] = "mpiexec"
     rank_variable: ClassVar[str] = "PMI_RANK"
 
@@ -60,6 +90,7 @@ class IntelMpiLauncher(HydraLauncher):
 
     name: ClassVar[str] = "impi"
     mpi: ClassVar[str] = "Intel MPI"
+    marks: ClassVar[tuple[str, ...]] = ("intel(r) mpi library",)
     program: ClassVar[str] = "mpirun"
     variables: ClassVar[Mapping[str, str]] = MappingProxyType({"I_MPI_PIN": "0"})
 
@@ -76,5 +107,6 @@ class MvapichLauncher(HydraLauncher):
 
     name: ClassVar[str] = "mvapich"
     mpi: ClassVar[str] = "MVAPICH"
+    marks: ClassVar[tuple[str, ...]] = ("hydra", "mvapich")
     program: ClassVar[str] = "mpirun"
     variables: ClassVar[Mapping[str, str]] = MappingProxyType({"MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"})

@@ -48,8 +48,7 @@ class RendezvousStore:
         return cls(address, port, address if is_host else own, is_host)
 
     def handler(self, hosts: ElasticHosts) -> RendezvousHandler:
-        """Return the rendezvous for torch's agents: at once on the host that has the store, elsewhere once it is
-        there."""
+        """Return the rendezvous for torch's agents, once the store is there."""
         if not self.is_host:
             self._await_store()
         settings = {"last_call_timeout": _LAST_CALL_S, "join_timeout": _JOIN_S, "read_timeout": _STORE_S}

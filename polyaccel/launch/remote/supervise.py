@@ -60,8 +60,7 @@ class HostConnection:
 
 
 def plan_ways(job: Job, ways: Sequence[HostConnection]) -> LaunchPlan:
-    """The processes of the ways, as those of their own job: what ranks leave behind on this machine is the agents' to
-    end."""
+    """Return the ways' processes as those of a separate job; agents end what ranks leave here."""
     job_id = f"ways-{job.job_id}"
     environment = {**os.environ, JOB_ID: job_id}
     processes = tuple(RankSpec(place, place, way.command, environment) for place, way in enumerate(ways))
@@ -218,8 +217,7 @@ class HostsSupervisor(Supervisor):
             self._fail(JobFailure(1, f"{self._absent()} did not answer within {ANSWER_S:g} s"))
 
     def _note_silence(self) -> None:
-        """Give up hosts whose agents are silent. Where this process did not run for a while, or its output has no
-        reader, whose words then wait there too, no agent counts as silent."""
+        """Give up hosts of silent agents, unless this process or its reader stood still."""
         now, before_s = monotonic(), self._handled_s
         self._handled_s = now
         if now - before_s >= _LATE_S:
@@ -238,8 +236,7 @@ class HostsSupervisor(Supervisor):
                     each.give_up()
 
     def _lingers_at_s(self) -> float:
-        """When ways that stay are killed though all agents have sent their last message: one may be stopped, which is
-        not seen where another process has started it."""
+        """Return when lingering ways are killed after all agents' last messages; one may be stopped."""
         there = [each.done_s for each in self._processes() if each.state is not ProcessState.ENDED]
         if not self._is_ending or not there or self._kill_rounds:
             return inf

@@ -9,7 +9,7 @@ from statistics import median
 from polyaccel.observability.alerts.robust import MonotonicGrowth
 from polyaccel.observability.alerts.settings import AlarmSettings, RankFigures
 from polyaccel.observability.metrics import Alarm
-from polyaccel.observability.stats import shown
+from polyaccel.utils.sizes import size
 
 _IN_A_ROW = 3
 """Looks in a row that must find the same, so that one pause of a machine is not an alarm."""
@@ -93,9 +93,7 @@ class MachineAlarms:
             if growth < max(_LEAST_GROWTH_NBYTES, self._settings.memory_growth * first):
                 continue
             steps = looks * one.steps
-            what = (
-                f"the memory of rank {one.rank} creeps up: {shown(growth)} more in {steps:,} steps, {shown(last)} now"
-            )
+            what = f"the memory of rank {one.rank} creeps up: {size(growth)} more in {steps:,} steps, {size(last)} now"
             left = one.total_nbytes - last
             if left > 0:
                 what += f", and none is left in {steps * left / growth:,.0f}"

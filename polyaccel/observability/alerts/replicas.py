@@ -8,7 +8,7 @@ from zlib import crc32
 
 from polyaccel.observability.alerts.settings import DigestReport, RankFigures
 from polyaccel.observability.metrics import Alarm
-from polyaccel.zero.buckets.replicas import Replica
+from polyaccel.zero.buckets.bucket_params import Replica
 from polyaccel.zero.trained_state import TrainedParams
 
 PIECE_NUMEL = 1 << 18

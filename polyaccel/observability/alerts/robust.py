@@ -72,8 +72,7 @@ class MonotonicGrowth:
         self._taken = [0] * _LEVELS
 
     def add(self, value: float) -> tuple[float, float, int] | None:
-        """Take the next value. Returns the least of the first and of the last group, and how many values lie between
-        them, where it creeps."""
+        """Add a value; return the least of first and last group, and the values between, where it creeps."""
         scale, found = 1, None
         for level, values in enumerate(self._levels):
             values.append(value)

@@ -64,6 +64,9 @@ class Cards {
       card.append(card.legend, card.chart);
       card.chart.addEventListener("pointermove", (event) => this.point(card, event.offsetX));
       card.chart.addEventListener("pointerleave", () => this.point(card, null));
+      card.chart.addEventListener("pointerdown", (event) => { card.from = this.stepAt(card, event.offsetX); });
+      card.chart.addEventListener("pointerup", (event) => this.zoom(card, this.stepAt(card, event.offsetX)));
+      card.chart.addEventListener("dblclick", () => chooseSteps(-Infinity, Infinity));
       card.chart.redraw = () => this.redraw(card);
       this.resized.observe(card.chart);
     }
@@ -88,7 +91,7 @@ class Cards {
     const items = shown.map((one) => {
       let at = step === null ? one.y.length - 1 : nearest(one.x, step);
       while (step === null && at > 0 && one.y[at] === null) at -= 1;
-      return make("li", {}, swatch(one), make("span", {}, one.name), make("b", {}, words(one.y[at], chart.unit)));
+      return make("li", one.help ? { title: one.help, class: "helped" } : {}, swatch(one), make("span", {}, one.name), make("b", {}, words(one.y[at], chart.unit)));
     });
     if (shown.length < parts.length) items.push(make("li", {}, `${parts.length} curves, one colour per rank`));
     const xs = parts[0].x;
@@ -97,12 +100,29 @@ class Cards {
     card.legend.replaceChildren(...items);
   }
 
-  point(card, offset) {
+  // The step at a place of a chart; null outside of its axes.
+  stepAt(card, offset) {
     const at = card.chart.place;
-    card.chart.querySelector(".cross")?.remove();
-    if (!at || offset === null) return this.legend(card, null);
+    if (!at) return null;
     const step = at.left + ((offset - at.margin) / (at.width - at.margin - RIGHT)) * (at.right - at.left);
-    if (step < at.left || step > at.right) return this.legend(card, null);
+    return step < at.left || step > at.right ? null : step;
+  }
+
+  // All charts show the steps over which the pointer was drawn, unless these are hardly any.
+  zoom(card, to) {
+    const { left, right } = card.chart.place ?? {}, from = card.from ?? null;
+    card.from = null;
+    if (from !== null && to !== null && Math.abs(to - from) > (right - left) / 30) chooseSteps(Math.min(from, to), Math.max(from, to));
+  }
+
+  redrawAll() {
+    for (const card of this.known.values()) if (card.chart) this.redraw(card);
+  }
+
+  point(card, offset) {
+    card.chart.querySelector(".cross")?.remove();
+    const step = offset === null ? null : this.stepAt(card, offset);
+    if (step === null) return this.legend(card, null);
     card.chart.append(draw("line", { class: "cross", x1: offset, x2: offset, y1: TOP, y2: HEIGHT - BOTTOM }));
     return this.legend(card, step);
   }

@@ -2,6 +2,8 @@
 // Charts as SVG, drawn again at the width that their card has. A chart is a value: { unit, lines or areas, marks }.
 
 const SVG = "http://www.w3.org/2000/svg";
+// What the reader has chosen for all charts: how much curves are smoothed, a scale, and the steps that are shown.
+const view = { smoothing: 2, log: false, from: -Infinity, to: Infinity };
 const HEIGHT = 210, TOP = 20, BOTTOM = 26, RIGHT = 10;
 
 function make(name, attributes = {}, ...inside) {
@@ -54,13 +56,21 @@ function words(value, unit) {
   return `${digits(value / scale)}${name ? " " + name : ""}`;
 }
 
+// Multiples of 1, 2, 2.5 or 5: of the largest such step that gives `count` ticks or more.
 function ticksOf(low, high, count) {
-  const rough = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999);
+  const power = 10 ** Math.floor(Math.log10((high - low) / count));
+  for (const factor of [10, 5, 2.5, 2, 1, 0.5]) {
+    const step = factor * power, first = Math.ceil(low / step - 1e-9), length = Math.floor(high / step + 1e-9) - first + 1;
+    if (length >= count || factor === 0.5) return Array.from({ length }, (_, at) => (first + at) * step + 0); // not -0
+  }
+}
+
+// Of a logarithmic axis: 1, 2 and 5 times powers of ten, or what a linear axis has where these are too few.
+function logTicks(low, high) {
   const ticks = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) ticks.push(at * step);
-  return ticks;
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += 1) ticks.push(...[1, 2, 5].map((one) => one * 10 ** power));
+  const found = ticks.filter((one) => one >= low && one <= high), powers = found.filter((one) => /^1e/.test(one.toExponential()));
+  return powers.length > 3 ? powers : found.length > 2 ? found : ticksOf(low, high, 3);
 }
 
 function bounds(values) {
@@ -82,9 +92,9 @@ function cutAt(ys, high) {
   return values.length > 8 && usual > 0 && high > 3 * usual ? 1.4 * usual : high;
 }
 
-// The mean of the values around each, over a fortieth of all.
+// The mean of the values around each, over a fortieth of all as a rule.
 function smoothed(ys) {
-  const reach = Math.max(1, Math.floor(ys.length / 80));
+  const reach = Math.max(1, Math.floor((ys.length * view.smoothing) / 160));
   return ys.map((value, at) => {
     if (value === null) return null;
     const near = ys.slice(Math.max(0, at - reach), at + reach + 1).filter((one) => one !== null);
@@ -93,26 +103,30 @@ function smoothed(ys) {
 }
 
 // The frame of a chart: axes with their unit, and where a value stands.
-function frame(node, { unit, fromZero, cuts }, xs, ys) {
+function frame(node, { unit, fromZero, cuts, areas }, xs, ys) {
   const width = Math.max(260, Math.floor(node.clientWidth || 380));
   node.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   node.setAttribute("height", HEIGHT);
   let [left, right] = bounds(xs), [low, high] = bounds(ys);
+  const isLog = view.log && !areas && low > 0 && high > low;
   if (left === right) { left -= 0.5; right += 0.5; }
   const peak = high;
-  if (cuts) high = cutAt(ys, high);
-  if (fromZero) low = Math.min(0, low), high = Math.max(0, high);
-  if (low === high) { const room = Math.abs(low) * 0.1 || 1; low -= fromZero && low === 0 ? 0 : room; high += room; }
+  if (cuts && !isLog) high = cutAt(ys, high);
+  if (isLog) { const room = (high / low) ** 0.05; low /= room; high *= room; }
+  else if (fromZero) low = Math.min(0, low), high = Math.max(0, high);
+  if (isLog) fromZero = false;
+  else if (low === high) { const room = Math.abs(low) * 0.1 || 1; low -= fromZero && low === 0 ? 0 : room; high += room; }
   else { const room = (high - low) * 0.05; high += room; if (!(fromZero && low === 0)) low -= room; }
   const [scale, name] = scaleOf(unit, Math.max(Math.abs(low), Math.abs(high)));
-  const ticks = ticksOf(low / scale, high / scale, 4);
+  const ticks = isLog ? logTicks(low / scale, high / scale) : ticksOf(low / scale, high / scale, 4);
   const spacing = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
   const most = Math.max(...ticks.map(Math.abs));
   const precision = Math.min(9, Math.max(2, Math.ceil(Math.log10(Math.max(1, most / spacing))) + 2));
   const labels = ticks.map((tick) => digits(Math.abs(tick) < spacing * 1e-6 ? 0 : tick, precision));
   const margin = 12 + 7 * Math.max(...labels.map((label) => label.length));
   const x = (value) => margin + ((width - margin - RIGHT) * (value - left)) / (right - left);
-  const y = (value) => Math.max(TOP - 4, TOP + ((HEIGHT - TOP - BOTTOM) * (high - value)) / (high - low));
+  const lifted = isLog ? Math.log : (value) => value, top = lifted(high), room = top - lifted(low);
+  const y = (value) => Math.max(TOP - 4, TOP + ((HEIGHT - TOP - BOTTOM) * (top - lifted(value))) / room);
   const parts = [];
   ticks.forEach((tick, at) => {
     const place = y(tick * scale).toFixed(1);
@@ -121,7 +135,7 @@ function frame(node, { unit, fromZero, cuts }, xs, ys) {
   });
   if (name) parts.push(draw("text", { x: 0, y: 11, class: "unit" }, name));
   if (peak > high) parts.push(draw("text", { x: margin + 4, y: 11 }, `peaks cut off, up to ${words(peak, unit)}`));
-  const wholes = ticksOf(left, right, Math.max(3, Math.floor((width - margin) / 90))).filter(Number.isInteger);
+  const wholes = ticksOf(left, right, Math.max(3, Math.floor((width - margin) / 130))).filter(Number.isInteger);
   for (const tick of wholes) {
     const place = x(tick), near = place > width - 30 ? "end" : "middle";
     const shown = tick.toLocaleString("en");
@@ -129,7 +143,7 @@ function frame(node, { unit, fromZero, cuts }, xs, ys) {
     parts.push(draw("line", { class: "axis", x1: place, x2: place, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 4 }));
   }
   parts.push(draw("line", { class: "axis", x1: margin, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
-  parts.push(draw("text", { x: width - RIGHT, y: 11, "text-anchor": "end" }, "by step"));
+  parts.push(draw("text", { x: width - RIGHT, y: 11, "text-anchor": "end" }, isLog ? "by step, log scale" : "by step"));
   return { width, margin, x, y, parts, left, right };
 }
 
@@ -163,22 +177,38 @@ function areaPath(xs, lows, highs, x, y) {
   return path;
 }
 
+// What of a line, or of areas, is among the steps that are shown; all of it where nothing is.
+function seen(xs, lists) {
+  const from = xs.findIndex((step) => step >= view.from), end = xs.findIndex((step) => step > view.to);
+  const until = end < 0 ? xs.length : end;
+  return from < 0 || until - from < 1 ? [xs, ...lists] : [xs, ...lists].map((list) => list?.slice(from, until));
+}
+
+const isSmoothed = (line) => view.smoothing > 0 && line.y.length > 80;
+
 // lines: [{ name, colour, dash, x, y, low, high }], with `smooths` pale below the means of neighbouring values.
-function drawLines(node, chart) {
+function drawLines(node, whole) {
+  const lines = whole.lines.map((line) => {
+    const mean = whole.smooths && isSmoothed(line) ? smoothed(line.y) : undefined;
+    const [x, y, low, high, smooth] = seen(line.x, [line.y, line.low, line.high, mean]);
+    return { ...line, x, y, low, high, smooth };
+  });
+  const chart = { ...whole, lines };
   const all = chart.lines.flatMap((line) => (line.low ? [line.y, line.low, line.high] : [line.y]));
   const at = frame(node, chart, chart.lines.map((line) => line.x), all);
   for (const line of chart.lines) {
     if (line.low) at.parts.push(draw("path", { class: "band", fill: line.colour, d: areaPath(line.x, line.low, line.high, at.x, at.y) }));
-    const smooths = chart.smooths && line.y.length > 80;
-    if (smooths) at.parts.push(draw("path", { class: "curve raw", stroke: line.colour, d: pathOf(line.x, line.y, at.x, at.y) }));
-    const shown = smooths ? smoothed(line.y) : line.y;
+    if (line.smooth) at.parts.push(draw("path", { class: "curve raw", stroke: line.colour, d: pathOf(line.x, line.y, at.x, at.y) }));
+    const shown = line.smooth ?? line.y;
     at.parts.push(draw("path", { class: "curve", stroke: line.colour, "stroke-dasharray": line.dash ?? "", d: pathOf(line.x, shown, at.x, at.y) }));
   }
   finish(node, chart, at);
 }
 
 // areas: [{ name, colour, y }] over one x, one above the other.
-function drawAreas(node, chart) {
+function drawAreas(node, whole) {
+  const cut = (part) => ({ ...part, y: seen(whole.x, [part.y])[1] });
+  const chart = { ...whole, x: seen(whole.x, [])[0], areas: whole.areas.map(cut), lines: (whole.lines ?? []).map(cut) };
   const tops = [];
   let below = chart.x.map(() => 0);
   for (const area of chart.areas) {

@@ -28,8 +28,7 @@ def frozen_page(runs: Sequence[WatchedRun]) -> str:
 
 
 def write_page(path: Path, folders: Sequence[Path]) -> None:
-    """Freeze the runs in `folders` into the file `path`, whole or not at all. Raises PolyaccelError for what is not a
-    run's folder, OSError where it cannot be written."""
+    """Write the runs in `folders` as one page, whole or not at all."""
     runs = open_runs(folders)
     for run in runs:
         run.look()
@@ -42,8 +41,7 @@ def write_page(path: Path, folders: Sequence[Path]) -> None:
 
 
 def open_runs(folders: Sequence[Path]) -> list[WatchedRun]:
-    """The runs in `folders`, under their shortest names that differ. Raises PolyaccelError for what is not a run's
-    folder, and for one that is named twice."""
+    """Open the runs in `folders` under their shortest distinct names."""
     whole = [folder.resolve() for folder in folders]
     if len(set(whole)) < len(whole):
         twice = next(folder for at, folder in enumerate(whole) if folder in whole[:at])

@@ -61,8 +61,7 @@ class FigureTable:
         self._rows = rows
 
     def shown(self) -> dict[str, Any]:
-        """`step`, and of each name in `figures` its values (None: not taken); where rows have been joined, the means,
-        with the least and the greatest in `low` and `high`."""
+        """Return `step` and `figures`' values; joined rows have means with `low` and `high`."""
         half = (self._stride - 1) / 2
         parts: dict[str, Any] = {"step": [key * self._stride + half for key, _ in self._rows], "figures": {}}
         parts["figures"] = self._columns(lambda cell: cell[1] / cell[0])
@@ -95,8 +94,7 @@ def rounded(value: float) -> float:
 
 
 def flattened(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
-    """The numbers of a record under their places, with strokes between names: `phase_s/forward`. `lr` of a first group,
-    `lr_1` of the second."""
+    """Flatten a record's numbers: `phase_s/forward`, `lr` of the first group, `lr_1` of the second."""
     found: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, bool) or value is None or name in ("step", "nonfinite", "planned_nbytes"):

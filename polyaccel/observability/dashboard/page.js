@@ -1,6 +1,11 @@
 // The page: the records of runs become cards. What a run has no records of is left out.
 
 const PHASES = ["data", "forward", "backward", "reduce", "update", "publish", "other", "outside"];
+const PHASE_HELP = {
+  data: "waiting for the next micro-batch", forward: "the forward pass", backward: "the backward pass without its reductions",
+  reduce: "starting and awaiting the reductions of gradients", update: "the optimizer's update", publish: "making the updated parameters visible: all-gather, copies to the device",
+  other: "the rest of the step inside the engine", outside: "the script's own time between steps",
+};
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 const ASK_MS = 1000;
 const cards = new Cards(make("div", { class: "cards" }));
@@ -13,13 +18,13 @@ const has = (list) => list !== undefined && list.some((value) => value !== null)
 const last = (list) => (list ?? []).reduce((found, value) => (value === null ? found : value), null);
 
 // A line of each run for each of some figures: runs differ by colour, figures of one run by dashes.
-function lineChart(runs, key, title, names, { unit = "", fromZero = false, from = "figures", marks = false, smooths = false, cuts = false, note = "" } = {}) {
+function lineChart(runs, key, title, names, { unit = "", fromZero = false, from = "figures", marks = false, smooths = false, cuts = false, note = "", events = [] } = {}) {
   const lines = [];
   runs.forEach((run, at) => {
-    const series = run[from];
-    names.forEach(([name, said], which) => {
+    const sources = [...names.map((one) => [run[from], ...one]), ...events.map((one) => [run.events, ...one])];
+    sources.forEach(([series, name, said], which) => {
       if (!has(series.figures[name])) return;
-      const shown = runs.length > 1 ? `${runLetter(at)}${names.length > 1 ? " " + said : ""}` : said;
+      const shown = runs.length > 1 ? `${runLetter(at)}${sources.length > 1 ? " " + said : ""}` : said;
       const line = { name: shown, colour: runColour(at), dash: DASHES[which % 4], x: series.step, y: series.figures[name] };
       if (series.low) { line.low = series.low[name]; line.high = series.high[name]; }
       lines.push(line);
@@ -45,7 +50,7 @@ function partsOf(run, before, end = "", colour = null, order = []) {
   const names = Object.keys(run.figures.figures).filter((name) => name.startsWith(before + "/") && name.endsWith(end));
   const short = (name) => name.slice(before.length + 1, end ? -end.length : undefined);
   names.sort((one, other) => order.indexOf(short(one)) - order.indexOf(short(other)));
-  return names.map((name, at) => ({ name: short(name), colour: colour ? colour(short(name)) : partColour(at + 1), y: run.figures.figures[name] }));
+  return names.map((name, at) => ({ name: short(name), help: before.endsWith("phase_s") ? PHASE_HELP[short(name)] : undefined, colour: colour ? colour(short(name)) : partColour(at + 1), y: run.figures.figures[name] }));
 }
 
 function byRank(run, at, several, key, title, name, options) {
@@ -188,6 +193,32 @@ function headOf(run, at, several) {
   return make("div", { class: "head" }, title, make("p", {}, said.join(" · ")), make("dl", { class: "tiles" }, ...shown));
 }
 
+// A tag as a person writes it: "validation_loss" without its underscore.
+const wordsOf = (tag) => tag.replaceAll("_", " ");
+
+// A row for each of several runs: its last figures.
+function showComparison(runs, losses) {
+  if (runs.length < 2) return;
+  const columns = [["loss", "loss", ""], ["step_time_s", "a step", "s"], ["tokens_per_s", "tokens/s", ""], ["samples_per_s", "samples/s", ""], ["peak_memory_nbytes", "memory, rank 0", "B"]];
+  const shown = columns.filter(([name]) => runs.some((run) => has(run.figures.figures[name])));
+  const rows = runs.map((run, at) => [badge(at), run.last.step.toLocaleString("en"), ...losses.map((tag) => words(last(run.events.figures[tag]), "")),
+    ...shown.map(([name, , unit]) => words(last(run.figures.figures[name]), unit))]);
+  cards.holding("comparison", "Runs compared", { wide: true, note: "their last figures" }, table(["", "step", ...losses.map(wordsOf), ...shown.map((one) => one[1])], rows));
+}
+
+function chooseSteps(from, to) {
+  [view.from, view.to] = [from, to];
+  document.getElementById("whole").hidden = from === -Infinity;
+  cards.redrawAll();
+}
+
+function listen() {
+  const choice = (id) => document.getElementById(id);
+  choice("smoothing").addEventListener("input", (event) => { view.smoothing = Number(event.target.value); cards.redrawAll(); });
+  choice("log").addEventListener("change", (event) => { view.log = event.target.checked; cards.redrawAll(); });
+  choice("whole").addEventListener("click", () => chooseSteps(-Infinity, Infinity));
+}
+
 function show(runs) {
   const several = runs.length > 1, main = document.getElementById("runs");
   const heads = runs.map((run, at) => headOf(run, at, several));
@@ -197,18 +228,20 @@ function show(runs) {
   document.title = `${runs.map((run) => run.name).join(", ")} – polyaccel`;
   cards.begin();
   const thinned = runs.some((run) => run.figures.low) ? "; shaded: from the least to the greatest" : "";
-  const noisy = { smooths: true, note: runs.some((run) => run.figures.step.length > 80) ? `bold: the mean of neighbouring steps${thinned}` : "" };
-  lineChart(runs, "loss", "Loss", [["loss", "loss"]], { marks: true, ...noisy });
+  const noisy = { smooths: true, note: runs.some((run) => run.figures.step.length > 80) ? `bold: smoothed${thinned}` : "" };
+  const tags = [...new Set(runs.flatMap((run) => Object.keys(run.events.figures)))], losses = tags.filter((tag) => /(^|[_/ ])loss$/i.test(tag));
+  showComparison(runs, losses);
+  lineChart(runs, "loss", "Loss", [["loss", "training"]], { marks: true, ...noisy, events: losses.map((tag) => [tag, wordsOf(tag)]) });
   lineChart(runs, "norm", "Gradient norm", [["grad_norm", "before clipping"], ["grad_norm_clipped", "after clipping"]], { fromZero: true, marks: true, cuts: true, ...noisy });
   if (runs.some((run) => (run.figures.figures.loss_scale ?? []).some((value) => value !== null && value !== 1))) lineChart(runs, "scale", "Loss scale", [["loss_scale", "loss scale"]], { fromZero: true, marks: true });
   const groups = [...new Set(runs.flatMap((run) => Object.keys(run.figures.figures).filter((name) => /^lr(_\d+)?$/.test(name))))];
   const isOne = runs.every((run) => groups.every((name) => JSON.stringify(run.figures.figures[name]) === JSON.stringify(run.figures.figures.lr)));
   lineChart(runs, "lr", "Learning rate", isOne ? [["lr", "learning rate"]] : groups.map((name, at) => [name, `group ${at}`]), { fromZero: true });
   lineChart(runs, "tokens", "Tokens a second", [["tokens_per_s", "of all ranks"]], { fromZero: true, ...noisy });
-  lineChart(runs, "samples", "Samples a second", [["samples_per_s", "of all ranks"]], { fromZero: true, ...noisy });
+  if (!runs.every((run) => has(run.figures.figures.tokens_per_s))) lineChart(runs, "samples", "Samples a second", [["samples_per_s", "of all ranks"]], { fromZero: true, ...noisy });
   lineChart(runs, "flops", "Operations", [["tflops", "TFLOPS a rank"]], { fromZero: true, ...noisy });
   lineChart(runs, "mfu", "Utilisation", [["model_flops_utilisation", "of a large product's rate"]], { fromZero: true, ...noisy });
-  for (const tag of [...new Set(runs.flatMap((run) => Object.keys(run.events.figures)))].slice(0, 24)) lineChart(runs, `event.${tag}`, tag, [[tag, tag]], { from: "events" });
+  for (const tag of tags.filter((one) => !losses.includes(one)).slice(0, 24)) lineChart(runs, `event.${tag}`, wordsOf(tag), [[tag, wordsOf(tag)]], { from: "events" });
   cards.place.className = `cards${several ? ` several of${Math.min(runs.length, 3)}` : ""}`;
   const each = (one) => runs.forEach((run, at) => one(run, at, several));
   each((run, at) => areaChart(run, at, several, "phases", "Time of a step by phase", partsOf(run, "phase_s", "", phaseColour, PHASES), { unit: "s", note: "of rank 0's host" }));
@@ -259,6 +292,7 @@ async function follow() {
   }
 }
 
+listen();
 const { runs } = JSON.parse(document.getElementById("data").textContent);
 if (runs === null) follow();
 else { show(runs); document.getElementById("news").textContent = "as it was when this file was written"; }

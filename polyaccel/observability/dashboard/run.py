@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +12,6 @@ from typing import Any
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability.dashboard.figures import FigureTable, flattened, rounded
-from polyaccel.observability.dashboard.tail import FileTailer
 from polyaccel.observability.dashboard.waits import WaitTable, shown_trace
 from polyaccel.observability.run_log import (
     LOG_FILE,
@@ -30,6 +30,24 @@ _MOST_PICTURE_NBYTES = 1 << 19
 _SAME_LINE_S = 5.0
 _FACTS = ("started", "ranks", "mesh", "packages", "plugins", "config")
 _OF_RANKS = ("step_time_s", "samples_per_s", "peak_memory_nbytes", "loss")
+_AT_ONCE_NBYTES = 1 << 20
+_TAIL_NBYTES = 64
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a run has written into `folder`."""
+    return any((folder / file).is_file() for file in (RUN_FILE, METRICS_FILE))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs directly in `folder`, the one written last first."""
+    found = [each for each in folder.iterdir() if is_run(each)] if folder.is_dir() else []
+    return sorted(found, key=_written_s, reverse=True)
+
+
+def _written_s(folder: Path) -> float:
+    files = (folder / file for file in (RUN_FILE, METRICS_FILE))
+    return max(file.stat().st_mtime for file in files if file.is_file())
 
 
 class WatchedRun:
@@ -42,7 +60,7 @@ class WatchedRun:
         self.folder = folder
         self.name = name
         self.revision = 0
-        if not any((folder / file).is_file() for file in (RUN_FILE, METRICS_FILE)):
+        if not is_run(folder):
             raise PolyaccelError(
                 f"{folder} is not a run's folder: it has neither {RUN_FILE} nor {METRICS_FILE}",
                 hint='name the folder that "run_dir" of the config named',
@@ -209,8 +227,7 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """`failed` where the log of any rank has it, else what rank 0's has, `running` or `ended`: rank 0 writes the
-        steps that are shown, and others close theirs a moment earlier or later. "" where there is none."""
+        """Return `failed` if any rank's log has it, else rank 0's `running` or `ended`; "" if unknown."""
         return "failed" if "failed" in self._ends.values() else self._ends.get(0, "")
 
     def shown(self) -> dict[str, Any]:
@@ -251,3 +268,58 @@ def _waiting(record: Mapping[str, Any]) -> dict[str, float]:
     if not content:
         return {}
     return {name: sum(one.get(name, 0.0) for one in content) for name in ("waited_s", "sent_nbytes")}
+
+
+class FileTailer:
+    """The whole lines of the file `path`, as they appear. It may not be there yet.
+
+    A last line without its end is left for the next look, what is not a JSON object is passed over and counted in
+    `unread`, and a file that is another one, or another text, than at the last look is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.unread = 0
+        self._path = path
+        self._read_nbytes = 0
+        self._tail = b""
+        """The last bytes that were read, by which a file is recognised."""
+
+    def news(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether all that was given before no longer counts, and the lines since the last look."""
+        try:
+            with self._path.open("rb") as file:
+                starts_over = not self._is_same(file.fileno())
+                if starts_over:
+                    self._read_nbytes, self._tail, self.unread = 0, b"", 0
+                return starts_over, self._whole_lines(file.fileno())
+        except OSError:  # gone, or on its way
+            starts_over, self._read_nbytes, self._tail = self._read_nbytes > 0, 0, b""
+            return starts_over, []
+
+    def _is_same(self, file: int) -> bool:
+        return os.pread(file, len(self._tail), self._read_nbytes - len(self._tail)) == self._tail
+
+    def _whole_lines(self, file: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        rest = b""
+        at = self._read_nbytes
+        while data := os.pread(file, _AT_ONCE_NBYTES, at):
+            at += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._take(line, found)
+        read_nbytes = at - len(rest)
+        if read_nbytes > self._read_nbytes:
+            length = min(_TAIL_NBYTES, read_nbytes)
+            self._read_nbytes, self._tail = read_nbytes, os.pread(file, length, read_nbytes - length)
+        return found
+
+    def _take(self, line: bytes, found: list[dict[str, Any]]) -> None:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            found.append(record)
+        elif line.strip():
+            self.unread += 1

@@ -55,8 +55,7 @@ class WaitTable:
 
 
 def shown_trace(path: Path) -> dict[str, Any] | None:
-    """What the page shows of the trace at `path`: the report of `polyaccel trace`, who waited for whom, and the phases
-    of each rank. None where there is no trace that can be read."""
+    """Return the page's view of the trace at `path`: report, waits, phases; None if unreadable."""
     try:
         trace = read_trace(path)
     except PolyaccelError:

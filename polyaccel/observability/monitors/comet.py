@@ -37,8 +37,7 @@ class CometMonitor(Monitor):
         return probe_of("comet_ml", "comet")
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Begin an experiment, or continue with `experiment_key`. Raises ConfigError for unknown options and without
-        the library."""
+        """Begin an experiment, or continue `experiment_key`. Raises ConfigError."""
         given = checked(self.name, options, self._KINDS)
         library = required(self.name, "comet_ml", "comet")
         self.close()

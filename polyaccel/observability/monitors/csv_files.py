@@ -28,8 +28,7 @@ class CsvMonitor(Monitor):
         self._files: dict[str, TextIO] = {}
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Make the folder, and find the tags whose files are there. A last line that a killed run left half written is
-        cut off. Raises ConfigError for unknown options and for a folder that cannot be made."""
+        """Open the folder's files and cut off half-written last lines. Raises ConfigError."""
         self.close()
         self._folder = output_folder(self.name, directory, checked(self.name, options, self._KINDS))
         self._paths = {tag: path for path in sorted(self._folder.glob("*.csv")) if (tag := _tag_of(path)) is not None}

@@ -8,15 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from polyaccel.core.install_line import install_line
 from polyaccel.core.types import Probe
 from polyaccel.errors import ConfigError, Problem
 
 
 def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
-    """`options` of the monitor `name`, every one of `kinds` among them: None where it was left out.
-
-    Raises ConfigError for an option that `kinds` does not have, or a value of another kind.
-    """
+    """Return `options` with every one of `kinds` (None if left out). Raises ConfigError."""
     problems = []
     for option, value in options.items():
         if option not in kinds:
@@ -30,19 +28,18 @@ def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) ->
 
 
 def required(name: str, module: str, extra: str) -> Any:
-    """The library `module` of the monitor `name`. Raises ConfigError where it cannot be imported; `extra` of
-    polyaccel's brings it."""
+    """Import the monitor's library `module`; the error names the `extra` that brings it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        problem = Problem(name, module, f"cannot be imported: {error}", f"pip install 'polyaccel[{extra}]'")
+        problem = Problem(name, module, f"cannot be imported: {error}", install_line(extra))
         raise ConfigError([problem]) from error
 
 
 def probe_of(package: str, extra: str) -> Probe:
     """Whether `package` is there, without importing it."""
     if find_spec(package) is None:
-        return Probe(usable=False, reason=f"the package {package} is not installed: pip install 'polyaccel[{extra}]'")
+        return Probe(usable=False, reason=f"the package {package} is not installed: {install_line(extra)}")
     return Probe(usable=True, reason=f"the package {package} is installed")
 
 

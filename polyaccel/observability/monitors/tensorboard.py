@@ -32,8 +32,7 @@ class TensorBoardMonitor(Monitor):
         return probe_of("tensorboard", "tensorboard")
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Begin a file. Raises ConfigError for unknown options, without TensorBoard, and for a folder that cannot be
-        made."""
+        """Begin a file. Raises ConfigError for options, a missing library, or the folder."""
         given = checked(self.name, options, self._KINDS)
         writing = required(self.name, _WRITER, self.name)
         self._protos = required(self.name, "tensorboard.compat.proto.event_pb2", self.name)

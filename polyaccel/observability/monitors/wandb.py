@@ -30,8 +30,7 @@ class WandbMonitor(Monitor):
         return probe_of("wandb", "wandb")
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Begin a run, whose local files are in `directory`. Raises ConfigError for unknown options and without the
-        library; what it raises itself, for example where it cannot log in, is logged."""
+        """Begin a run with files in `directory`. Raises ConfigError; errors of wandb itself are logged."""
         given = checked(self.name, options, self._KINDS)
         library = required(self.name, "wandb", "wandb")
         self.close()

@@ -93,8 +93,7 @@ def exposed_s(spans: Sequence[Span], begin_s: float, end_s: float) -> float:
 
 
 def critical_path(trace: Trace, begin_s: float) -> list[PathPart]:
-    """The chain of work that the end of the trace waited for, back to `begin_s`: from the rank that ended last, through
-    the last wait of each meeting, to the rank that came there last. In order of time."""
+    """Return the chain of work and last waits that decided the end, back to `begin_s`, in time order."""
     meetings = [each for each in meetings_of(trace) if max(each.waited_s.values()) > _LEAST_WAIT_S]
     ends = {rank: _last_step_end(spans, begin_s) for rank, spans in trace.items()}
     rank = max(ends, key=lambda one: ends[one])

@@ -6,15 +6,24 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import time
 from types import MappingProxyType
 from typing import Any
 
+from polyaccel.comm.base import Communicator
+from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
-from polyaccel.observability.traces.clock import ClockOffset
-from polyaccel.observability.traces.profiled import PROFILER, merged
 
 AGAIN = "again "
 """The name of a unit's span begins so where its forward pass is computed again in backward."""
+_ROUNDS = 8
+PROFILER = "profiler"
+"""The category of these events, by which a reader of spans leaves them out."""
+_FIRST_TRACK = 100
+_TRACKS = {"step": 1, "phase": 2, "unit": 3, "pipeline": 4, "collective": 5, "tier": 6}
+"""Of each kind its row below the rank. What of a kind overlaps, as collectives do, is shown by asynchronous events."""
+_OVERLAPS = ("collective", "tier", "unit")
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +45,6 @@ class Span:
         return self.end_s - self.begin_s
 
 
-_TRACKS = {"step": 1, "phase": 2, "unit": 3, "pipeline": 4, "collective": 5, "tier": 6}
-"""Of each kind its row below the rank. What of a kind overlaps, as collectives do, is shown by asynchronous events."""
-_OVERLAPS = ("collective", "tier", "unit")
-_VERSION = 2
-
-
 def write_trace(
     path: Path,
     ranks: Sequence[int],
@@ -49,8 +52,7 @@ def write_trace(
     offsets: Sequence[ClockOffset],
     profiled: Mapping[int, Sequence[Sequence[Any]]] = MappingProxyType({}),
 ) -> None:
-    """Write the spans of each rank, on rank 0's clock, which begins with the first of them, and by rank what a profiler
-    recorded (`kept_events`). Raises OSError."""
+    """Write ranks' spans on rank 0's clock, and profilers' `kept_events` by rank."""
     pairs = list(zip(spans, offsets, strict=True))
     begin_s = min((span.begin_s + at.ahead_s for own, at in pairs for span in own), default=0.0)
     events: list[dict[str, Any]] = []
@@ -75,8 +77,7 @@ def write_trace(
 
 
 def read_trace(path: Path) -> dict[int, list[Span]]:
-    """The spans of each rank, in order of their begin, seconds since the trace's. Raises PolyaccelError for a file that
-    is not a trace of ours."""
+    """Read ranks' spans, ordered by begin, in seconds since the trace's."""
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         if whole["otherData"]["polyaccel_trace"] != _VERSION:
@@ -132,3 +133,89 @@ def _events(rank: int, number: int, span: Span, shift_s: float) -> Iterator[dict
     own = {"id2": {"local": str(number)}}
     yield {"ph": "b", **where, **own, "ts": begin_ns / 1e3, "args": {"operation": span.name, **span.more}}
     yield {"ph": "e", **where, **own, "ts": end_ns / 1e3}
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """Rank 0's clock is `ahead_s` before a rank's own, give or take `error_s`: half the journey of the fastest of a few
+    messages there and back."""
+
+    ahead_s: float
+    error_s: float
+
+
+def clock_offsets(communicator: Communicator) -> tuple[ClockOffset, ...]:
+    """The offset of each rank. Collective."""
+    token = communicator.allocate(1, DType.FLOAT32)
+    samples: list[tuple[float, float]] = []
+    """On rank 0, when the messages of all ranks came, in turn; elsewhere when one was sent, and its answer came."""
+    for rank in range(1, communicator.world_size):
+        for _ in range(_ROUNDS):
+            if communicator.rank == 0:
+                communicator.recv(token, rank).wait()
+                samples.append((time(), 0.0))
+                communicator.send(token, rank).wait()
+            elif communicator.rank == rank:
+                sent_s = time()
+                communicator.send(token, 0).wait()
+                communicator.recv(token, 0).wait()
+                samples.append((sent_s, time()))
+    came, *others = communicator.all_gather_object(samples)
+    offsets = [ClockOffset(0.0, 0.0)]
+    for at, journeys in enumerate(others):
+        turns = zip(came[at * _ROUNDS : (at + 1) * _ROUNDS], journeys, strict=True)
+        took, ahead = min((back - sent, there - (sent + back) / 2) for (there, _), (sent, back) in turns)
+        offsets.append(ClockOffset(ahead, took / 2))
+    return tuple(offsets)
+
+
+def kept_events(framework: str, events: Sequence[Mapping[str, Any]], shift_us: float) -> list[list[Any]]:
+    """Return [track, name, begin, length, category] in whole ns: rounded microseconds would overlap."""
+    names: dict[Any, str] = {}
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") == "thread_name":
+            names[event.get("pid"), event.get("tid")] = str(event["args"]["name"])
+    kept, shift_ns = [], round(1e3 * shift_us)
+    for event in events:
+        if event.get("ph") == "X" and "ts" in event:
+            where = event.get("pid"), event.get("tid")
+            track = f"{framework}: {names.get(where, where[1])}"
+            begin_ns, end_ns = (round(1e3 * moment) for moment in (event["ts"], event["ts"] + event.get("dur", 0.0)))
+            kept.append([track, str(event["name"]), begin_ns + shift_ns, end_ns - begin_ns, event.get("cat", "")])
+    return kept
+
+
+def merged(rank: int, kept: Sequence[Sequence[Any]], shift_ns: int) -> Iterator[dict[str, Any]]:
+    """`kept_events` of a rank as events of the whole trace, on whose clock they are `shift_ns` later."""
+    of_rows = list(_in_rows(kept))
+    tracks = {row: _FIRST_TRACK + at for at, row in enumerate(sorted({row for row, _ in of_rows}))}
+    for row, track in tracks.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": row}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": track, "args": {"sort_index": track}}
+    for row, (_, what, begin_ns, length_ns, category) in of_rows:
+        yield {
+            "ph": "X", "pid": rank, "tid": tracks[row], "cat": PROFILER, "name": what,
+            "ts": (begin_ns + shift_ns) / 1e3, "dur": length_ns / 1e3,
+            "args": {"category": category} if category else {},
+        }  # fmt: skip
+
+
+def _in_rows(kept: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Return events with row names; those that overlap without nesting get another row, for Perfetto."""
+    open_: dict[str, list[list[int]]] = {}
+    for one in sorted(kept, key=lambda one: (one[2], -one[3])):
+        track, _, begin_ns, length_ns, _ = one
+        rows = open_.setdefault(track, [])
+        end_ns = begin_ns + length_ns
+        at = next((at for at, ends_ns in enumerate(rows) if _has_room(ends_ns, begin_ns, end_ns)), len(rows))
+        if at == len(rows):
+            rows.append([])
+        rows[at].append(end_ns)
+        yield f"{track} ({at + 1})" if at else track, one
+
+
+def _has_room(ends_ns: list[int], begin_ns: int, end_ns: int) -> bool:
+    """Return whether an event fits into a row whose open ends are `ends_ns`; drops ended ones."""
+    while ends_ns and ends_ns[-1] <= begin_ns:
+        ends_ns.pop()
+    return not ends_ns or end_ns <= ends_ns[-1]

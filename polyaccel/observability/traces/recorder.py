@@ -15,9 +15,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import Entry, RecordingCommunicator
 from polyaccel.observability.run_log import TRACE_FILE
 from polyaccel.observability.timing import PhaseTimer
-from polyaccel.observability.traces.chrome import Span, write_trace
-from polyaccel.observability.traces.clock import clock_offsets
-from polyaccel.observability.traces.profiled import kept_events
+from polyaccel.observability.traces.chrome import Span, clock_offsets, kept_events, write_trace
 
 log = getLogger(__name__)
 
@@ -31,8 +29,7 @@ class StepProfiler(Protocol):
         """Begin. Raises RuntimeError where another profiler is at work."""
 
     def stop(self) -> tuple[Sequence[Mapping[str, Any]], float]:
-        """End. Returns Chrome's trace events, and what is to be added to their times to have this rank's wall clock, in
-        microseconds."""
+        """End; return Chrome's trace events and the shift to this rank's wall clock in microseconds."""
 
 
 class RunTrace:

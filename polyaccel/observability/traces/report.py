@@ -12,8 +12,7 @@ _MOST_MEETINGS = 12
 
 
 def report_of(trace: Trace) -> str:
-    """Exposed communication, tiers, late ranks, the straggler of each meeting, the critical path, and what would be
-    gained by which change."""
+    """Report exposed communication, tiers, late ranks, stragglers, the critical path and possible gains."""
     steps = {rank: [span for span in spans if span.kind == "step"] for rank, spans in trace.items()}
     if not any(steps.values()):
         return "the trace has no step"

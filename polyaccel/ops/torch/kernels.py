@@ -26,9 +26,8 @@ from torch import Tensor
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, code_bits
+from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, by_op, code_bits
 from polyaccel.ops.optimizers import ADAM, ADAMW
-from polyaccel.ops.table import by_op
 from polyaccel.ops.torch.rounding import write_weights
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other

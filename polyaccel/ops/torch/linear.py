@@ -89,10 +89,7 @@ def onednn_kernels() -> KernelTable:
 
 
 def faster_kernels() -> KernelTable:
-    """The kernels that are at least `LEAST_SPEEDUP` times as fast as torch's own with the present number of threads.
-
-    Measured once a process at most, and once a machine if nothing disturbed.
-    """
+    """Return kernels at least `LEAST_SPEEDUP` times torch's speed; measured once a machine."""
     return _faster(torch.get_num_threads())
 
 
@@ -118,11 +115,7 @@ def _faster(threads: int) -> KernelTable:
 
 
 def measure_speedups(table: KernelTable, within_s: float = _MEASURE_S) -> tuple[dict[str, float], bool]:
-    """How many times as fast as torch's own the kernels of `table` are, by name: the least over the shapes.
-
-    The two sides alternate, and the least time of each counts: that of an undisturbed machine. The second value is
-    whether the measurement was undisturbed enough to be kept.
-    """
+    """Return kernels' least speedups over shapes, by best alternating times, and whether undisturbed."""
     with torch.no_grad():
         pairs = _pairs(table)
         for _, own, ours in pairs:

@@ -27,8 +27,7 @@ def _direction(g, m, v, k0, k1, k2, k3, k4, k5, k6):
 
 @triton.jit
 def _updated(p, g, m, v, k0, k1, k2, k3, k4, k5, k6, k7, k8, FORMULA: tl.constexpr):
-    """(weights, first state, second state, direction) of float32 weights `p`, gradient `g` and states `m` and `v`, with
-    the constants of the formula."""
+    """Return (weights, first state, second state, direction) in float32 by the formula's constants."""
     d = g
     if FORMULA == "adamw":
         m, v, d = _direction(g, m, v, k0, k1, k2, k3, k4, k5, k6)

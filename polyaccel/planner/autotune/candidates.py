@@ -110,11 +110,7 @@ def own_candidate(config: ResolvedConfig) -> Candidate:
 
 
 def candidates(config: ResolvedConfig, world_size: int, *, is_remote: bool) -> tuple[Candidate, ...]:
-    """Every candidate that the section `autotuning` of `config` allows on so many ranks, the config's own first.
-
-    `is_remote`: the device's memory is not the host's, so that states may leave it. Ranks along other axes than
-    `data`, `tensor` and `sequence` stay as they are.
-    """
+    """Return candidates of `autotuning`, the config's first; `is_remote`: states may leave the device."""
     section, own = config.autotuning, own_candidate(config)
     zero = config.zero_optimization
     places = section.offload or (("none", "cpu") if is_remote else ("none",))

@@ -57,8 +57,7 @@ class RidgeRegression:
         self.weights = {name: weight.value for name, weight in known.items()}
 
     def fit(self, measured: Sequence[tuple[Features, float, float]]) -> None:
-        """Take the weights that follow from `measured` (features, the figure, by what share it may be off) and from the
-        prior."""
+        """Fit weights to `measured` (features, figure, relative error) and the prior."""
         names = [name for name, weight in self._known.items() if weight.spread > 0]
         rows, targets = [], []
         for features, figure, error in measured:

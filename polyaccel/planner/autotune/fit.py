@@ -48,16 +48,17 @@ class FitRequest:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """The settings that fit, and those that do not, each the fastest first. `assumptions` are sentences."""
+    """The settings that fit, and those that do not, each the fastest first. `assumptions` are sentences. Seconds are
+    those of collectives and updates alone unless `counts_passes`."""
 
     fitting: list[CostEstimate]
     too_large: list[CostEstimate]
     assumptions: tuple[str, ...]
+    counts_passes: bool
 
 
 def fit_settings(request: FitRequest) -> FitResult:
-    """Predict every candidate of the request's config, and compare it with the limits. Raises PolyaccelError for a
-    folder without trials, and what `peaks` raises."""
+    """Predict every candidate and compare it with the limits."""
     config, speeds, notes = request.planned.config, request.speeds, list[str]()
     records, told = ([], None) if request.trials is None else read_trials(request.trials)
     is_remote = True if told is None else told.is_remote
@@ -74,7 +75,7 @@ def fit_settings(request: FitRequest) -> FitResult:
     )
     cost_model.learn(records)
     if speeds is None:
-        notes.append("collectives at 1 GB/s a rank, which is not measured (--comm)")
+        notes.append("collectives are not measured, 1 GB/s a rank is assumed (--comm)")
     every = candidates(config, request.world_size, is_remote=is_remote)
     if known.kept_nbytes is None and not records:
         own = own_candidate(config)
@@ -85,7 +86,8 @@ def fit_settings(request: FitRequest) -> FitResult:
     too_large = [each for each in found if each.excess(*limits)]
     too_large.sort(key=lambda each: (each.step_s or 0.0, each.device_nbytes))
     fitting = [each for each in found if not each.excess(*limits)]
-    return FitResult(fitting, too_large, (*request.planned.assumptions, *notes))
+    counts_passes = bool(records) or known.sample_s != 0.0
+    return FitResult(fitting, too_large, (*request.planned.assumptions, *notes), counts_passes)
 
 
 def _rates(*, is_remote: bool) -> HardwareRates:
@@ -100,8 +102,7 @@ def _needs_alike(candidate: Candidate, own: Candidate) -> bool:
 
 
 def _known_pass(request: FitRequest, notes: list[str], *, has_trials: bool) -> Pass:
-    """What is known of a micro-batch's pass: activations where rows have a length, and the seconds of a sample. What
-    was assumed for it is added to `notes`."""
+    """Return a micro-batch's known activations and seconds; assumptions are added to `notes`."""
     kept = recomputed = None
     fixed = 0.0
     if request.sequence_length is not None:
@@ -115,7 +116,7 @@ def _known_pass(request: FitRequest, notes: list[str], *, has_trials: bool) -> P
     if has_trials:
         return Pass(None, kept, recomputed, fixed)
     if request.sequence_length is None:
-        notes.append("step s leaves out forward and backward passes; --sequence-length would tell their time")
+        notes.append("forward and backward passes are not counted in the seconds (--sequence-length, --compute)")
         return Pass(0.0, kept, recomputed, fixed)
     name, speed = request.product_speed()
     notes.append(

@@ -43,8 +43,7 @@ USUAL = HardwareRates(1e-10, 1e-9, 1e-10, 1e-9)
 
 
 def measured_rates(accelerator: Accelerator, folder: Path | None = None) -> HardwareRates:
-    """The rates of `accelerator`, its host, and the disk of `folder` (None: that of temporary files), in about a
-    second."""
+    """Measure rates of `accelerator`, host and the disk of `folder`, in about a second."""
     host = host_accelerator(accelerator)
     device_s = _update_s(accelerator)
     host_s = device_s if host is accelerator else _update_s(host)
@@ -53,8 +52,7 @@ def measured_rates(accelerator: Accelerator, folder: Path | None = None) -> Hard
 
 
 def rates_here(folder: Path) -> HardwareRates:
-    """The rates of the accelerator that a training here would choose, measured by its own process, which leaves nothing
-    on the device; `USUAL` where it fails."""
+    """Measure the chosen accelerator's rates in a separate process; `USUAL` where it fails."""
     command = [sys.executable, "-m", __name__, str(folder)]
     with suppress(OSError, subprocess.SubprocessError, ValueError, TypeError):
         done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=True, text=True)

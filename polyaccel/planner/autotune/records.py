@@ -100,8 +100,7 @@ class TrialLog:
 
 
 def read_trials(folder: Path) -> tuple[list[TrialRecord], TrialModel]:
-    """The trials and the model that a tuner has left in its folder of results. Raises PolyaccelError where there are
-    none."""
+    """Read the trials and the model from a tuner's folder."""
     try:
         lines = (folder / TRIALS_FILE).read_text(encoding="utf-8").splitlines()[1:]
         told = TrialModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))

@@ -10,14 +10,12 @@ folder, so it cannot harm the next one.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from polyaccel.job.trial_env import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, TrialModel, deep_merge
+from polyaccel.launch.process import end_with_parent
 from polyaccel.launch.tree import ProcessTracker
 from polyaccel.observability.metrics import JsonlMonitor
 from polyaccel.planner.autotune.candidates import Candidate, quiet_changes
@@ -35,7 +34,6 @@ _POLL_S = 0.02
 _GRACE_S = 10.0
 _KILL_ROUNDS = 100
 _LAST_LINES = 6
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +85,7 @@ def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[Tria
 
 
 def _keep_files_inside(changes: dict[str, Any], candidate: Candidate, folder: Path) -> None:
-    """Put the files of states into the trial's folder: a trial that is killed leaves them there. The disk is the
-    folder's own then."""
+    """Put state files into the trial's folder, which outlives a killed trial."""
     zero = changes["zero_optimization"]
     for key, device in (("offload_optimizer", candidate.offload), ("offload_param", candidate.offload_param)):
         if device == "nvme":
@@ -146,7 +143,7 @@ def _supervise(plan: TrialPlan, command: Sequence[str], folder: Path) -> str:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_ends_with_us(),
+                preexec_fn=end_with_parent(os.getpid(), signal.SIGTERM),
             )
         except OSError as error:
             return f"it could not be started: {error}"
@@ -187,21 +184,6 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         if not tree.signal(signal.SIGKILL):
             return
         sleep(_POLL_S)
-
-
-def _ends_with_us() -> Callable[[], None] | None:
-    """The function that the command's process runs first: on Linux it asks for SIGTERM when this process ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    us = os.getpid()
-
-    def setup() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != us:  # we died before the request
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return setup
 
 
 def _figures(folder: Path) -> list[Path]:

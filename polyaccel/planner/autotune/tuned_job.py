@@ -50,8 +50,7 @@ def tune_job(
     speeds_file: Path | None = None,
     report: Callable[[str], object] = _PRINT,
 ) -> tuple[TuneResult, Path]:
-    """Tune a job, with other values of the config's `section` autotuning, write the results and `report` them. Returns
-    what was found and the folder of the results. Raises PolyaccelError, ConfigError for the config."""
+    """Tune a job by `section`, write and `report` results; return them and their folder."""
     if TRIAL_VARIABLE in os.environ:
         raise PolyaccelError(
             f"{TRIAL_VARIABLE} is set: this is a trial of a tuner already", hint=f"unset {TRIAL_VARIABLE}"
@@ -107,8 +106,7 @@ def _rates(results: Path) -> HardwareRates:
 def _speeds(
     job: TunedJob, given: Path | None, results: Path, report: Callable[[str], object]
 ) -> CollectiveTimings | None:
-    """The speeds of collectives among the job's ranks: those of a file, those of before, or measured now. None where
-    that is not possible."""
+    """Return the collectives' speeds: from a file, earlier, or measured; None if impossible."""
     if given is not None:
         return CollectiveTimings.read(given)
     if job.world_size < 2 or job.where is None:

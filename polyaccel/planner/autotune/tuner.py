@@ -159,8 +159,7 @@ class _Search:
         return (None, why) if why else (untried, "")
 
     def _untried(self) -> CostEstimate | None:
-        """Of the candidates that are estimated to fit and have not been tried the fastest, or the first that
-        teaches."""
+        """Return the fastest untried candidate that is estimated to fit, or the first that teaches."""
         assert self._cost_model is not None  # set by _know
         self._cost_model.learn(self._log.records)
         tried = {record.candidate for record in self._log.records}
@@ -173,8 +172,7 @@ class _Search:
         return next(iter(other_kind or ranked), None)
 
     def _explores(self, chosen: CostEstimate) -> bool:
-        """Whether this would be the first trial of two kinds: those that keep activations, and those that compute them
-        again. No sum of trials of one kind estimates the other, which is what fits where there is less memory."""
+        """Return whether it is the first trial with or without recomputation: neither predicts the other."""
         shown = {record.candidate.recomputes for record in self._log.records}
         is_affordable = self._section.tuner_num_trials >= _LEAST_FOR_BOTH_KINDS
         return is_affordable and chosen.candidate.recomputes not in shown
@@ -261,8 +259,7 @@ def fitting(records: Sequence[TrialRecord], limit_nbytes: int | None) -> list[Tr
 def in_order(
     estimates: Sequence[CostEstimate], limit_nbytes: int | None, host_nbytes: int | None = None
 ) -> list[CostEstimate]:
-    """Those that fit first, and of them the fastest; of equally fast ones what offloads less, then what needs less.
-    What does not fit follows by its needs."""
+    """Order by fit, then speed, then less offload, then need; unfit ones by need."""
 
     def place(each: CostEstimate) -> tuple[bool, float, tuple[int, int], int]:
         is_too_large = bool(each.excess(limit_nbytes, host_nbytes))

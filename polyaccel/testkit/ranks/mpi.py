@@ -24,7 +24,8 @@ from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.mpi import place
 from polyaccel.comm.launchers.request import Request
 from polyaccel.errors import InvariantError, LaunchError
-from polyaccel.testkit.ranks.procs import RankPool, work_for_pool
+from polyaccel.testkit.ranks.procs import RankPool
+from polyaccel.testkit.ranks.worker import work_for_pool
 
 _START_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.2

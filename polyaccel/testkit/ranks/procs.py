@@ -9,57 +9,35 @@ names the rank, and the next call starts new ones.
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import pickle
 import re
 import signal
-import sys
 import tempfile
-import traceback
-import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
-from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.host import HostArrays
-from polyaccel.comm.base import Communicator, Rendezvous
-from polyaccel.comm.init.backends import comm_backend
+from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.init.threads import DEFAULT_TIMEOUT_S, blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
-from polyaccel.job.host_topology import HostTopology, host_id
 from polyaccel.job.ports import free_port
-from polyaccel.job.process_guard import end_with
-from polyaccel.testkit.progress import listen
+from polyaccel.testkit.ranks.worker import SHOW_STACK, Doing, Task, work_for_pool
 
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 2.0
 _END_TIMEOUT_S = 20.0  # from the end of a worker's pipe until the fork server sends its exit code
 _STACK_TIMEOUT_S = 1.0
-_SHOW_STACK = getattr(signal, "SIGUSR2", None)
 _PRELOAD = (
     "polyaccel.comm.backends.torch.exchange",
     "polyaccel.accelerators.memory.torch",
     "polyaccel.ops.torch.kernels",
 )
-Task = Callable[..., Any] | str
-
-
-class Doing(NamedTuple):
-    """A worker's note of what it is about to do.
-
-    Attributes:
-        what: The note.
-    """
-
-    what: str
 
 
 class RankPool:
@@ -237,10 +215,10 @@ class RankPool:
         """The stacks of a worker's threads, which its signal handler writes, even while another thread holds the
         interpreter's lock."""
         file = Path(self._stack_file(rank))
-        if _SHOW_STACK is None or not file.exists():
+        if SHOW_STACK is None or not file.exists():
             return ""
         with suppress(ProcessLookupError):
-            os.kill(self.pids[rank], _SHOW_STACK)
+            os.kill(self.pids[rank], SHOW_STACK)
         end = monotonic() + _STACK_TIMEOUT_S
         while not (text := file.read_text(errors="replace")).endswith("\n") and monotonic() < end:
             sleep(0.01)
@@ -301,122 +279,3 @@ def _cause(failures: dict[int, BaseException]) -> int:
     if isinstance(error, CommError) and not isinstance(error, CommTimeout):
         rank = next((gone for gone in error.missing_ranks if gone in failures), rank)
     return rank
-
-
-def work_for_pool(
-    pipe: Connection,
-    rendezvous: Rendezvous,
-    comm_timeout_s: float,
-    environ: dict[str, str],
-    backend: str,
-    memory: HostArrays | None,
-    accelerator: str = "cpu",
-    stack_file: str | None = None,
-    warnings_fail: bool = True,
-) -> None:
-    """Run a worker: connect, then run tasks until the pool is closed.
-
-    Args:
-        pipe: Connection to the pool: receives tasks, sends answers and notes.
-        rendezvous: The worker's rank and the place where the ranks join.
-        comm_timeout_s: See `RankPool`.
-        environ: See `RankPool`.
-        backend: See `RankPool`.
-        memory: See `RankPool`.
-        accelerator: See `RankPool`.
-        stack_file: File for the stacks of a crash; None for none.
-        warnings_fail: See `RankPool`.
-    """
-    _end_with_pool()
-    os.environ.update(environ)
-    if stack_file is not None:
-        _show_stacks_in(stack_file)
-    listen(lambda what: pipe.send_bytes(pickle.dumps((None, Doing(what)))))
-    pipe.send_bytes(pickle.dumps((None, Doing(f"connect by {backend}"))))
-    try:
-        chosen = _accelerator(accelerator, memory, rendezvous.local_rank)
-        warnings.simplefilter("error" if warnings_fail else "default")
-        communicator = _connect(rendezvous, comm_timeout_s, backend, chosen)
-    except BaseException as error:
-        pipe.send_bytes(_packed(error, None))
-        return
-    pipe.send_bytes(_packed(None, None))
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            break
-        except Exception as error:  # a task that does not unpickle here
-            pipe.send_bytes(_packed(error, None))
-            continue
-        task, args = job
-        try:
-            result = _resolve(task)(communicator, *args)
-            answer = _packed(None, result)
-        except BaseException as error:
-            answer = _packed(error, None)
-        pipe.send_bytes(answer)
-    communicator.close()
-
-
-def _end_with_pool() -> None:
-    """Let this worker be killed with the pool's process. The fork server lives as long as its workers do."""
-    pool = multiprocessing.parent_process()
-    if pool is not None and pool.pid is not None:
-        end_with(pool.pid)
-        if not pool.is_alive():  # its number may be another process's by now
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _show_stacks_in(file: str) -> None:
-    """Let a crash of this process, and the signal of a pool that has waited too long, write its stacks to `file`."""
-    stream = open(file, "w", encoding="utf-8")  # noqa: SIM115 - stays open as long as the process lives
-    faulthandler.enable(stream)
-    if _SHOW_STACK is not None:
-        faulthandler.register(_SHOW_STACK, stream)
-
-
-def _accelerator(name: str, memory: HostArrays | None, local_rank: int) -> Accelerator:
-    from polyaccel.accelerators.cpu import CpuAccelerator
-    from polyaccel.accelerators.detect import choose_accelerator
-
-    if name == CpuAccelerator.name:
-        return CpuAccelerator(memory)
-    accelerator = choose_accelerator(name)
-    accelerator.set_device(local_rank % accelerator.device_count())
-    return accelerator
-
-
-def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, accelerator: Accelerator) -> Communicator:
-    from polyaccel.comm.default import set_default_communicator
-
-    communicator = comm_backend(backend)().connect(rendezvous, accelerator, timeout_s=comm_timeout_s)
-    with suppress(OSError):  # no Linux
-        communicator.host_topology = HostTopology.one_host(communicator.rank, communicator.ranks, host_id())
-    if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
-        sys.modules["torch"].set_num_threads(1)
-    set_default_communicator(communicator)
-    return communicator
-
-
-def _resolve(task: Task) -> Callable[..., Any]:
-    if not isinstance(task, str):
-        return task
-    module, _, name = task.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
-
-
-def _packed(error: BaseException | None, result: Any) -> bytes:
-    """An answer that surely pickles; an error that does not becomes a LaunchError with its text."""
-    if error is not None:
-        text = "".join(traceback.format_exception(error))
-        error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), f"in the worker:\n{text}"]
-        error.__cause__ = error.__context__ = None
-    try:
-        packed = pickle.dumps((error, result))
-        pickle.loads(packed)
-    except Exception as reason:
-        what = f"{type(error).__name__}: {error}" if error is not None else f"a result of type {type(result).__name__}"
-        packed = pickle.dumps((LaunchError(f"a worker's answer does not pickle ({reason}): {what}"), None))
-    return packed

@@ -45,8 +45,7 @@ class ModulePlan:
                 self.held += [(value, part, name) for name, value in attributes.items() if name not in STRUCTURE]
 
     def settle(self) -> bool:
-        """Get ready to be used again, before the parts are run: note what they have, and leave out the attributes that
-        have turned out to be without state. Returns whether it can be."""
+        """Prepare the next use: note contents, drop stateless attributes; return whether possible."""
         self._own = [part.__dict__ for part in self.parts]
         dicts = map(_DICTS, self._own)
         self._contents = [each for one in dicts for each in one]

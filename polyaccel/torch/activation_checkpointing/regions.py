@@ -198,8 +198,7 @@ class _Times:
 
 
 def _suits_reentrant(values: Sequence[Any]) -> bool:
-    """Whether torch's older way sees all gradients: it looks at tensors among the arguments and nowhere else, and needs
-    one that requires a gradient."""
+    """Return whether reentrant checkpointing sees all gradients: tensors among arguments only."""
     if not torch.is_grad_enabled() or not any(isinstance(one, Tensor) and one.requires_grad for one in values):
         return False
     nested = (value for value in values if not isinstance(value, Tensor))

@@ -96,8 +96,7 @@ class ClientOptimizer(SliceOptimizer):
 
     @property
     def evaluates(self) -> bool:
-        """Whether the optimizer calls a closure for the loss as often as it likes, as LBFGS does. It works on the
-        module's own parameters and their `.grad`; `initialize` checks where that is possible."""
+        """Return whether the optimizer reevaluates its closure, as LBFGS does, on the module's parameters."""
         return needs_closure(self.optimizer)
 
     def minimise(self, closure: Callable[[], Any], communicator: Communicator) -> Any:
@@ -113,10 +112,7 @@ class ClientOptimizer(SliceOptimizer):
         return self.optimizer.step(evaluate)  # type: ignore[arg-type]
 
     def bind(self, shards: Sequence[Shard]) -> None:
-        """Find the views of the shards' master weights that stand for the parameters; cut the states there are.
-
-        The shards are in resident tiers.
-        """
+        """Bind the shards' master views to parameters and cut the states there; tiers are resident."""
         self._shards = {shard.bucket.index: shard for shard in shards}
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
         earlier = self._resting | dict(self.optimizer.state)
@@ -141,9 +137,7 @@ class ClientOptimizer(SliceOptimizer):
             self._member_names.append([name for name in names if name in views])
 
     def rebind(self, shards: Sequence[Shard]) -> None:
-        """Continue with other shards, of more parameters. States of whole parameters go along; those of slices are left
-        to
-        `restore`."""
+        """Continue with other shards; whole states move along, slices are left to `restore`."""
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
         state = self.optimizer.state
         kept = {} if self._flat else {parameters[fqn]: state.pop(tensor, {}) for fqn, tensor in self._tensors()}
@@ -215,10 +209,7 @@ class ClientOptimizer(SliceOptimizer):
                         state[name] = view.raw
 
     def whole_state(self) -> bytes | None:
-        """States that cannot be cut, serialised: those of an optimizer on whole parameters. None when all are flat.
-
-        torch numbers the parameters; `names` has the name of each number.
-        """
+        """Serialise states that cannot be cut, numbered by `names`; None when all are flat."""
         if self._flat:
             return None
         with self._on_slices():
@@ -238,8 +229,7 @@ class ClientOptimizer(SliceOptimizer):
         self.optimizer.param_groups = groups  # torch made new ones, which schedules would not refer to
 
     def _renumbered(self, data: bytes) -> dict[str, Any]:
-        """What `whole_state` gave, with this run's numbers of the parameters. Raises CheckpointError for what is none,
-        or belongs to other parameters."""
+        """Return `whole_state`'s result with this run's numbers. Raises CheckpointError."""
         state = unpacked(data, "the state of the optimizer")
         try:
             saved = [len(group["params"]) for group in state["param_groups"]]
@@ -295,6 +285,10 @@ class ClientOptimizer(SliceOptimizer):
                     others.append((fqn, name))
         return StatesByKind(flat, self._numbers(), others)
 
+    def states_of_wholes(self) -> dict[str, Mapping[str, Any]]:
+        """The states of an optimizer on whole parameters, by parameter; none of one on slices."""
+        return {} if self._flat else {fqn: self.optimizer.state.get(tensor, {}) for fqn, tensor in self._tensors()}
+
     def restore(
         self,
         shards: Sequence[Shard],
@@ -302,11 +296,7 @@ class ClientOptimizer(SliceOptimizer):
         is_saved: Callable[[str, str], bool],
         names: Collection[str] | None = None,
     ) -> None:
-        """Point the optimizer's states at the shards' flat buffers, which hold loaded values, and set its numbers.
-
-        `is_saved(fqn, name)` is whether the parameter had the state; one that had none has none again. `names`: only
-        those of these parameters. An optimizer on whole parameters has its states elsewhere (`load_whole_state`).
-        """
+        """Point states at the shards' loaded buffers; `is_saved(fqn, name)` decides which, for `names`."""
         if not self._flat:
             return
         for shard in shards:

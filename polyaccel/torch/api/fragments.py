@@ -16,10 +16,12 @@ for a parameter without an engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import ShardingError
@@ -169,6 +171,15 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     _set_local(param, optim_state_key, value)
 
 
+_PLAIN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What gives a kind of tensor of a parameter that plain torch trains, in a run of a verification."""
+
+
+def serve_plain(parameter: nn.Parameter, tensor_of: Callable[[str], Tensor | None]) -> None:
+    """Let all functions here answer for a parameter without an engine: `tensor_of(kind)` is the tensor itself."""
+    _PLAIN[parameter] = tensor_of
+
+
 class _Place(NamedTuple):
     owner: ParameterOwner
     fqn: str
@@ -198,7 +209,15 @@ def _is_there(place: _Place, kind: str) -> bool:
     return kind != GRAD or flush_reductions(place.owner.step, place.fqn)
 
 
+def _plain(param: nn.Parameter, kind: str) -> Tensor | None:
+    """A copy of what plain torch has of a parameter."""
+    found = _PLAIN[param](kind) if param in _PLAIN else None
+    return None if found is None else found.detach().clone()
+
+
 def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:
+    if param in _PLAIN:
+        return _plain(param, kind)
     place = _find(param)
     if place is None or not _is_there(place, kind):
         return None
@@ -207,6 +226,8 @@ def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:
 
 
 def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:
+    if param in _PLAIN:
+        return None if (found := _plain(param, kind)) is None else found.reshape(-1)
     place = _find(param)
     if place is None or not _is_there(place, kind):
         return None
@@ -221,6 +242,9 @@ def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:
 
 @torch.no_grad()
 def _set_full(param: nn.Parameter, kind: str, value: Tensor) -> None:
+    if param in _PLAIN:
+        _set_plain(param, kind, value)
+        return
     place = _require(param)
     if value.shape != param.shape:
         raise ShardingError(
@@ -234,9 +258,19 @@ def _set_full(param: nn.Parameter, kind: str, value: Tensor) -> None:
 
 @torch.no_grad()
 def _set_local(param: nn.Parameter, kind: str, value: Tensor) -> None:
+    if param in _PLAIN:
+        _set_plain(param, kind, value)
+        return
     place = _require(param)
     write_fragment(place.owner.step, place.fqn, kind, wrap_torch(_scaled(place, kind, value)))
     _note(place, kind)
+
+
+def _set_plain(param: nn.Parameter, kind: str, value: Tensor) -> None:
+    target = _PLAIN[param](kind)
+    if target is None:
+        raise ShardingError(f"the parameter has no {kind!r} now", hint="set it after the first step", value=kind)
+    target.detach().copy_(value.view(target.shape))
 
 
 def _scaled(place: _Place, kind: str, value: Tensor) -> Tensor:

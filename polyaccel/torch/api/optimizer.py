@@ -22,10 +22,7 @@ ParamGroups = list[dict[str, Any]]
 
 
 def make_groups(parameters: Iterable[Any] | None, module: nn.Module, defaults: Mapping[str, Any]) -> ParamGroups:
-    """Optimizer groups from what `initialize` was given: parameters, group dicts, or None for all of the module's.
-
-    Frozen parameters are members too, as in torch: they are trained once they require a gradient.
-    """
+    """Return optimizer groups from parameters, groups, or None for all; frozen ones are members too."""
     given = list(parameters) if parameters is not None else list(module.parameters())
     groups = [dict(entry) for entry in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
     for group in groups:
@@ -111,8 +108,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. `closure` computes the loss and the gradients before, as in every optimizer of torch
-        that evaluates it once; returns its result. LBFGS evaluates it more than once, and needs one."""
+        """Update the parameters; return the result of `closure`, which computes loss and gradients first."""
         self._require_members()
         if self._evaluates:
             if closure is None:
@@ -139,10 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ShardingError: the trained parameters were laid out when the engine was built.
-
-        The base class's own would load torch's compiler, seconds of every start, for nothing.
-        """
+        """Raise ShardingError: parameters are laid out. Also avoids the base class's slow imports."""
         if self._is_built:
             raise ShardingError(
                 "a group of parameters was added to an engine's optimizer, which would not train it",

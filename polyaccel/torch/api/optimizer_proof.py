@@ -54,11 +54,7 @@ _HOOKS = (
 
 
 def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
-    """Whether `optimizer` runs on flat slices; False means it needs whole parameters.
-
-    Raises ShardingError for one that may not be elementwise where parameters are cut over ranks, and for one that a
-    trial finds not to be, whatever `allow_untested` is.
-    """
+    """Return whether `optimizer` runs on slices. Raises ShardingError if a trial or cut parameters forbid it."""
     known = type(optimizer) in ELEMENTWISE
     if sharded and not known and not allow_untested:
         name = type(optimizer).__name__
@@ -286,8 +282,7 @@ def _run(
 def twin_of(
     optimizer: torch.optim.Optimizer, wholes: Mapping[int, Tensor], stepped: Mapping[int, Tensor]
 ) -> torch.optim.Optimizer:
-    """A copy of `optimizer` without states and hooks. Its groups have the tensors `stepped`, and what else it refers to
-    has `wholes`, both by the identity of the parameter that they stand for."""
+    """Copy `optimizer` without states and hooks, with `stepped` in groups and `wholes` elsewhere."""
     twin = object.__new__(type(optimizer))
     memo: dict[int, Any] = {**wholes, id(optimizer): twin}
     kept = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "step")}

@@ -19,9 +19,8 @@ from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
-from polyaccel.torch.checkpoint.extra_states import extra_state_blobs, merged_blobs
 from polyaccel.torch.checkpoint.random_states import RandomStates
-from polyaccel.torch.checkpoint.saved_buffers import module_buffers
+from polyaccel.torch.checkpoint.saved_buffers import extra_state_blobs, merged_blobs, module_buffers
 from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.sharding.buffers import plain_values
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
@@ -50,9 +49,7 @@ def tied_names(adapter: TorchAdapter) -> dict[str, str]:
 def contents_of(
     run: TorchRun, client_state: Mapping[str, Any], *, allows_bytes: bool, exclude_frozen: bool = False
 ) -> SaveContents:
-    """What this rank saves of the whole state of `run`, as it is now. `allows_bytes`: a client state may have bytes.
-    Collective. Raises PolyaccelError after half an update, and CheckpointError for a state of a client's optimizer that
-    cannot be saved."""
+    """Return what this rank saves of `run`. Collective. Raises after half an update."""
     run.zero.consistency.require()
     run.zero.params.wait_all_gathers()
     optimizer = run.zero.optimizer

@@ -39,8 +39,7 @@ class CustomLoading:
     def values(
         self, adapter: TorchAdapter, saved: CheckpointReader, allocate: Any, saved_name: Callable[[str], str]
     ) -> GivenValues:
-        """What the function makes of the checkpoint, in which a parameter is called `saved_name(name)`. Nothing of the
-        module changes. Raises CheckpointError for what the function raises, and for a parameter that it takes off."""
+        """Return what the user's function makes of the checkpoint, by `saved_name(name)`; changes nothing."""
         src = {name: _tensor(value) for name, value in saved_values(saved, allocate)}
         _add_ties(src, adapter.module, saved_name)
         twin, begin = self._filled(adapter, src)
@@ -75,8 +74,7 @@ class CustomLoading:
         return twin, begin
 
     def _twin(self, adapter: TorchAdapter) -> tuple[nn.Module, dict[str, tuple[int, int, int]]]:
-        """A copy of the module with its own whole parameters, and by which each is recognised until it is written
-        to."""
+        """Return a copy of the module with whole parameters, and their identities until written."""
         memo: dict[int, Any] = {}
         begin = {}
         for name, parameter in adapter.module.named_parameters(remove_duplicate=False):

@@ -23,12 +23,15 @@ from polyaccel.errors import CheckpointError, ConfigError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.checkpoint.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, tied_names
 from polyaccel.torch.checkpoint.custom_loading import CustomLoad, CustomLoading
-from polyaccel.torch.checkpoint.extra_states import (
+from polyaccel.torch.checkpoint.random_states import RandomStates
+from polyaccel.torch.checkpoint.saved_buffers import (
+    Reader,
+    module_buffers,
+    read_buffer,
+    saved_buffers,
     saved_extra_states,
     set_extra_states,
 )
-from polyaccel.torch.checkpoint.random_states import RandomStates
-from polyaccel.torch.checkpoint.saved_buffers import Reader, module_buffers, read_buffer, saved_buffers
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.trained_state import over_stages
 
@@ -71,11 +74,7 @@ def load_run(
     saved: CheckpointReader,
     wanted: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
-    """Take over what is `wanted` of a checkpoint's state. Collective. Returns its path and the client state. About
-    `custom`, see [Note: User-defined loading] in `checkpoint.load.custom_load`.
-
-    Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
-    """
+    """Take over `wanted` of a checkpoint on all ranks or none; return path and client state. Collective."""
     run.zero.params.wait_all_gathers()
     base, loading = {}, CustomLoading.prepare(wanted.custom, run.adapter, run.zero)
     if wanted.strict and loading is None and (saved.scalars.get("frozen_base")):
@@ -225,10 +224,7 @@ def _check(
 
 
 def _same_base(reader: RenamedReader, values: SavedValues, base: Mapping[str, str]) -> frozenset[str]:
-    """The parameters that the checkpoint left out and this model has, with the same bits.
-
-    Raises CheckpointError naming those that have others.
-    """
+    """Return left-out parameters with equal bits here. Raises CheckpointError for others."""
     left_out = {fqn: saved for fqn in base if (saved := values.frozen_base.get(reader.saved_name(fqn)))}
     others = {fqn: (saved, base[fqn]) for fqn, saved in left_out.items() if saved != base[fqn]}
     if others:
@@ -263,10 +259,7 @@ def _order(run: TorchRun) -> list[list[str]] | None:
 
 
 def _saved_schedule(schedule: Any, values: SavedValues, blobs: Mapping[str, bytes]) -> Mapping[str, Any] | None:
-    """The saved state of `schedule`, or of one that is not the config's; None without one.
-
-    Raises CheckpointError for what is none.
-    """
+    """Return `schedule`'s saved state, or that of a foreign one; None without one."""
     if isinstance(schedule, Schedule):
         return values.lr_scheduler
     if CLIENT_SCHEDULE not in blobs:

@@ -59,8 +59,7 @@ class OffloadedStates:
     def offload(
         self, include: Iterable[StateKind | str] | None, device: str, *, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """Copy states of the kinds in `include` (None: all) to the host and empty their memory. Collective. Raises
-        PolyaccelError for another `device` than "cpu" and for unknown kinds, ShardingError while something is away."""
+        """Copy states of `include` (None: all) to the host and free their memory. Collective."""
         self._adapter.require_nothing_away()
         if device != "cpu":
             raise PolyaccelError(f"states cannot be offloaded to {device!r}", hint='use device="cpu"', value=device)

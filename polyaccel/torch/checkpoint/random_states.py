@@ -41,10 +41,7 @@ class RandomStates:
 
     @classmethod
     def from_blobs(cls, blobs: Mapping[str, bytes], accelerator: Accelerator) -> RandomStates:
-        """The inverse of `to_blobs`, for `accelerator`, whose generators are left as they are.
-
-        Raises CheckpointError for what the generators would not take.
-        """
+        """Decode `to_blobs` for `accelerator` without changing its generators."""
         try:
             version, internal, gauss = json.loads(blobs["rng.python"])
             kind, keys, position, has_gauss, cached = json.loads(blobs["rng.numpy"])
@@ -87,8 +84,7 @@ class RandomStates:
 
 
 def _state_for(accelerator: Accelerator, state: bytes, device: str) -> bytes | None:
-    """The saved `state` of the accelerator called `device` ("": unknown) if `accelerator` can continue from it, which
-    is tried out; None if it is another's. Raises ShardingError where its own name stands on what it does not take."""
+    """Return the saved `state` of `device` if `accelerator` can continue from it, else None."""
     if device not in ("", accelerator.name):
         return None
     present = accelerator.rng_state()

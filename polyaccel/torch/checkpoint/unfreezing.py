@@ -21,11 +21,7 @@ from polyaccel.zero.fragments import PARAM, fragment, read_whole
 
 
 def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = ()) -> bool:
-    """Whether a new plan is due, for parameters that were unfrozen or are `resumed` with states of a checkpoint, and
-    possible: not in the middle of an accumulation.
-
-    There the update refuses parameters that were unfrozen, and this raises ShardingError for `resumed` ones.
-    """
+    """Return whether a new plan is due, for unfrozen or `resumed` parameters, outside accumulation."""
     if resumed and step.holds_gradients:
         fqn = min(resumed)
         raise ShardingError(
@@ -37,11 +33,7 @@ def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = (
 
 
 def migrate_optimizer_state(adapter: TorchAdapter, before: ZeroEngine, lay_out: Callable[[], ZeroEngine]) -> None:
-    """Let the step that `lay_out` builds continue where `before` is, which `adapter` shows to the module until now.
-    Collective.
-
-    Raises ShardingError for a client's optimizer whose states cannot be laid out again; nothing has changed then.
-    """
+    """Continue `before` in the step of `lay_out`, shown by `adapter`. Collective; may raise ShardingError first."""
     adapter.require_nothing_away()
     adapter.adopt_changes()
     states = _States.of(before)
@@ -91,10 +83,7 @@ class _States:
 
 
 def _carry_over(before: ZeroEngine, after: ZeroEngine, states: _States) -> None:
-    """Give `after` the master weights, optimizer states and counts of updates that `before` has. Collective.
-
-    The parameters that `before` trains are trained by `after` too, by the same optimizer.
-    """
+    """Give `after` `before`'s master weights, states and update counts. Collective."""
     after.steps.update(before.steps)  # before master weights are rounded, which depends on it
     if isinstance(after.optimizer, ClientOptimizer):
         after.optimizer.rebind(after.shards)

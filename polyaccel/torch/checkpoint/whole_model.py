@@ -119,8 +119,7 @@ def load_whole_state_dict(
 def require_fitting(
     module: nn.Module, state_dict: Mapping[str, Any], communicator: Communicator, *, strict: bool
 ) -> None:
-    """Raise RuntimeError on every rank of `communicator` where `module` on any cannot take `state_dict` over.
-    Collective."""
+    """Raise RuntimeError on every rank where any rank's `module` refuses `state_dict`. Collective."""
     found = communicator.all_gather_object(_differences(module, state_dict, strict=strict))
     lines = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
     if lines:
@@ -172,8 +171,7 @@ def _differences(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bo
 def write_whole_model(
     entries: dict[str, Any], communicator: Communicator, folder: str | os.PathLike[str], filename: str
 ) -> None:
-    """Let rank 0 of `communicator` write `entries`, which it has in host memory. Collective; raises CheckpointError on
-    all ranks when it cannot."""
+    """Write rank 0's host `entries`. Collective; raises CheckpointError on all ranks."""
     problem = ""
     if communicator.rank == 0:
         try:
@@ -191,10 +189,7 @@ def write_whole_model(
 
 
 def entries_of_writer(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen: bool) -> dict[str, Any]:
-    """The module's state dict on rank 0, in host memory and in the types that are trained with; empty elsewhere.
-
-    Collective. One bucket is whole at a time. Tied parameters share one tensor.
-    """
+    """Return the state dict on rank 0 in host memory, bucket by bucket; empty elsewhere. Collective."""
     adapter.require_not_handed_over()
     zero.consistency.require()
     adapter.adopt_changes()

@@ -34,7 +34,7 @@ from polyaccel.torch.context_parallel.block_mask import AttentionRule, DocumentM
 from polyaccel.torch.context_parallel.kernels import kernel_for
 from polyaccel.torch.context_parallel.local import Plan, local_attention
 from polyaccel.torch.context_parallel.ring import ring_attention, ring_plans
-from polyaccel.torch.context_parallel.settings import SequenceSettings
+from polyaccel.torch.context_parallel.settings import OTHER_METHOD, SequenceSettings
 from polyaccel.torch.context_parallel.shares import HeadShares, TokenShares
 from polyaccel.torch.context_parallel.ulysses import exchanged_attention
 
@@ -139,7 +139,7 @@ class SequenceMask:
         return MaskReadError(
             f"the sequences of a {self.cut.model} cannot be cut over ranks: it reads its attention mask ({read}), "
             "which no rank has",
-            hint="set sequence_parallel_size to 1",
+            hint=OTHER_METHOD,
             value=self.cut.model,
         )
 
@@ -206,7 +206,7 @@ def _require_no_pairs(module: nn.Module, core: Callable[..., Any], named: dict[s
             raise PolyaccelError(
                 f"the attention of {type(module).__name__} cannot be computed over ranks: it has {name}, of this "
                 "rank's tokens",
-                hint="set sequence_parallel_size to 1",
+                hint=OTHER_METHOD,
                 value=name,
             )
 
@@ -244,7 +244,7 @@ def _attend(
     if cut is not None and query.shape[2] == cut.shares.lengths[cut.communicator.rank]:
         raise PolyaccelError(
             f"{type(module).__name__} attends to this rank's tokens alone: its model did not ask for a mask",
-            hint="this model cannot be cut along its sequence; set sequence_parallel_size to 1",
+            hint=OTHER_METHOD,
             value=type(module).__name__,
         )
     found: tuple[Tensor, Any] = core_attention(core, module)(

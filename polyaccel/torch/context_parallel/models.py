@@ -31,7 +31,7 @@ from polyaccel.torch.context_parallel.block_mask import DocumentMask
 from polyaccel.torch.context_parallel.huggingface import PREFIX, CutForward, current, registered
 from polyaccel.torch.context_parallel.loss_shift import loss_form
 from polyaccel.torch.context_parallel.losses import IGNORED, mean_of_ranks
-from polyaccel.torch.context_parallel.settings import SequenceSettings
+from polyaccel.torch.context_parallel.settings import OTHER_METHOD, SequenceSettings
 from polyaccel.torch.context_parallel.shares import TokenShares
 
 _log = getLogger(__name__)
@@ -273,6 +273,6 @@ def _refusal(model: PreTrainedModel, reason: str) -> PolyaccelError:
     kind = type(model).__name__
     return PolyaccelError(
         f"the sequences of a {kind} cannot be cut over ranks: {reason}",
-        hint="set sequence_parallel_size to 1",
+        hint=OTHER_METHOD,
         value=kind,
     )

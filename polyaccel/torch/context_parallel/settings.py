@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+OTHER_METHOD = (
+    'set "sequence_parallel": {"method": "tokenwise"}, which cuts the tokens of feed-forward layers alone, or set '
+    "sequence_parallel_size to 1"
+)
+"""The hint for models that neither Ulysses nor the ring can cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSettings:

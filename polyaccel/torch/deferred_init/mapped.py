@@ -45,8 +45,7 @@ class MappedFiles:
         return self._mapping_of(tensor) is not None
 
     def description(self, tensor: Tensor) -> list[Any] | None:
-        """What ranks compare to make sure that they have loaded the same values: the file's name, the place in it, how
-        often the tensor was written to since, and a digest of some of its values. None for a tensor in no file."""
+        """Describe the loaded values by file, place, writes and digest, to compare ranks; None if in no file."""
         mapping = self._mapping_of(tensor)
         if mapping is None or not tensor.is_contiguous():
             return None
@@ -74,8 +73,7 @@ def _parsed(line: str) -> _Mapping | None:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    """Of a few bytes in the middle and at the end: two checkpoints of one model differ in all of them, and what is read
-    stays little."""
+    """Digest a few bytes in the middle and at the end: checkpoints of one model differ in all of them."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     ends = [flat.numel() * number // _SAMPLES for number in range(1, _SAMPLES + 1)]
     taken = [flat[max(0, end - _SAMPLE_NBYTES) : end] for end in ends]

@@ -111,10 +111,7 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def put(target: DeferredTensor, real: Tensor) -> None:
-    """Make the object `target` a tensor (a parameter if it was one) with the memory of `real`.
-
-    Every holder of the object has the new tensor: tied modules, an optimizer. Attributes stay.
-    """
+    """Make `target` a tensor with `real`'s memory, for all its holders; attributes stay."""
     _require_no_hooks(target)
     attributes, is_param = own_attributes(target), hasattr(target, "_is_param")
     other = torch.nn.Parameter(real, target.requires_grad) if is_param else real.view_as(real)
@@ -132,11 +129,7 @@ def _require_no_hooks(target: Tensor) -> None:
 
 
 def swap(one: Tensor, other: Tensor) -> None:
-    """Exchange what two tensor objects are.
-
-    torch.utils.swap_tensors does the same, but refuses objects with weak references, which nn.LSTM keeps of its
-    weights. Those name the object, and so stay right.
-    """
+    """Exchange two tensors; unlike torch.utils.swap_tensors, weak references may exist (nn.LSTM)."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)

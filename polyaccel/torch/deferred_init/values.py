@@ -25,10 +25,7 @@ def value_of(tensor: Tensor) -> Tensor:
 
 
 def prepare(model: nn.Module) -> None:
-    """Make a model ready for the engine: nothing on the meta device, and nothing deferred but parameters.
-
-    Raises PolyaccelError inside zero.Init, and for a tensor on the meta device that no `reset_parameters` fills.
-    """
+    """Make a model ready: nothing on the meta device, nothing deferred but parameters."""
     if is_constructing():
         raise PolyaccelError(
             "initialize was called inside zero.Init", hint="build the model inside, and call initialize after the block"
@@ -59,11 +56,7 @@ def _deferred_in(value: Any) -> Iterator[DeferredTensor]:
 
 
 def adopt_meta(model: nn.Module) -> None:
-    """Defer what a model built on the meta device has there: the values will be those of `reset_parameters`.
-
-    The modules that own these tensors are reset in the order of `model.modules()`, as if all had memory by then. Raises
-    PolyaccelError naming the module and the tensor that this leaves without values.
-    """
+    """Defer a meta model's tensors to `reset_parameters`, in the order of `model.modules()`."""
     names = {module: name for name, module in model.named_modules()}
     owners = [module for module in names if any(tensor.is_meta for tensor in _own_tensors(module).values())]
     memories: dict[int, FakeStorage] = {}

@@ -366,8 +366,7 @@ class PipelineEngine(StagedStates):
             here.inputs = NOTHING
 
     def _outputs_of(self, chunk: int, inputs: Any, received: StageValue) -> Any:
-        """What a chunk makes of what it has `received`; the first one of the micro-batch's `inputs`, of which a model
-        that was cut by its blocks has something in every chunk."""
+        """Run a chunk on `received` values; the first, or all of a block model, gets `inputs`."""
         try:
             before = unflatten(received) if chunk else None
         except UnsendableValue as error:
@@ -417,8 +416,7 @@ class PipelineEngine(StagedStates):
             self._run_chunk(task, here, ties)
 
     def _run_chunk(self, task: PipelineTask, here: MicroBatchState, ties: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """A backward pass of a chunk, from the loss or from the gradients of what went out, and from those of `ties`,
-        which a stage with the loss gets with another chunk."""
+        """Run a chunk's backward pass, from the loss or outgoing gradients, and those of `ties`."""
         _, micro_batch, chunk = task
         if chunk + 1 == len(self._placement):
             assert here.loss is not None  # the forward pass was before

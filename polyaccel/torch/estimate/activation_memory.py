@@ -117,8 +117,7 @@ def _measured(
 
 
 def token_inputs(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
-    """A micro-batch of `shape`, (rows, tokens), for `model`. Raises PolyaccelError where that takes no tokens and
-    labels."""
+    """Return a micro-batch of `shape`, (rows, tokens), for `model`."""
     taken = signature(model.forward).parameters
     if not {"input_ids", "labels"} <= set(taken):
         kind = type(model).__name__
@@ -153,8 +152,7 @@ def autocast_as(dtype: str | None) -> AbstractContextManager[Any]:
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """transformers looks at positions for several sequences in a row. There are no values to look at, and it would
-    build masks that a batch of whole rows does not need."""
+    """Return one sequence a row: masks by positions would need values, which do not exist here."""
     try:
         from transformers import masking_utils
     except ImportError:

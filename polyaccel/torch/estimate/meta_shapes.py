@@ -32,22 +32,14 @@ def _as_it_is(model: nn.Module) -> None:
 
 
 def shape_of_function(path: str, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
-    """The model that `module:function` returns when it is called without arguments on the meta device, after `change`.
-
-    Raises PolyaccelError as `model_of_function`.
-    """
+    """Return the shape of `module:function`'s model on the meta device, after `change`."""
     with torch.device("meta"):
         model = model_of_function(path, "on the meta device")
     return shape_of_module(model, f"{path}()", rules, change)
 
 
 def model_of_function(path: str, where: str) -> nn.Module:
-    """The model that `module:function` returns when it is called without arguments. `where` names in errors the kind of
-    tensors.
-
-    The module is looked for in the working directory too. Raises PolyaccelError when the function is missing, when that
-    fails or returns no module.
-    """
+    """Return the model that `module:function` makes; `where` names the tensors in errors."""
     build = _function(path)
     try:
         model = build()
@@ -71,10 +63,7 @@ def shape_of_directory(directory: Path, rules: ModuleRules, change: Change = _as
 
 
 def model_of_directory(directory: Path) -> nn.Module:
-    """The model whose Hugging Face `config.json` is in `directory`: the class named there, else the bare model.
-
-    Raises PolyaccelError without transformers, and when it does not understand the directory.
-    """
+    """Return the model of `config.json` in `directory`: the class named there, else the bare model."""
     try:
         import transformers
     except ImportError as error:
@@ -98,11 +87,7 @@ def model_of_directory(directory: Path) -> nn.Module:
 
 
 def shape_of_module(model: nn.Module, summary: str, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
-    """The shape of a model, after `change`, whose parameters that require a gradient are all trained under `rules`;
-    values are not read.
-
-    Raises ConfigError for leaf modules that the model does not have.
-    """
+    """Return a model's shape, after `change`, with all parameters trained under `rules`."""
     change(model)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
     mark_configured_leaves(model, rules.leaves)

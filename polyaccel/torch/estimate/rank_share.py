@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
 
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import choose_accelerator, host_accelerator
-from polyaccel.comm.collectives.fake import FakeCommunicator
+from polyaccel.comm.arguments import check_members
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.collective import Collective
+from polyaccel.comm.work import DONE, Work
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.table import PipelineTable
 from polyaccel.planner.model import ActivationNeeds, ModelShape, StageNeeds
@@ -26,17 +30,14 @@ from polyaccel.torch.estimate.stage_memory import estimate_stage_memory
 from polyaccel.torch.experts.models import cut_expert_shapes, has_experts
 from polyaccel.torch.profiling.forward_work import product_speed
 from polyaccel.torch.settings import TileSettings
-from polyaccel.torch.tensor_parallel.make_plan import plan_by
+from polyaccel.torch.tensor_parallel.make_plan import plan_by, shared_by
 from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
-from polyaccel.torch.tensor_parallel.shapes import shared_by
 from polyaccel.torch.tiled.models import TiledModel
+from polyaccel.torch.tiled.tokenwise import TokenwiseLayers
 
 
 def rank_shape(name: str, settings: PassSettings) -> ModelShape:
-    """Return the shape that a rank has of the model that `name` names, a directory or `module:function`.
-
-    Raises PolyaccelError as `shape_of_directory` and `shape_of_function`.
-    """
+    """Return a rank's shape of the model `name`, a directory or `module:function`."""
     share_layers = shared_by(settings.tensor_ranks, settings.cuts)
 
     def change(model: nn.Module) -> None:
@@ -50,8 +51,7 @@ def rank_shape(name: str, settings: PassSettings) -> ModelShape:
 
 
 def rank_activations(directory: Path, shape: tuple[int, int], settings: PassSettings) -> tuple[ActivationNeeds, ...]:
-    """Return the needs of the first rank's pass of a directory's model on `shape`, (rows, tokens). Raises as
-    `foretell_activations`."""
+    """Return the needs of the first rank's pass on `shape`, (rows, tokens)."""
 
     def share(model: nn.Module) -> None:
         """Do to a model what `initialize` does on the first rank."""
@@ -71,8 +71,7 @@ def rank_activations(directory: Path, shape: tuple[int, int], settings: PassSett
 def rank_stages(
     name: str, shape: tuple[int, int] | None, settings: PassSettings, table: PipelineTable
 ) -> tuple[StageNeeds, ...]:
-    """Return the needs of the first rank of every stage; `name` as in `rank_shape`, `shape` as in
-    `estimate_stage_memory`, whose errors it raises, and PolyaccelError for a model that is only a number."""
+    """Return the needs of the first rank of every stage, as `estimate_stage_memory`."""
 
     def spread(model: nn.Module) -> None:
         if has_experts(model):
@@ -119,8 +118,41 @@ def _share_layers(model: nn.Module, settings: PassSettings) -> None:
 
 def _share_sequences(model: nn.Module, settings: PassSettings) -> None:
     """Let `model` run on the first rank's share of sequences, and in tiles, where the settings say so."""
-    if settings.sequence_ranks > 1 and settings.sequence_method != "manual":
-        sequences = SequenceSettings(settings.sequence_method, settings.core_attention)
-        apply_context_parallel(model, FakeCommunicator(settings.sequence_ranks, host_accelerator()), sequences)
+    method = settings.sequence_method
+    if settings.sequence_ranks > 1 and method != "manual":
+        ranks = FakeCommunicator(settings.sequence_ranks, host_accelerator())
+        if method == "tokenwise":
+            TokenwiseLayers(model, ranks)
+        else:
+            apply_context_parallel(model, ranks, SequenceSettings(method, settings.core_attention))
     if settings.tiles is not None:
         TiledModel(model, TileSettings(**settings.tiles))
+
+
+class FakeCommunicator(Communicator):
+    """The first of `world_size` ranks, to which the others send nothing: collectives leave their buffers as they are,
+    and of objects the others have the same. For tensors without values, so memory is not looked at either."""
+
+    def __init__(self, world_size: int, accelerator: Accelerator) -> None:
+        self.rank = 0
+        self.world_size = world_size
+        self.ranks = tuple(range(world_size))
+        self.backend = "absent"
+        self.accelerator = accelerator
+        self.timeout_s = 0.0
+
+    def call(self, collective: Collective) -> Work:
+        return self.start(collective)
+
+    def start(self, collective: Collective) -> Work:
+        return DONE
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data] * self.world_size
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        check_members("split", tuple(ranks), self.world_size)
+        return FakeCommunicator(len(ranks), self.accelerator) if self.rank in ranks else None
+
+    def close(self) -> None:
+        return None

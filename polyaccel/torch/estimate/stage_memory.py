@@ -117,8 +117,7 @@ def estimate_stage_memory(
 
 @contextmanager
 def _experts_without_values(model: nn.Module) -> Iterator[None]:
-    """Which experts tokens choose depends on values, and there are none: inside, experts give something that every
-    weight of theirs is in."""
+    """Make experts use all their weights: which ones tokens choose depends on absent values."""
     found = [module for module in model.modules() if are_experts(module)]
     for module in found:
         module.__dict__["forward"] = partial(_of_all_weights, module)

@@ -27,10 +27,7 @@ class RoutingDecision(NamedTuple):
 
 
 def is_normalized(normalize: bool | None, k: int) -> bool:
-    """Whether the weights of `k` choices are divided by their sum; None divides those of more than one.
-
-    Raises PolyaccelError for True with one choice: its weight would be 1, and the router would get no gradient.
-    """
+    """Return whether `k` weights are normalized; None: if more than one. Raises for True with k = 1."""
     if normalize and k == 1:
         raise PolyaccelError(
             "normalize=True with k = 1: each token's only weight would be 1, so the router would not be trained",
@@ -95,14 +92,12 @@ def best(scores: Tensor, k: int) -> Tensor:
 
 
 def noisy_logits(logits: Tensor, spread: Tensor, noise: Tensor) -> Tensor:
-    """Logits with noise of a learned spread: Shazeer et al. 2017, eq. 4. `spread` (tokens, experts) are a second
-    router's outputs, `noise` of that shape is drawn from the standard normal distribution."""
+    """Add noise of learned `spread` (tokens, experts) to logits: Shazeer et al. 2017, eq. 4."""
     return _precise(logits) + noise * functional.softplus(_precise(spread))
 
 
 def gumbel_noise(uniform: Tensor) -> Tensor:
-    """Noise that makes the best of `logits + noise` a sample of the softmax of the logits (the policy RSample), of
-    numbers drawn from the open interval (0, 1)."""
+    """Return Gumbel noise of uniform numbers: the best of `logits + noise` samples the softmax (RSample)."""
     return -torch.log(-torch.log(uniform))
 
 
@@ -128,8 +123,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def load_direction(tokens: Tensor) -> Tensor:
-    """(experts,), int64: where the bias of `sigmoid_choice` goes by one rate. 1 for experts with fewer `tokens` than
-    the mean, -1 for those with more, 0 for others (Wang et al. 2024, algorithm 1)."""
+    """Return (experts,) int64 bias steps: 1 below the mean of `tokens`, -1 above (Wang et al. 2024)."""
     return torch.sign(tokens.sum() - tokens * len(tokens))
 
 

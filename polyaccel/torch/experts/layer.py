@@ -16,9 +16,8 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.experts import gates
 from polyaccel.torch.experts.gates import RoutingDecision
-from polyaccel.torch.experts.products import GroupedProducts, computed
+from polyaccel.torch.experts.products import GroupedProducts, Rowwise, computed
 from polyaccel.torch.experts.routing import capacity_of, chosen_by_experts, kept_choices, route
-from polyaccel.torch.experts.rowwise import Rowwise
 
 
 def loss_free_balancer(model: nn.Module, ranks: Callable[[], Communicator]) -> Callable[[bool], None] | None:
@@ -106,8 +105,7 @@ class StackedExperts(nn.Module):
         self.__dict__["rowwise"] = Rowwise.of(self.__dict__["_expert"])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The sum of what each token's experts make of it, times their weights: (tokens, features) of `hidden_states`
-        (tokens, features), `top_k_index` and `top_k_weights` (tokens, k). A number past the last expert is none."""
+        """Return (tokens, features): sums of experts' outputs times `top_k_weights`; numbers past the end drop."""
         routing = route(top_k_index, top_k_weights, self.num_experts)
         rows, counts = hidden_states.index_select(0, routing.tokens), routing.counts.tolist()
         out = computed(self, rows, [(count,) for count in counts], self.products, None)

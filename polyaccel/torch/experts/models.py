@@ -55,8 +55,7 @@ class ExpertParallelExperts(nn.Module):
     room: DispatchBuffers
 
     def forward(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """What the module's own forward makes of `hidden_states` (tokens, features), the numbers of each token's
-        `experts` (tokens, k) and their `weights` (tokens, k). Collective, in backward too."""
+        """Return the module's output of `hidden_states` (tokens, features), `experts`, `weights`. Collective."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         communicator, counts = communicator_for(tokens, self.spread.communicator), self.spread.counts
         chosen, shares = experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
@@ -128,8 +127,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def cut_expert_shapes(model: nn.Module, ranks: int) -> None:
-    """Give the experts of `model` the shapes that they have on the first of `ranks` ranks, which has the most. Only for
-    a model that is not run. Raises ShardingError as `spread_experts`."""
+    """Give `model`'s experts the largest rank's shapes of `ranks`; the model must not be run."""
     found = {name: module for name, module in model.named_modules() if are_experts(module)}
     for name, counts in _counts(model, found, ranks).items():
         module = found[name]

@@ -22,15 +22,13 @@ class Routing(NamedTuple):
     """(experts,), int64: the pairs of each expert."""
 
     def combined(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Like `tokens` (tokens, features): of each token the sum of its pairs' `rows` (pairs, features), times their
-        weights."""
+        """Return (tokens, features): by token the weighted sum of its pairs' `rows`."""
         weighted = (rows * self.weights.unsqueeze(1)).to(tokens.dtype)
         return torch.zeros_like(tokens).index_add(0, self.tokens, weighted)
 
 
 def capacity_of(tokens: int, experts: int, k: int, factor: float, least: int) -> int:
-    """How many tokens an expert takes: its even share times `factor`, rounded up (GShard; Switch, eq. 3), at least
-    `least`."""
+    """Return an expert's capacity: even share times `factor`, rounded up, at least `least` (Switch, eq. 3)."""
     return max(ceil(tokens * k / experts * factor), least)
 
 
@@ -58,15 +56,13 @@ def kept_choices(experts: Tensor, count: int, capacity: int | None = None, order
 
 
 def chosen_by_experts(scores: Tensor, capacity: int) -> Tensor:
-    """(tokens, experts), bool: the `capacity` tokens with the highest `scores` (tokens, experts) of each expert. Zhou
-    et al. 2022, "Mixture-of-Experts with Expert Choice Routing", eq. 2. A token may have many experts, or none."""
+    """Return (tokens, experts) bool: each expert's `capacity` best `scores` (Zhou et al. 2022, eq. 2)."""
     tokens = best(scores.T, min(capacity, len(scores)))
     return torch.zeros_like(scores.T, dtype=torch.bool).scatter_(1, tokens, True).T.contiguous()
 
 
 def route(experts: Tensor, weights: Tensor, count: int) -> Routing:
-    """The pairs of tokens that choose `experts` (tokens, k) with `weights` (tokens, k); a number past the `count` there
-    are is none."""
+    """Return pairs of tokens and `experts` (tokens, k) with `weights`; numbers from `count` on are none."""
     flat = kept_choices(experts, count).reshape(-1).nonzero().squeeze(1)
     chosen = experts.reshape(-1)[flat]
     pairs = flat[torch.sort(chosen, stable=True).indices]

@@ -83,16 +83,14 @@ class TokenDispatch(NamedTuple):
         return tuple(map(sum, self.parts))
 
     def dispatch(self, tokens: Tensor, numbers: Tensor) -> Tensor:
-        """(rows of own experts, features), ordered by expert, then by the rank that they come from, for the pairs whose
-        tokens are `tokens[numbers]`: (tokens, features) and (pairs,). Collective, in backward too."""
+        """Dispatch `tokens[numbers]`; return rows by own expert, then source rank. Collective."""
         if self.communicator.world_size == 1:
             return tokens.index_select(0, numbers)
         out: Tensor = _Dispatch.apply(tokens, numbers, self)  # type: ignore[no-untyped-call]
         return out
 
     def combine(self, rows: Tensor) -> Tensor:
-        """(pairs, features) of (rows of own experts, features): the reverse of `dispatch`. Collective, in backward
-        too."""
+        """Combine expert rows back to (pairs, features), the reverse of `dispatch`. Collective."""
         if self.communicator.world_size == 1:
             return rows
         out: Tensor = _Combine.apply(rows, self)  # type: ignore[no-untyped-call]

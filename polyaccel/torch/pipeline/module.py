@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from polyaccel.torch.pipeline.chunk import Chunk, ChunkPlaces, Layer, LayerPlace
 from polyaccel.torch.pipeline.measured import measured_weights
 from polyaccel.torch.sharding.buffers import explaining_buffer_types
 from polyaccel.torch.sharding.units import set_parts
+from polyaccel.verify.variant import active_run
 
 
 class LayerSpec:
@@ -174,6 +176,15 @@ class PipelineModule(nn.Module):
                 for parameter in () if module is None else module.parameters():
                     users.setdefault(parameter, []).append(str(chunk))
         set_parts(self, {name: " ".join(users[parameter]) for name, parameter in self.named_parameters()})
+        _LAYERS[self] = (
+            [_kept(spec) for spec in specs],
+            {
+                "loss_fn": loss_fn,
+                "seed_layers": seed_layers,
+                "seed_fn": seed_fn,
+                "base_seed": base_seed,
+            },
+        )
         self._complete(specs, topology)
 
     def _complete(self, specs: Sequence[Any], topology: Any) -> None:
@@ -255,6 +266,27 @@ class PipelineModule(nn.Module):
         for each in self._chunks.values():
             inputs = each(inputs)
         return inputs
+
+
+_LAYERS: WeakKeyDictionary[nn.Module, tuple[list[Callable[[], Any]], dict[str, Any]]] = WeakKeyDictionary()
+
+
+def layers_of(model: PipelineModule) -> tuple[list[Any], dict[str, Any]]:
+    """What a pipeline was made of: all its layers, and how to build them. Raises PipelineError for one of whose layers
+    the script has kept none."""
+    kept, settings = _LAYERS[model]
+    layers = [one() for one in kept]
+    if None in layers:
+        index = layers.index(None)
+        raise PipelineError(
+            f"layer {index} is on stage {model.stage_of(index)} alone", hint="give a LayerSpec for it", value=index
+        )
+    return layers, settings
+
+
+def _kept(layer: Any) -> Callable[[], Any]:
+    """A layer as it was given; a module of another stage is not kept alive, except in runs of a verification."""
+    return ref(layer) if isinstance(layer, nn.Module) and active_run() is None else lambda: layer
 
 
 def _place(num_stages: int | None, topology: StageTopology | None) -> tuple[int, int]:

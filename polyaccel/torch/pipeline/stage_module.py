@@ -90,6 +90,8 @@ class StageModule:
         }
         self._others = [_RemoteBlock(self, index, block) for index, block in enumerate(self._list.children())]
         self._let_go_of_parameters(trial)
+        self.foreign_buffers: set[str] = set()
+        """Buffers that another stage saves."""
         self._let_go_of_buffers()
         self._let_go_of_blocks()
         model.__dict__["forward"] = _StageForward(self, model.forward)
@@ -275,6 +277,7 @@ class StageModule:
                 stage = self.stages[-1]
             if (stage if inside is None else inside) != self.stage:
                 module._non_persistent_buffers_set.update(module._buffers)
+                self.foreign_buffers.update(f"{path}.{name}" if path else name for name in module._buffers)
 
     def _let_go_of_blocks(self) -> None:
         """Take other stages' blocks out, and record what this stage's give."""

@@ -106,8 +106,7 @@ class ForwardWork:
 
 
 def tokens_of(tensors: list[Tensor]) -> int:
-    """The tokens of a micro-batch: elements of its first tensor of whole numbers that has two dims, (batch, sequence);
-    0 where there is none."""
+    """Return the tokens of a micro-batch: its first 2-d tensor of integers; 0 without one."""
     for tensor in tensors:
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
             return tensor.numel()
@@ -115,8 +114,7 @@ def tokens_of(tensors: list[Tensor]) -> int:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of square products of `dtype` on `device`: the best of a few, large enough to take 10 ms.
-    Measured once a process."""
+    """Measure operations a second of square products of `dtype` on `device`, once a process."""
     key = str(device), dtype
     if key not in _peaks:
         _peaks[key] = _measure(device, dtype)

@@ -38,8 +38,7 @@ class KinetoProfiler:
                 self._marked_s = time()
 
     def stop(self) -> tuple[list[dict[str, Any]], float]:
-        """End. Returns Chrome's trace events, and what is to be added to their times to have this rank's wall clock, in
-        microseconds."""
+        """End; return Chrome's trace events and the shift to this rank's wall clock in microseconds."""
         profile, self._profile = self._profile, None
         profile.stop()
         with TemporaryDirectory(prefix="polyaccel-trace-") as folder:
@@ -53,9 +52,7 @@ class KinetoProfiler:
 
 @contextmanager
 def unit_spans(module: nn.Module, units: Collection[str], trace: RunTrace) -> Iterator[None]:
-    """Record in `trace` the forward passes of the modules named `units` that run inside, and of the backward passes
-    that follow: from the first gradient of an output to that of an input, which a unit may lack; then its backward ends
-    with the whole one."""
+    """Record forward and backward passes of `units` in `trace`; a backward ends with its input's gradient."""
     names = {one: name for name, one in module.named_modules() if name in units}
     begun: dict[nn.Module, float] = {}
     handles: list[Any] = []

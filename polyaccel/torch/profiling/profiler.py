@@ -64,8 +64,7 @@ class ModuleProfiler:
     def __init__(
         self, module: nn.Module, numels: Mapping[str, int] | None = None, ignored: tuple[type[nn.Module], ...] = ()
     ) -> None:
-        """`numels` are the sizes of parameters by name; None: as they are in the module. Modules of the classes
-        `ignored` are not listed: what they do is their parents'."""
+        """Keep `numels` by name (None: the module's); classes `ignored` count for their parents."""
         self._module = module
         named = dict(module.named_parameters())
         self._numels = {name: one.numel() for name, one in named.items()} if numels is None else dict(numels)
@@ -80,8 +79,7 @@ class ModuleProfiler:
         self._times = False
 
     def start(self, *, counts: bool = True, times: bool = True) -> None:
-        """Look at forward passes from now on; `counts` their operations, `times` how long they take. Counting takes
-        time itself, of which nothing is left out."""
+        """Watch forward passes: `counts` operations, `times` durations; counting itself takes time."""
         if self._handles:
             return
         self._times = times

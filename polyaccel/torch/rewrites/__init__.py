@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
 from polyaccel.torch.rewrites.cuts import ExpertParallel, MegatronCuts, TensorParallel
-from polyaccel.torch.rewrites.engine import ActivationCheckpointing, MatrixKernels, ZeroShards
+from polyaccel.torch.rewrites.engine import ActivationCheckpointing, MatrixKernels, OptimizerShards, ZeroShards
 from polyaccel.torch.rewrites.forwards import BufferTypes, SequenceParallel, TiledCompute
-from polyaccel.torch.rewrites.optimizer import OptimizerShards
 from polyaccel.torch.rewrites.placement import DevicePlacement, ReadyModel
 from polyaccel.torch.rewrites.stages import PipelineBlocks, PipelineLayers
 

@@ -34,8 +34,7 @@ class TensorParallel(Rewrite):
         return context.size_of("tensor") > 1
 
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
-        """Raises ShardingError for a model that cannot be cut, ConfigError for one that has cut itself and is to share
-        tokens."""
+        """Cut the model. Raises ShardingError, or ConfigError for one that shares tokens and cut itself."""
         rules = cut_rules_of(context.runtime.config)
         if any("tensor" in cut.axes for cut in cuts_of(context.model).values()):
             if rules.share_tokens:

@@ -8,6 +8,7 @@ from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContex
 from polyaccel.torch.settings import TileSettings
 from polyaccel.torch.sharding.specs import convert_buffers
 from polyaccel.torch.tiled.models import TiledModel
+from polyaccel.torch.tiled.tokenwise import TokenwiseLayers
 
 
 class BufferTypes(Rewrite):
@@ -34,11 +35,14 @@ class SequenceParallel(Rewrite):
         return context.size_of("sequence") > 1 and not is_manual
 
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
-        """Raises PolyaccelError as `apply_context_parallel`."""
+        """Raises PolyaccelError as `apply_context_parallel` and `TokenwiseLayers`."""
         section = context.runtime.config.sequence_parallel
         assert section.method != "manual"  # else the rewrite is off
-        settings = SequenceSettings(section.method, section.core_attention)
         ranks = context.runtime.process_group_for(("sequence",))
+        if section.method == "tokenwise":
+            layers = TokenwiseLayers(context.model, ranks)
+            return AppliedRewrite(name=self.name, modules=layers.module_names, remove=layers.remove)
+        settings = SequenceSettings(section.method, section.core_attention)
         done = apply_context_parallel(context.model, ranks, settings)
         return AppliedRewrite(name=self.name, modules=done.module_names, remove=done.remove)
 

@@ -43,11 +43,7 @@ class DevicePlacement(Rewrite):
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Put `model` on `device`, every parameter the same object as before: optimizers and callers hold them.
-
-    torch makes new ones where the device's tensors are of another kind than the CPU's; it can exchange what is in them
-    instead.
-    """
+    """Move `model` to `device`, keeping parameter objects; torch may exchange their contents."""
     future = torch.__future__
     as_before = future.get_swap_module_params_on_conversion()
     is_same_kind = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))

@@ -33,8 +33,7 @@ class PipelineLayers(Rewrite):
             _require_no_optimizer(context)
 
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
-        """Raises PolyaccelError for layers that are on other stages than the mesh has them on, and for layers on tensor
-        ranks that do not cut themselves."""
+        """Place layers on stages. Raises PolyaccelError where mesh or tensor ranks do not fit them."""
         model, stages = context.model, context.size_of("pipe")
         if not isinstance(model, PipelineModule):
             section = context.runtime.config.pipeline

@@ -99,8 +99,7 @@ class BackwardRunner:
         """A backward without an optimizer is under way, and `_on_end` will be called after it."""
 
     def attach(self, step: ZeroEngine, trained: Mapping[str, nn.Parameter], on_end: Callable[[bool], None]) -> None:
-        """From now on hand the gradients of `trained`, by name, to `step`; `on_end` is called when a pass is over,
-        before its last reductions are launched, with whether it came to its end."""
+        """Hand gradients of `trained` to `step`; `on_end` gets whether the pass came to its end."""
         self._step, self._on_end = step, on_end
         self._names = {parameter: fqn for fqn, parameter in trained.items()}
         for fqn, parameter in trained.items():
@@ -121,10 +120,7 @@ class BackwardRunner:
     # The engine's own passes.
 
     def run(self, loss: Tensor, *, retain_graph: bool, accumulates: bool) -> Tensor:
-        """Compute the gradients of `loss`, a scalar, and start reducing them.
-
-        Returns the loss divided by the accumulation steps, or the loss itself without `accumulates`, without a graph.
-        """
+        """Start reducing `loss`'s gradients; return it detached, divided if it `accumulates`."""
         share = self._share if accumulates else 1.0
         root = at_least_float32(loss) * share if share != 1.0 else loss
         shared = root.detach()
@@ -152,8 +148,7 @@ class BackwardRunner:
             yield
 
     def run_products(self, products: list[LaterProduct], roots: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compute the gradients that linear layers have left, which `products` loses, and what follows from `roots`,
-        tensors with their gradients, as one pass. See [Note: In-place weight gradients] of `weight_grad`."""
+        """Compute deferred gradients of linear layers, and what follows from `roots`, as one pass."""
         step, roots = self._attached, list(roots)
         with self._own_pass(self._whole_pass()):
             while products:
@@ -179,8 +174,7 @@ class BackwardRunner:
 
     @contextmanager
     def defer_weight_grads(self, left: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Passes inside are none for the step: the gradients of parameters go to `left`, as tensors with their
-        gradients, for `run_from`."""
+        """Collect parameters' gradients of inner passes in `left`, for `run_from`, not for the step."""
         self._left = left
         try:
             yield
@@ -227,8 +221,7 @@ class BackwardRunner:
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
 
     def on_user_backward(self) -> None:
-        """A backward is under way: begin its pass, or take part in it, unless that has begun. Called inside of
-        autograd."""
+        """Begin or join the pass of a user's backward; called inside autograd."""
         if self._step is None or self._step.reducer.in_backward or self._left is not None:
             return
         one = self._registry.running() or self._registry.begin(BackwardPass())
@@ -293,8 +286,7 @@ class BackwardRunner:
         one.taking_part.append(self)
 
     def require_one_scale(self) -> None:
-        """Raise PolyaccelError where the loss scale has changed since a backward pass whose gradients are held: it is
-        divided out once, of all."""
+        """Raise PolyaccelError where the loss scale changed while gradients are held."""
         if self._attached.holds_gradients and self._held_scale != self.loss_scale:
             raise PolyaccelError(
                 f"the loss scale changed from {self._held_scale:g} to {self.loss_scale:g} under gradients that were "

@@ -24,8 +24,7 @@ from polyaccel.errors import PolyaccelError, ShardingError
 
 @contextmanager
 def explaining_buffer_types(model: nn.Module) -> Iterator[None]:
-    """Raise PolyaccelError in place of torch's refusal of two types in a module of `model` that has 16-bit parameters
-    next to it and buffers of another type. The error names the buffers; its value is the first name."""
+    """Explain torch's refusal of 16-bit parameters next to buffers of another type; names them."""
     try:
         yield
     except RuntimeError as error:
@@ -108,10 +107,7 @@ def set_plain_values(tensor: Tensor, values: Tensor) -> None:
 
 
 def broadcast_buffers(module: nn.Module, accelerator: Accelerator, communicator: Communicator) -> None:
-    """Begin with rank 0's buffers (running statistics and the like) on every rank.
-
-    Raises ShardingError on all ranks where one has other buffers, or a sparse one with other numbers of elements.
-    """
+    """Broadcast rank 0's buffers. Raises ShardingError on all ranks where they do not fit."""
     if communicator.world_size == 1:
         return
     tensors = dict(strided_tensors(module.named_buffers()))

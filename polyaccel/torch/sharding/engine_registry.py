@@ -177,10 +177,7 @@ class EngineRegistry:
             _notes(output.grad_fn).setdefault(_ENGINES, set()).add(number)
 
     def pass_scale(self, loss: Tensor, owner: PassParticipant) -> tuple[float, bool]:
-        """The loss scale for a pass from `loss`, and whether an engine of fp16 may take part.
-
-        Raises PolyaccelError where a part of `loss` was scaled already, and its whole was not.
-        """
+        """Return the loss scale of a pass from `loss`, and whether fp16 engines may take part."""
         living = self._living()
         scaled = {number for number, one in living.items() if one.is_scaled}
         if not scaled:
@@ -193,10 +190,7 @@ class EngineRegistry:
         return min(scales, default=1.0), bool(scales)
 
     def scale(self, loss: Tensor, owner: PassParticipant) -> Tensor:
-        """`loss` times the loss scale, for a pass that its user begins. A loss that was scaled stays as it is.
-
-        Raises PolyaccelError where only a part of it was scaled.
-        """
+        """Return `loss` times the loss scale once, for a pass that its user begins."""
         node = loss.grad_fn
         if node is not None and _SCALE in _notes(node):
             return loss
@@ -312,10 +306,7 @@ class EngineParameters:
 
 
 def load(model: nn.Module) -> None:
-    """Let engines that hold parameters of `model` hand them over to a new one. Collective where they are sharded.
-
-    Raises ShardingError where that engine has other parameters too, and `model` as well.
-    """
+    """Let engines hand `model`'s parameters to a new one. Collective where they are sharded."""
     parameters = list(model.parameters())
     owners: dict[ParameterOwner, int] = {}
     for parameter in parameters:

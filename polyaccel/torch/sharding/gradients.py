@@ -7,10 +7,22 @@ stage), a `ShardedGradient` where it has a slice. Both stand on the memory that 
 there counts, in the norm and in the check for overflow too. Nothing is computed for it until it is read. A gradient
 that is not reduced yet, of an accumulation that continues or inside a backward pass, is refused by name where there are
 several ranks: it is this rank's own sum, and neither its norm nor its value is the gradient's.
+
+[Note: Parameter aliases]
+An in-place operation on a parameter, or on a view of it, raises its version counter. What is written through `p.data`
+or a numpy array does not. So a parameter of an engine is marked when it gives an alias away (`ParamRecord`), and
+before the next update its values are looked at. The mark stays for as long as memory of its bucket is held elsewhere.
+
+`p.data = values` would cut the parameter off from the engine's memory. It copies the values there instead.
+
+torch makes a Parameter of a Parameter, `nn.Parameter(p)`, by `p.detach()`, and refuses one whose alias is of another
+class than it is itself. So there, and only there, the alias has that class. A compiled graph is spared the marks: its
+compiler could not follow into the dictionary of homes, and keeps track of what the graph writes by itself.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from logging import getLogger
 from typing import Any, Protocol
@@ -21,8 +33,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.torch.sharding.ownership import record_of
-from polyaccel.torch.sharding.param_aliases import TracksAliases
+from polyaccel.torch.sharding.ownership import ParamRecord, bind, record_of
 from polyaccel.torch.sharding.sharded_gradient import LocalPart, ShardedGradient
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import drop_gradient, note_written, replace_gradient, shown_gradient
@@ -30,6 +41,52 @@ from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, write_sums
 
 AUTOGRAD_S: Any = Tensor.grad
 """torch's own attribute, in which autograd accumulates and from which the engine's hook takes."""
+_MAKES_PARAMETERS = nn.Parameter.__new__.__code__
+_log = getLogger(__name__)
+_KIND = "_polyaccel_kind"
+"""The attribute of a class that `install_grad_property` made with the class that it was made of."""
+
+
+class TracksAliases:
+    """The ways to the memory of an engine's parameter past autograd. See [Note: Parameter aliases]."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.detach(self)  # type: ignore[arg-type]
+        values: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        _mark(self)
+        return values
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        home = record_of(self)  # type: ignore[arg-type]
+        if home is None or home.owner is None or not home.is_whole or not isinstance(values, Tensor):
+            bind(self, values)  # type: ignore[arg-type]
+        else:
+            _mark(self)
+            _overwrite(self, values, home)  # type: ignore[arg-type]
+
+    def detach(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.detach(self)  # type: ignore[arg-type]
+        alias = Tensor.detach(self)  # type: ignore[arg-type]
+        _mark(self)
+        if sys._getframe(1).f_code is _MAKES_PARAMETERS:
+            alias.__class__ = type(self)  # type: ignore[assignment]
+        return alias
+
+    def numpy(self, *, force: bool = False) -> Any:
+        array = Tensor.numpy(self, force=force)  # type: ignore[arg-type]
+        _mark(self)
+        return array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        capsule = Tensor.__dlpack__(self, **kwargs)  # type: ignore[arg-type]
+        _mark(self)
+        return capsule
 
 
 class ShowsGradient(TracksAliases):
@@ -63,9 +120,6 @@ class ShowsGradient(TracksAliases):
         return copied
 
 
-_log = getLogger(__name__)
-
-
 def install_grad_property(parameter: nn.Parameter) -> None:
     """Let `parameter.grad` be that of its engine from now on."""
     if not isinstance(parameter, ShowsGradient):
@@ -83,10 +137,6 @@ def kind_of(tensor: Tensor) -> type[Tensor]:
     kind = type(tensor)
     own: type[Tensor] = kind.__dict__.get(_KIND, kind)
     return own
-
-
-_KIND = "_polyaccel_kind"
-"""The attribute of a class that `install_grad_property` made with the class that it was made of."""
 
 
 @cache
@@ -127,10 +177,7 @@ class GradientAccess:
         return fqn in self._trained
 
     def read(self, fqn: str) -> Tensor | None:
-        """The gradient, None if there is none. Not collective.
-
-        Raises ShardingError for one that is not reduced, PolyaccelError after a pass that failed.
-        """
+        """Return the gradient, None without one; not collective. Raises while it is not reduced."""
         if self._passes.hides_scaled_gradients and self._passes.loss_scale != 1.0:
             if not self._has_warned:
                 self._has_warned = True
@@ -157,10 +204,7 @@ class GradientAccess:
         return shown[0]
 
     def write(self, fqn: str, value: Tensor | None) -> None:
-        """Replace the gradient by `value`, of the parameter's shape and equal on all ranks; None: there is none.
-
-        Not collective. Raises ShardingError for another shape, for a sparse one, and where the gradient is not reduced.
-        """
+        """Replace the gradient by `value`, whole and equal on all ranks, or drop it; not collective."""
         if value is None:
             drop_gradient(self._step, fqn)
             self._shown.pop(fqn, None)
@@ -192,8 +236,7 @@ class GradientAccess:
         note_written(self._step, fqn, counts=not is_zero)
 
     def norm(self, fqn: str, order: float) -> float:
-        """The norm of a sharded gradient over all ranks. Collective, for all parameters at once: the first call after
-        a pass or a change exchanges them, and the others have them then."""
+        """Return a sharded gradient's norm over all ranks; the first call exchanges all. Collective."""
         if self._norms_of != self._step.reducer.passes:
             self._norms.clear()
             self._norms_of = self._step.reducer.passes
@@ -241,3 +284,40 @@ class GradientAccess:
 def _tensor(raw: Any) -> Tensor:
     """A buffer's memory as a tensor."""
     return raw if isinstance(raw, Tensor) else torch.from_numpy(raw)
+
+
+def _mark(parameter: TracksAliases) -> None:
+    home = record_of(parameter)  # type: ignore[arg-type]
+    if home is not None:
+        home.is_handed_out = True
+
+
+def _overwrite(parameter: nn.Parameter, values: Tensor, home: ParamRecord) -> None:
+    """Copy `values` to where `parameter` stands, unless they stand there already."""
+    _require_alike(parameter, values, home)
+    if values.data_ptr() != parameter.data_ptr() or values.stride() != parameter.stride():
+        with torch.no_grad():
+            parameter.copy_(values.detach().clone() if _share_memory(values, parameter) else values.detach())
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _require_alike(parameter: nn.Parameter, values: Tensor, home: ParamRecord) -> None:
+    """Raise ShardingError for `values` that cannot stand where the engine has the parameter."""
+    before, after = _described(parameter), _described(values)
+    if before == after:
+        return
+    raise ShardingError(
+        f"parameter {home.fqn!r} belongs to an engine, which holds it as {before}; it cannot become {after} "
+        "(parameter.data = ..., module.to, .double, .half, .bfloat16)",
+        hint="convert or move the module before polyaccel.initialize; in training the config chooses precision "
+        '("bf16", "fp16") and device; engine.destroy() gives the module back',
+        value=home.fqn,
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    layout = "" if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
+    return f"{layout}{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"

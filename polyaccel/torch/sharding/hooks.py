@@ -265,8 +265,7 @@ class UnshardHooks:
         )
 
     def _end_forward(self, call: Call) -> None:
-        """An outermost call is over. If it raised, other ranks may not have come so far, and they are not waited
-        for."""
+        """End an outermost call; after an error other ranks are not waited for."""
         if sys.exc_info()[1] is not call.outside:
             self._unsharder.abandon()
         else:

@@ -162,8 +162,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     @property
     def step(self) -> ZeroEngine:
-        """The step that is followed, with all its states. Raises ShardingError once the engine is closed, or while
-        states are offloaded."""
+        """Return the step with all states. Raises ShardingError when closed or offloaded."""
         self.require_nothing_away()
         if self._step is None:
             raise ShardingError("the engine of this parameter is closed", hint="use it before engine.destroy()")
@@ -225,16 +224,11 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         return super().divergence_hint(fqn)
 
     def adopt_changes(self) -> None:
-        """Take over what users wrote into parameters since the last update, as `load_state_dict` does. Collective.
-
-        Raises ShardingError where ranks wrote different values, if a forward or backward pass changed a sharded
-        parameter, for that is lost, and if the module has another parameter in the place of one.
-        """
+        """Take over users' writes since the last update. Collective; raises ShardingError where they conflict."""
         self.step.adopt_changes()
 
     def adopt_here(self, fqn: str) -> None:
-        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before its
-        states are read. The next update sees whether all ranks wrote the same."""
+        """Take over this rank's writes to a parameter and its memory; the next update compares ranks."""
         step = self.step
         place, _ = step.params.locate(fqn)
         together = [slot.param.fqn for slot in place.bucket.slots if place.shared is not None] or [fqn]
@@ -255,11 +249,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         return self._step.user_writes.differs(fqn)
 
     def before_update(self) -> None:
-        """An update follows: note the gradients that the user changed; nothing stays gathered for graphs of the old
-        values.
-
-        Raises ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained now.
-        """
+        """Note changed gradients before an update; drop gathered old values. Raises for unfrozen parameters."""
         self._owned.check_trained()
         self._passes.require_one_scale()
         if self._gradients is not None:

@@ -31,11 +31,7 @@ class ModuleSharding:
         self._step: ZeroEngine | None = None
 
     def attach(self, step: ZeroEngine, units: Collection[str], begin: Callable[[], None]) -> None:
-        """Gather the sharded parameters of `step` around the modules that use them, `units` and others.
-
-        `begin` is called when the backward of a module begins. Raises ShardingError for a TorchScript module with
-        sharded parameters: nothing can be gathered around it.
-        """
+        """Gather `step`'s parameters around their modules; `begin` runs before a module's backward."""
         self.bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._names.values()}
         self._sharded = [place.bucket.index for place in step.params if place.is_sharded]
         self._step = step

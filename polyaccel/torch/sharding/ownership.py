@@ -27,12 +27,10 @@ class ShardedUse(Protocol):
         """Make `parameters` whole if that is safe now; False if it is not."""
 
     def handle_state_dict_op(self, func: Callable[..., Any], *args: Any) -> Any:
-        """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
-        not."""
+        """Handle an operation of saving or loading on a sharded parameter; None if it is not one."""
 
     def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
-        """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
-        leaves what is returned."""
+        """Return hooks by which new graphs find gathered parameters in backward, until exit."""
 
     def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter` around `module` too, if it is sharded."""
@@ -64,8 +62,7 @@ class ParameterOwner(Protocol):
 
     @property
     def step(self) -> ZeroEngine:
-        """The ZeRO step that holds the parameters. Raises ShardingError once the engine is closed, or while states are
-        offloaded."""
+        """Return the parameters' ZeRO step. Raises ShardingError when closed or offloaded."""
 
     @property
     def gradient_scale(self) -> float:
@@ -94,8 +91,7 @@ class ParameterOwner(Protocol):
         """Take over what users wrote into parameters since the last update. Collective."""
 
     def adopt_here(self, fqn: str) -> None:
-        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before its
-        states are read. The next update sees whether all ranks wrote the same."""
+        """Take over this rank's writes to a parameter and its memory; the next update compares ranks."""
 
     def on_update(self) -> None:
         """The parameters have new values: graphs built on the old ones must not be used any more."""
@@ -218,9 +214,7 @@ class OwnedParameters:
         return [(self.by_name[fqn], home) for fqn, home in self.homes.items() if home.is_whole]
 
     def begin(self, shared: Iterable[str]) -> None:
-        """The parameters stand in the buffers of their engine now, and nothing else refers to those yet. In the memory
-        of
-        `shared`, and of those next to them, the engine itself sees what is written."""
+        """Begin with parameters in engine buffers; writes to `shared` memory are seen by the engine."""
         self._seen_by_engine = {self.by_name[fqn].untyped_storage().data_ptr() for fqn in shared}
         self._members_of = {}
         for parameter, home in self.whole():
@@ -230,8 +224,7 @@ class OwnedParameters:
         self._count_references()
 
     def before_freed(self, fqn: str, *, differs: Callable[[], bool]) -> None:
-        """A gathered parameter is about to lose its values: remember if they were written to. `differs` is whether they
-        are others than this rank's slice has."""
+        """Note writes before a gathered parameter is freed; `differs` from this rank's slice."""
         home = self.homes[fqn]
         if home.is_whole and (home.version != self.by_name[fqn]._version or (home.is_handed_out and differs())):
             self._changed_in_passing.append(fqn)
@@ -296,8 +289,7 @@ class OwnedParameters:
                 )
 
     def check_trained(self) -> None:
-        """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained
-        now."""
+        """Raise ShardingError if a frozen or unknown parameter is trained now."""
         for fqn, parameter in self.frozen.items():
             if parameter.requires_grad:
                 raise ShardingError(

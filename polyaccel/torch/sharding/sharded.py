@@ -136,10 +136,7 @@ def _unsharding(wrap: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def hide(parameter: nn.Parameter, home: ParamRecord, dtype: torch.dtype, device: torch.device) -> None:
-    """Take the values of `parameter`, whose home is `home`, away; operations on it ask its adapter.
-
-    `dtype` and `device` are those that its values will have.
-    """
+    """Hide `parameter`'s values of `home`; operations on it ask its adapter."""
     if type(parameter) is ShardedParameter:
         return
     _watch_transforms()

@@ -30,8 +30,7 @@ def outside_transforms() -> Iterator[None]:
 
 @contextmanager
 def explaining_refusal(model: nn.Module) -> Iterator[None]:
-    """Raise ShardingError in place of torch's refusal to begin a transform inside a module with sharded parameters, and
-    PolyaccelError where types of buffers of `model` do not fit (`explaining_buffer_types`)."""
+    """Explain torch's refusal of transforms over sharded parameters, and of mixed buffer types."""
     try:
         with explaining_buffer_types(model):
             yield

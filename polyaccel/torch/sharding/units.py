@@ -111,8 +111,7 @@ def units_of_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[s
 
 
 def set_parts(model: nn.Module, parts: Mapping[str, str]) -> None:
-    """Say of parameters of `model`, by full name, to which part they belong: those of different parts get their
-    gradients in different backward passes."""
+    """Set the part of `model`'s parameters: parts get gradients in different backward passes."""
     model.__dict__[_PARTS] = dict(parts)
 
 

@@ -65,10 +65,7 @@ class ProvenRegions:
 
 
 def proven_regions(model: nn.Module, regions: Sequence[CutRegion], ranks: int) -> ProvenRegions:
-    """Compare each region of `model`, whole and cut over `ranks` ranks. See [Note: Comparison of whole and cut blocks].
-
-    The model and the generators of random numbers do not change.
-    """
+    """Compare each region of `model` whole and cut; changes neither model nor generators."""
     modules = dict(model.named_modules())
     if ranks == 1:
         return ProvenRegions(tuple(regions), {}, {})
@@ -168,8 +165,7 @@ class _Comparison:
         return any(heads and len(shape) >= _BY_HEAD and shape[-3] == heads for shape in self._call.drawn_shapes())
 
     def tried(self, region: CutRegion, *, by_head: bool = False) -> tuple[CutRegion | None, str]:
-        """Return `region`, with the shared weights that it needs, where whole and cut agree, else None and why. With
-        `by_head` each rank gets its heads of arguments that have matrices of all."""
+        """Return `region` with shared weights where whole and cut agree, else None and why."""
         try:
             apart, sums = self._distances(region, by_head=by_head)
             if shared := [

@@ -30,11 +30,7 @@ def vocabulary_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """The replicated loss of `torch.nn.functional.cross_entropy`.
-
-    `logits` (..., this rank's part) is of a vocabulary of which rank r has `sizes[r]` words, in order; `targets` (...)
-    are words of the whole vocabulary, the same on all ranks. Raises ShardingError for shapes that do not fit.
-    """
+    """Return the loss of torch's cross_entropy over `logits` cut by `sizes`; `targets` are global words."""
     if logits.shape[:-1] != targets.shape or logits.dim() < 1 or logits.shape[-1] != sizes[ranks.rank]:
         raise ShardingError(
             f"logits of shape {tuple(logits.shape)} on rank {ranks.rank} do not fit to targets of shape "
@@ -55,8 +51,7 @@ def vocabulary_cross_entropy(
 
 
 def over_ranks(ranks: TensorRanks, log_sums: Tensor, *facts: Tensor) -> tuple[Tensor, ...]:
-    """The logarithms of the sums of which each rank has a part, whose logarithms are `log_sums`, and the sums of
-    `facts`; all are (rows,). Two exchanges."""
+    """Combine ranks' log sums and `facts`, (rows,) each, by two exchanges."""
     largest = ranks.maximum(log_sums.clone())
     parts, *added = ranks.sum(torch.stack([(log_sums - largest).exp_(), *facts]))
     return largest + parts.log(), *added

@@ -50,8 +50,7 @@ def gathered(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -> T
 
 
 def gathered_shared(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All ranks' parts, for what every rank computes by itself: what enters a column layer under Megatron's sequence
-    parallelism. The gradients are added up over the ranks, and each rank gets its part."""
+    """All-gather for replicated computation; gradients are reduce-scattered (sequence parallelism)."""
     return _GatheredShared.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -61,12 +60,7 @@ def summed_part(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -
 
 
 def shared_weight(weight: Tensor, ranks: TensorRanks) -> Tensor:
-    """A weight that is whole on every rank, for what each rank computes by itself.
-
-    Nothing is exchanged: the engine takes the mean of such a weight's gradients over the ranks, and what each rank
-    found is multiplied with their number. See [Note: Gradient means over ranks] in
-    `polyaccel.torch.sharding.tensor_shard`.
-    """
+    """Scale a whole weight's gradient by ranks; the engine takes means. See [Note: Gradient means over ranks]."""
     if ranks.size == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     return _SharedWeight.apply(weight, ranks.size)  # type: ignore[no-untyped-call, no-any-return]

@@ -48,10 +48,7 @@ class HeadParts:
 
 
 def cut_heads(queries: int, keys: int, ranks: int, name: str) -> HeadParts:
-    """`queries` heads that attend to `keys` heads, over `ranks` ranks. `name` is the module's, for messages.
-
-    Raises ShardingError where there are fewer heads than ranks, or queries are not a multiple of keys.
-    """
+    """Cut `queries` heads that attend to `keys` heads over `ranks` ranks; errors call it `name`."""
     if keys < 1 or queries % keys:
         raise ShardingError(
             f"{name}: {queries} query heads cannot be shared by {keys} key heads",

@@ -26,7 +26,7 @@ from polyaccel.torch.tensor_parallel.functions import gathered, part_of, shared_
 from polyaccel.torch.tensor_parallel.products import as_autocast, column_product, row_product
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 from polyaccel.torch.tensor_parallel.regions import Regions
-from polyaccel.torch.tensor_parallel.sequence_parallel.stream import TokenStream
+from polyaccel.torch.tensor_parallel.sequence_parallel import TokenStream
 
 _BY_HEAD = 4
 _ABSENT = (ShardedParameter, PendingParameter)

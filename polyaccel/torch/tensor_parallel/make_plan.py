@@ -8,15 +8,18 @@ the region defines how; only what no region covers is cut evenly, by its style.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
+from polyaccel.core.block import Block
 from polyaccel.engine.policies.modules import CutRules, LayerRule
 from polyaccel.errors import ShardingError
+from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.comparison import ProvenRegions, proven_regions
+from polyaccel.torch.tensor_parallel.names import HEAD_SIZE
 from polyaccel.torch.tensor_parallel.plan import (
     CutHeads,
     CutModule,
@@ -27,7 +30,7 @@ from polyaccel.torch.tensor_parallel.plan import (
     lengths,
     shifted,
 )
-from polyaccel.torch.tensor_parallel.sequence_parallel.plan import with_shared_tokens
+from polyaccel.torch.tensor_parallel.sequence_parallel import with_shared_tokens
 from polyaccel.torch.tensor_parallel.structure import (
     CutRegion,
     Structure,
@@ -90,7 +93,7 @@ def make_plan(
         )
     plan = replace(
         chosen.plan(source),
-        whole={**proven.whole, **styled.whole},
+        whole={**chosen.whole, **proven.whole, **styled.whole},
         unproven={**proven.unproven, **styled.unproven},
     )
     if share_tokens:
@@ -103,8 +106,7 @@ def _as_planned(regions: Sequence[CutRegion]) -> ProvenRegions:
 
 
 def _loss_sizes(model: nn.Module, structure: Structure, plan: CutPlan) -> tuple[int, ...]:
-    """Each rank's words. Raises ShardingError for a model whose output layer is not cut, or that computes its loss
-    where it cannot be exchanged."""
+    """Return each rank's words. Raises ShardingError unless the output layer and its loss can be cut."""
     key = "tensor_parallel.vocab_parallel_lm_head"
     output = next((m for m in plan.modules if structure.modules[m.name] is output_layer(model)), None)
     if output is None or getattr(model, "loss_type", None) != "ForCausalLM":
@@ -155,6 +157,8 @@ class _Chosen:
         self._structure = structure
         self._ranks = ranks
         self.modules: dict[str, CutModule] = {}
+        self.whole: dict[str, str] = {}
+        """Regions that stay whole, by name, with the reason."""
         self._heads: list[CutHeads] = []
 
     def plan(self, source: str) -> CutPlan:
@@ -186,7 +190,24 @@ class _Chosen:
             by_parent.setdefault(name.rpartition(".")[0], []).append(name)
         for parent, names in by_parent.items():
             sizes, heads = self._heads_of(parent, names, wished)
-            yield CutRegion(parent, tuple(self._styled(parent, name, wished[name], sizes) for name in names), heads, ())
+            modules = tuple(self._styled(parent, name, wished[name], sizes) for name in names)
+            split = self._split_head_of(parent, sizes, modules) if heads else None
+            if split is not None:
+                self.whole[parent] = f"{self._ranks} ranks cannot share the heads of {split}"
+                continue
+            yield CutRegion(parent, modules, heads, ())
+
+    def _split_head_of(self, parent: str, heads: int, modules: Sequence[CutModule]) -> str | None:
+        """The first layer with fewer key heads than an attention module has query heads, of which a rank would have a
+        part of one."""
+        module = self._structure.modules[parent]
+        size = next((found for each in HEAD_SIZE if isinstance(found := getattr(module, each, None), int)), 0)
+        for cut in modules if size else ():
+            for _, runs in cut.cuts.values():
+                is_of_keys = sum(lengths(runs)) < heads * size
+                if is_of_keys and any(start % size or count % size for run in runs for start, count in run):
+                    return cut.name
+        return None
 
     def _styled(self, parent: str, name: str, wish: ParallelStyle, heads: int) -> CutModule:
         layer = self._structure.modules[name]
@@ -294,8 +315,7 @@ class _Chosen:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Whether an embedding may be cut by words: nothing looks at the whole weight, and its class may do more only
-    around what `nn.Embedding` does."""
+    """Return whether an embedding may be cut by words: nothing needs its whole weight."""
     own = type(embedding).forward
     wraps = own is nn.Embedding.forward or "super" in getattr(getattr(own, "__code__", None), "co_names", ())
     return wraps and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
@@ -311,3 +331,27 @@ def _unknown(name: str, why: str) -> ShardingError:
         hint="leave it out, or define it: tensor_parallel.partition_config.layer_specs",
         value=name,
     )
+
+
+def shared_by(ranks: int, rules: CutRules) -> Callable[[nn.Module], None]:
+    """What makes of a model what the first of `ranks` ranks has of it (`cut_shapes`)."""
+    return lambda model: cut_shapes(model, plan_by(model, ranks, rules)) if ranks > 1 else None
+
+
+def cut_shapes(model: nn.Module, plan: CutPlan) -> None:
+    """Give `model`'s parameters the first rank's shapes, the largest ones; it must not be run."""
+    modules, blocks = dict(model.named_modules()), dict[nn.Parameter, Block]()
+    for each in plan.modules:
+        for name in each.cuts:
+            parameter = modules[each.name]._parameters[name]
+            if parameter is not None and parameter not in blocks:
+                blocks[parameter] = plan.block(each, name, 0)
+                parameter.data = local_slice(parameter.data, blocks[parameter])
+    for module in modules.values():
+        own = {
+            name: TensorShard(blocks[one])
+            for name, one in module._parameters.items()
+            if one is not None and one in blocks
+        }
+        if own:
+            module.parallel_cuts = own

@@ -20,8 +20,7 @@ _GETTERS = {
 
 
 def mesh_sizes(mesh_param: Any, mpu: Any) -> dict[str, int]:
-    """Ranks along each axis that `mesh_param`, (data, sequence), or `mpu` states. Raises ConfigError for both, and for
-    something else."""
+    """Return ranks by axis that `mesh_param` or `mpu` states. Raises ConfigError for both."""
     if mesh_param is not None and mpu is not None:
         raise ConfigError([Problem("mesh_param", mesh_param, "is given together with mpu", "pass one of the two")])
     if mesh_param is not None:
@@ -41,8 +40,7 @@ def mesh_sizes(mesh_param: Any, mpu: Any) -> dict[str, int]:
 
 
 def require_groups(mpu: Any, mesh: Mesh, rank: int) -> None:
-    """Raise ShardingError where the groups of `mpu` have other ranks than the lines of `mesh`: numbers would be added
-    over ranks that have other parts."""
+    """Raise ShardingError where `mpu`'s groups are not lines of `mesh`."""
     for axis in _GETTERS if mpu is not None else ():
         group = _asked(mpu, axis, "group")
         if group is None or not mesh.has_several(axis) or not isinstance(group, distributed.ProcessGroup):
@@ -57,8 +55,7 @@ def require_groups(mpu: Any, mesh: Mesh, rank: int) -> None:
 
 
 def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> tuple[str, ...]:
-    """Let the parameters that Megatron's layers have marked (`tensor_model_parallel`, `partition_dim`) be blocks of
-    whole tensors, all of one length. Returns their names. Raises ShardingError for one with a stride."""
+    """Register blocks marked by Megatron's layers; return their names."""
     size = mesh.size_of(("tensor",))
     if size == 1:
         return ()

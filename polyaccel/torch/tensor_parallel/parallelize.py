@@ -35,8 +35,7 @@ from polyaccel.torch.tensor_parallel.layers import (
 from polyaccel.torch.tensor_parallel.plan import CutModule, CutPlan, TokenPlan
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 from polyaccel.torch.tensor_parallel.regions import Regions, sync_rng
-from polyaccel.torch.tensor_parallel.sequence_parallel.layers import TokenBlock, TokenRegion
-from polyaccel.torch.tensor_parallel.sequence_parallel.stream import TokenStream
+from polyaccel.torch.tensor_parallel.sequence_parallel import TokenBlock, TokenRegion, TokenStream
 
 _log = logging.getLogger(__name__)
 _KINDS: dict[str, type] = {
@@ -169,8 +168,7 @@ def _share_tokens(modules: Mapping[str, nn.Module], plan: TokenPlan, share: Shar
 def _cut_parameter(
     module: nn.Module, path: str, name: str, block: Block, cut: dict[nn.Parameter, Block], values: WholeValues
 ) -> None:
-    """Give a parameter its block of the first rank's values, in separate memory. What was cut by another of its names
-    stays."""
+    """Give a parameter its block of the first rank's values, unless another name cut it."""
     parameter = module._parameters[name]
     assert parameter is not None
     known = cut.setdefault(parameter, block)

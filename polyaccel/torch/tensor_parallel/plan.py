@@ -139,8 +139,7 @@ def even_runs(count: int, ranks: int, *, unit: int = 1, first: int = 0) -> RunsO
 
 
 def feature_runs(count: int, ranks: int) -> RunsOfRanks:
-    """`count` features in order, in multiples of eight where they are that, else of four or two: kernels of grouped
-    products need multiples of 16 bytes, and others are fastest with them."""
+    """Split `count` features in multiples of eight, four or two: grouped products need 16 bytes."""
     unit = next(unit for unit in (8, 4, 2, 1) if unit == 1 or (count % unit == 0 and count // unit >= ranks))
     return even_runs(count // unit, ranks, unit=unit)
 

@@ -23,11 +23,7 @@ from polyaccel.torch.tensor_parallel.ranks import MatrixProducts, TensorRanks
 def column_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, *, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """This rank's outputs of a linear layer, and `x` for other layers that read it: their gradients of it go into the
-    same exchange as this one's.
-
-    `x` is replicated. `weight` is (outputs, inputs), or the other way round where it is `transposed`.
-    """
+    """Return this rank's outputs and `x` for further layers, whose gradients join one exchange."""
     if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return product(chosen(x, weight, bias, ranks, transposed), x, weight, bias, transposed), x
     return _Column.apply(x, weight, bias, ranks, transposed)  # type: ignore[no-untyped-call, no-any-return]
@@ -36,8 +32,7 @@ def column_product(
 def row_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, *, transposed: bool = False
 ) -> Tensor:
-    """The replicated output of a linear layer from this rank's part `x` of its inputs. The replicated bias is added
-    after the sum."""
+    """Return a linear layer's whole output from this rank's inputs `x`; the bias comes after the sum."""
     if ranks.size == 1:
         return product(chosen(x, weight, bias, ranks, transposed), x, weight, bias, transposed)
     return _Row.apply(x, weight, bias, ranks, transposed)  # type: ignore[no-untyped-call, no-any-return]

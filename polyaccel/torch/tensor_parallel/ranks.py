@@ -26,8 +26,7 @@ def host() -> Accelerator:
 
 
 def communicator_for(tensor: Tensor, communicator: Communicator) -> Communicator:
-    """Return `communicator` for the memory of `tensor`. While a model is on the host, in trial passes before training,
-    its exchanges are staged through the ranks' device."""
+    """Return `communicator` for `tensor`'s memory; trial passes on the host are staged."""
     if not tensor.is_cpu or communicator.accelerator.torch_device_type == "cpu":
         return communicator
     return StagedCommunicator(communicator, host())

@@ -63,8 +63,7 @@ class Regions:
 
 @host_values()
 def sync_rng(ranks: TensorRanks) -> None:
-    """Give the default generators of the host and of the ranks' device the state that the first rank's have, as what is
-    whole on every rank has to be drawn equally. Collective."""
+    """Copy the first rank's generator states, so that replicated values are drawn equally. Collective."""
     for device in sorted({torch_device_of(ranks.communicator.accelerator), torch.device("cpu")}, key=str):
         random = _random_of(device)
         states = ranks.communicator.all_gather_object(random.get_rng_state().numpy().tobytes())
@@ -73,6 +72,5 @@ def sync_rng(ranks: TensorRanks) -> None:
 
 
 def _random_of(device: torch.device) -> Any:
-    """The module whose functions get, set and seed the generator that torch's functions use on `device`, which is the
-    current one of its type."""
+    """Return the module of `device`'s generator functions."""
     return torch if device.type == "cpu" else torch.get_device_module(device)

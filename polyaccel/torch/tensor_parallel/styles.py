@@ -28,8 +28,7 @@ class ParallelStyle:
 
 
 def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]) -> dict[str, ParallelStyle]:
-    """The first spec that matches each linear layer and embedding. Raises ShardingError for patterns of a spec that
-    match none."""
+    """Return the first spec that matches each layer. Raises ShardingError for unused patterns."""
     found: dict[str, ParallelStyle] = {}
     used: set[LayerRule] = set()
     for name, module in modules.items():
@@ -52,8 +51,7 @@ def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]
 
 
 def wishes_of_hugging_face(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, ParallelStyle]:
-    """The model's own plan: its `_tp_plan`, or that of its config. Empty where it has none. Raises ShardingError for an
-    unknown style."""
+    """Return the model's own plan, or {}. Raises ShardingError for an unknown style."""
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if not plan:
         plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
@@ -78,6 +76,7 @@ _STYLES: dict[str, ParallelStyle] = {
     "colwise_rep": ParallelStyle("column", is_gathered=True),
     "colwise_gather_output": ParallelStyle("column", is_gathered=True),
     "packed_colwise": ParallelStyle("column", sections=(-1, -1)),
+    "packed_rowwise": ParallelStyle("row", sections=(-1, -1)),
     "rowwise": ParallelStyle("row"),
     "rowwise_rep": ParallelStyle("row", is_split=True),
     "rowwise_split_input": ParallelStyle("row", is_split=True),

@@ -35,8 +35,7 @@ class Call:
     def made(
         self, *, narrowed: tuple[int, int], dtype: torch.dtype, own: Callable[[Tensor], Tensor]
     ) -> tuple[Any, Any, list[Tensor]]:
-        """Return positional and named arguments, and the drawn ones among them. Of `narrowed`, features are cut from
-        the first number to the second; `own` gives a rank's part of a drawn tensor."""
+        """Return arguments with drawn tensors, cut by `narrowed` and `own`."""
         generator, place, drawn = torch.Generator().manual_seed(5), iter(range(1 << 20)), list[Tensor]()
 
         def one(tensor: Tensor) -> Tensor:
@@ -59,8 +58,7 @@ class _EndOfTrial(Exception):
 
 
 def recorded_calls(model: nn.Module, names: Sequence[str], widths: Mapping[str, int]) -> dict[str, Call]:
-    """Record the first call of each of the modules `names` in a pass of a copy of `model`. Those that no pass reaches
-    get one random tensor of `widths` features where they take no more."""
+    """Record modules' first calls in a pass of a copy; unreached ones get a tensor of `widths` features."""
     found: dict[str, Call] = {}
     for args, kwargs in _inputs(model, max(widths.values(), default=1)):
         if len(found) == len(names):

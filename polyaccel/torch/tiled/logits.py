@@ -2,9 +2,10 @@
 
 [Note: Lazy logits]
 In a pass with a loss the head gives `LazyLogits`: a tensor with everything but values, which knows the hidden states.
-What a model does with each logit by itself before the loss (a scale, a soft cap, another type) is written down and done
-to each tile later; whatever else asks for values is an error that names it. The model's loss function then calls the
-head once more, with a `LossRequest`, so that parameters that are elsewhere are brought as for any call.
+What a model does with each logit by itself before the loss (a scale, a soft cap, a bias, another type) is written down
+and done to each tile later; whatever else asks for values is an error that names it. The model's loss function, or its
+call of torch's `cross_entropy`, then calls the head once more, with a `LossRequest`, so that parameters that are
+elsewhere are brought as for any call.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.context_parallel.losses import CausalLoss
+from polyaccel.torch.context_parallel.losses import IGNORED, CausalLoss
 from polyaccel.torch.sharding.tensor_shard import TensorShard
 from polyaccel.torch.tensor_parallel.layers import ColumnLayer, ShardSpec
 from polyaccel.torch.tensor_parallel.ranks import MatrixProducts
 from polyaccel.torch.tiled.cross_entropy import VocabShard, tiled_cross_entropy
 
 _CONVERSIONS = {"aten::_to_copy", "aten::clone", "aten::alias", "aten::detach"}
+_VIEWS = {"view", "reshape", "_unsafe_view", "_reshape_alias"}
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,13 @@ _LOGITS = _Values()
 
 
 class LazyLogits(Tensor):
-    """Logits of `hidden` by `head`, after `operations`. See [Note: Lazy logits]."""
+    """Logits of `hidden` by `head`, after `operations`, perhaps in other rows. See [Note: Lazy logits]."""
 
     head: TiledHead
     hidden: Tensor
     operations: tuple[Any, ...]
+    is_viewed: bool = False
+    """Other logits have the same values, which an operation in place would change too."""
 
     @staticmethod
     def __new__(
@@ -50,7 +55,15 @@ class LazyLogits(Tensor):
         made.head, made.hidden, made.operations = head, hidden, tuple(operations)
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -58,19 +71,49 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         one: LazyLogits = next(each for each in (*args, *kwargs.values()) if isinstance(each, LazyLogits))
+        name = func._schema.name.removeprefix("aten::")
+        if name in _VIEWS:
+            return one._viewed(name, args[1])
         is_elementwise = torch.Tag.pointwise in func.tags or func._schema.name in _CONVERSIONS
         others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not one]
-        if not is_elementwise or any(each.dim() or isinstance(each, LazyLogits) for each in others):
-            raise _refusal(func._schema.name.removeprefix("aten::"))
-        noted = func, tuple(_LOGITS if each is one else each for each in args), kwargs
-        if func._schema.name.endswith("_"):
+        if not is_elementwise or not all(one._has_one_a_word(each) for each in others):
+            raise _refusal(name)
+        given = [_LOGITS if each is one else _one_a_word(each) for each in args]
+        noted = func, tuple(given), {key: _one_a_word(each) for key, each in kwargs.items()}
+        if name.endswith("_"):
+            if one.is_viewed:
+                raise _refusal(name)
             one.operations += (noted,)
             return one
-        meta = [torch.empty(one.shape, dtype=one.dtype, device="meta") if each is one else each for each in args]
+        meta = [
+            torch.empty(one.shape, dtype=one.dtype, device="meta")
+            if each is one
+            else each.to("meta")
+            if isinstance(each, Tensor) and each.dim()
+            else each
+            for each in args
+        ]
         dtype = (
             kwargs.get("dtype") or func(*meta, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})}).dtype
         )
         return cls(one.head, one.hidden, one.shape, dtype, (*one.operations, noted))
+
+    def _viewed(self, name: str, shape: Sequence[int]) -> LazyLogits:
+        """The logits of the same tokens in other rows."""
+        whole = torch.empty(self.shape, device="meta").reshape(tuple(shape)).shape
+        if whole[-1] != self.shape[-1]:
+            raise _refusal(name)
+        rows = whole[:-1]
+        made = type(self)(self.head, self.hidden, (*rows, self.shape[-1]), self.dtype, self.operations)
+        self.is_viewed = made.is_viewed = True
+        return made
+
+    def _has_one_a_word(self, other: Tensor) -> bool:
+        """Whether `other` is a number, or has one for each word, for all tokens the same and without a gradient."""
+        if isinstance(other, LazyLogits) or other.dim() == 0:
+            return other.dim() == 0
+        is_row = other.shape[-1] in (1, self.shape[-1]) and other.numel() == other.shape[-1]
+        return is_row and not other.requires_grad and _share_of(self.head.layer) is None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -89,9 +132,33 @@ class LazyLogits(Tensor):
 
     def total_loss(self, targets: Tensor, ignored: int) -> Tensor:
         """The sum of the losses of all tokens whose target is not `ignored`."""
-        wanted = LossRequest(self, targets, ignored)
+        wanted = LossRequest(self, targets.reshape(self.hidden.shape[:-1]), ignored)
         found: Tensor = self.head.layer(wanted)
         return found
+
+
+def _one_a_word(value: Any) -> Any:
+    """`value`, a tensor without the dims of tokens."""
+    return value.reshape(-1) if isinstance(value, Tensor) and value.dim() > 1 else value
+
+
+def _cross_entropy(
+    input: Any,  # noqa: A002 - the names are torch's
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = IGNORED,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of logits to come."""
+    is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    has_words = target.shape == input.shape[:-1] and not target.is_floating_point() and input.dim() == 2
+    if not (isinstance(input, LazyLogits) and is_plain and has_words and reduction in ("mean", "sum")):
+        raise _refusal("cross_entropy of other classes, with weights or label smoothing")
+    total = input.total_loss(target, ignore_index)
+    return total if reduction == "sum" else total / (target != ignore_index).sum().to(total.device)
 
 
 @dataclass(frozen=True)
@@ -178,7 +245,7 @@ class TiledLoss(CausalLoss):
         return super().__call__(logits, labels, *places, **options)
 
     def _total(self, logits: LazyLogits, targets: Tensor, ignored: int) -> Tensor:
-        return logits.total_loss(targets.reshape(logits.hidden.shape[:-1]), ignored)
+        return logits.total_loss(targets, ignored)
 
 
 def _share_of(head: nn.Module) -> ShardSpec | None:

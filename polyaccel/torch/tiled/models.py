@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from polyaccel.torch.tiled.logits import LazyLogits, TiledHead, TiledLoss
 _LEAST_TOKENS = 256
 _LEAST_LINEARS = 2
 _KEY = "tiled_compute"
+_CHUNKS = ("feed_forward_chunk", "ff_chunk")
+_CROSS_ENTROPIES = ("CrossEntropyLoss", "cross_entropy")
 
 
 class TiledModel:
@@ -37,11 +39,13 @@ class TiledModel:
             self.module_names = tuple(name for name, one in model.named_modules() if one is self._loss.model)
         if settings.mlp:
             found = find_mlps(model, settings.mlps)
-            if not found:
+            chunks = {} if settings.mlps else find_chunks(model)
+            if not found and not chunks:
                 self.release()
                 raise ConfigError([_no_mlps(settings)])
             self._mlps = [TiledForward(each, settings.mlp_tokens) for each in found.values()]
-            self.module_names += tuple(found)
+            self._mlps += [TiledForward(one, settings.mlp_tokens, method) for one, method in chunks.values()]
+            self.module_names += (*found, *chunks)
 
     def release(self) -> None:
         """Compute as before."""
@@ -56,12 +60,13 @@ class _TiledModelLoss:
     """The loss of a model of transformers. See [Note: Lazy logits]."""
 
     def __init__(self, model: nn.Module, settings: TileSettings) -> None:
-        self.model = _with_causal_loss(model)
+        self.model = _with_loss(model)
         self._in_evaluation = settings.in_evaluation
         self._signature = inspect.signature(self.model.forward)
         self._head = TiledHead(_head_of(self.model), settings.loss_tokens)
         self._before = self.model.__dict__.get("_loss_function")
-        self.model.loss_function = TiledLoss(self.model.loss_function)
+        if _has_causal_loss(self.model):
+            self.model.loss_function = TiledLoss(self.model.loss_function)
         self._handles = [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
@@ -96,39 +101,48 @@ class _TiledModelLoss:
 
 
 class TiledForward:
-    """`forward` of a feed-forward layer in tiles. A copy of the layer gets the ordinary one, and so does an unpickled
-    layer."""
+    """`forward` of a feed-forward layer, or another `method` of a block, in tiles. A copy of the layer gets the
+    ordinary one, and so does an unpickled layer."""
 
-    def __init__(self, layer: nn.Module, tile_tokens: int | None) -> None:
+    def __init__(self, layer: nn.Module, tile_tokens: int | None, method: str = "forward") -> None:
         self.layer = layer
         self._tile_tokens = tile_tokens
-        self._own = layer.__dict__.get("forward")
-        self._before = layer.forward
-        layer.__dict__["forward"] = self
+        self._method = method
+        self._own = layer.__dict__.get(method)
+        self.before = getattr(layer, method)
+        layer.__dict__[method] = self
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # transformers' apply_chunking_to_forward counts its arguments
+        return inspect.signature(self.before)
 
     def release(self) -> None:
         """Give the layer its own forward back."""
-        if self.layer.__dict__.get("forward") is self:
-            del self.layer.__dict__["forward"]
+        if self.layer.__dict__.get(self._method) is self:
+            del self.layer.__dict__[self._method]
             if self._own is not None:
-                self.layer.__dict__["forward"] = self._own
+                self.layer.__dict__[self._method] = self._own
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         given = (*args, *named.values())
         x = given[0] if len(given) == 1 else None
         if not isinstance(x, Tensor) or x.dim() < 2 or torch._C._are_functorch_transforms_active():
-            return self._before(*args, **named)
+            return self.before(*args, **named)
         tokens = self._tile_tokens or max(_LEAST_TOKENS, x.shape[-1])
         if x.numel() <= tokens * x.shape[-1]:
-            return self._before(*args, **named)
-        return tiled_map(self._before, x, tile_tokens=tokens, parameters=self.layer.parameters())
+            return self.before(*args, **named)
+        return tiled_map(self.before, x, tile_tokens=tokens, parameters=self._parameters())
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        parts = [self.layer] if self._method == "forward" else parts_of_chunk(self.layer, self._method).values()
+        return (parameter for part in parts for parameter in part.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.layer))
-        return self if copy is None else types.MethodType(type(self.layer).forward, copy)
+        return self if copy is None else types.MethodType(getattr(type(self.layer), self._method), copy)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (self.layer, "forward")  # whose attributes are not there yet when this is called
+        return getattr, (self.layer, self._method)  # whose attributes are not there yet when this is called
 
 
 def find_mlps(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, nn.Module]:
@@ -147,19 +161,49 @@ def find_mlps(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, nn.Mod
     return found
 
 
+def find_chunks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The blocks of `model` whose feed-forward layer is a method, for transformers' `apply_chunking_to_forward`, by
+    full name with that method. What it calls has linear layers, and otherwise nothing but activations, dropout and
+    norms."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for block_name, block in find_blocks(model).items():
+        for name, module in block.named_modules(prefix=block_name):
+            for method in _CHUNKS:
+                parts = parts_of_chunk(module, method)
+                if not parts or _is_mlp(module):
+                    continue
+                if _has_only_token_layers([each for part in parts.values() for each in part.modules()]):
+                    found[name] = module, method
+    return found
+
+
+def parts_of_chunk(module: nn.Module, method: str) -> dict[str, nn.Module]:
+    """The children of `module` that its `method`, of one argument, calls; none where it has no such method."""
+    found = getattr(type(module), method, None)
+    if found is None or len(inspect.signature(found).parameters) != 1 + 1:  # self
+        return {}
+    function: Any = inspect.unwrap(found)
+    return {name: child for name, child in module.named_children() if name in function.__code__.co_names}
+
+
 def _is_mlp(module: nn.Module) -> bool:
-    parts = [part for part in module.modules() if not any(True for _ in part.children())]
-    linears = [part for part in parts if _is_linear(part)]
-    if len(linears) < _LEAST_LINEARS or not all(_is_linear(part) or _is_of_tokens(part) for part in parts):
-        return False
-    if any(True for part in module.modules() if part not in parts for _ in part.parameters(recurse=False)):
+    if not _has_only_token_layers(list(module.modules())):
         return False
     kinds = inspect.Parameter
     arguments = inspect.signature(type(module).forward).parameters.values()
     return len([one for one in arguments if one.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]) == 1 + 1  # self
 
 
-def _is_linear(part: nn.Module) -> bool:
+def _has_only_token_layers(modules: list[nn.Module]) -> bool:
+    """Whether modules, with those inside, are linear layers, two at least, and otherwise treat each token alone."""
+    leaves = [one for one in modules if next(one.children(), None) is None]
+    if sum(map(is_linear, leaves)) < _LEAST_LINEARS or not all(is_linear(one) or _is_of_tokens(one) for one in leaves):
+        return False
+    return not any(True for one in modules if one not in leaves for _ in one.parameters(recurse=False))
+
+
+def is_linear(part: nn.Module) -> bool:
+    """Whether a module is a linear layer, torch's or GPT-2's."""
     return isinstance(part, nn.Linear) or (type(part).__name__.endswith("Conv1D") and not isinstance(part, nn.Conv1d))
 
 
@@ -168,21 +212,27 @@ def _is_of_tokens(part: nn.Module) -> bool:
     return is_plain or type(part).__name__.endswith(("LayerNorm", "RMSNorm"))
 
 
-def _with_causal_loss(model: nn.Module) -> Any:
-    """The model of transformers in `model` that computes a causal loss by their table."""
+def _with_loss(model: nn.Module) -> Any:
+    """The model of transformers in `model`, which computes a loss of the words of its head."""
     try:
         from transformers import PreTrainedModel
-        from transformers.loss.loss_utils import ForCausalLMLoss
     except ModuleNotFoundError:
         raise ConfigError([_no_loss(model, "transformers is not installed")]) from None
     found = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
     if found is None:
         raise ConfigError([_no_loss(model, "no model of transformers is in it")])
-    forward = inspect.unwrap(type(found).forward)
-    is_causal = found.loss_function is ForCausalLMLoss or isinstance(found.loss_function, VocabularyLoss)
-    if "loss_function" not in forward.__code__.co_names or not is_causal:
-        raise ConfigError([_no_loss(found, "its loss is not transformers' causal one, by its table of losses")])
+    names = inspect.unwrap(type(found).forward).__code__.co_names
+    if not _has_causal_loss(found) and not {"loss_function", *_CROSS_ENTROPIES} & set(names):
+        raise ConfigError([_no_loss(found, "its forward has neither transformers' loss function nor cross entropy")])
     return found
+
+
+def _has_causal_loss(model: Any) -> bool:
+    """Whether a model of transformers computes the causal loss by their table."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    is_causal = model.loss_function is ForCausalLMLoss or isinstance(model.loss_function, VocabularyLoss)
+    return is_causal and "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 def _head_of(model: Any) -> nn.Linear:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,26 @@ class MicroBatch:
         """Return the batch with floating tensors in float32."""
         return self._map(lambda one: one.float() if one.is_floating_point() else one)
 
-    def call(self, engine: Callable[..., Any]) -> Any:
-        """Run `engine` on copies of the tensors."""
-        own = self._map(lambda one: one.clone())
+    def call(self, engine: Callable[..., Any], device: torch.device) -> Any:
+        """Run `engine` on copies of the tensors on its `device`."""
+        own = self._map(lambda one: one.to(device, copy=True))
         return engine(*own.inputs, **own.named)
+
+    def packed(self) -> list[list[Any]]:
+        """Return the tensors as plain values: their types, shapes and bytes."""
+        leaves = [one.detach().cpu().contiguous() for one in tree_leaves((self.inputs, self.named)) if _is_tensor(one)]
+        return [[str(one.dtype), list(one.shape), one.view(-1).view(torch.uint8).numpy().tobytes()] for one in leaves]
+
+    def with_packed(self, leaves: Sequence[Sequence[Any]]) -> MicroBatch:
+        """Return this micro-batch with the tensors of another rank; itself where it has other ones."""
+        own = [one for one in tree_leaves((self.inputs, self.named)) if _is_tensor(one)]
+        if [str(one.dtype) for one in own] != [kind for kind, *_ in leaves]:
+            return self
+        found = iter(
+            torch.frombuffer(bytearray(data), dtype=one.dtype).view(shape) if data else one.new_empty(shape)
+            for one, (_, shape, data) in zip(own, leaves, strict=True)
+        )
+        return self._map(lambda one: next(found))
 
     def for_train_batch(self) -> Any:
         """Return what `train_batch` takes as a micro-batch. Raises NotProvenError where it takes none such."""
@@ -57,22 +73,26 @@ class MicroBatch:
 
         def cut(one: Tensor) -> Tensor:
             one = one[:samples] if fewer and one.dim() else one
-            return one[:, :tokens] if shorter and one.dim() > 1 else one
+            return (one[:, :tokens] if shorter and one.dim() > 1 else one).contiguous()  # as a script's would be
 
         return self._map(cut)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        mapped = tree_map(lambda one: change(one) if isinstance(one, Tensor) else one, (self.inputs, self.named))
+        mapped = tree_map(lambda one: change(one) if _is_tensor(one) else one, (self.inputs, self.named))
         return MicroBatch(*mapped)
 
     def _length(self) -> int:
-        tensors = [one for one in tree_leaves((self.inputs, self.named)) if isinstance(one, Tensor)]
+        tensors = [one for one in tree_leaves((self.inputs, self.named)) if _is_tensor(one)]
         return min((one.shape[1] for one in tensors if one.dim() > 1), default=0)
 
     def small(self, multiple: int) -> tuple[MicroBatch, MicroBatch]:
         """Return two small batches, the second of half the length of the first; lengths are multiples of `multiple`."""
         tokens = min(_TOKENS, self._length()) // (2 * multiple) * 2 * multiple
         return self.first(_SAMPLES, tokens), self.first(_SAMPLES, tokens // 2)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def scalar_of(outputs: Any, *, may_stand_in: bool) -> Tensor:

@@ -2,17 +2,18 @@
 
 [Note: Proof at the first step]
 Every rank takes part in the first update, has its first micro-batches by then, and has not changed a parameter. There
-the engine takes whole parameters, and trains copies of the model as it was before its first rewrite: as plain torch,
-and by an engine with the same config, both as [Note: Shadow runs] has them. Only what a copy shares with the model can
-change, so a model with hooks, or with what cannot be copied, is not proven. Generators get their states back. Each rank
-compares its own quantities, and all of them agree on findings and failures before the next collective. A failure of
-these runs is a reason in the log, and never the end of a training; a finding is, but only where a rewrite is to blame.
+rank 0 takes whole parameters, and trains copies of the model as it was before its first rewrite: as plain torch, and by
+an engine with the same config, both as [Note: Shadow runs] has them. It does so alone, see [Note: Ranks of a proof].
+Only what a copy shares with the model can change, so a model with hooks, or with what cannot be copied, is not proven.
+Generators get their states back. A failure of these runs is a reason in the log, and never the end of a training; a
+finding is, but only where a rewrite is to blame.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging import getLogger
 from time import perf_counter
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.config import Config
 from polyaccel.engine.runtime import EngineBuilder
-from polyaccel.errors import CommError, VerificationError
+from polyaccel.errors import VerificationError
+from polyaccel.job.trial_env import TRIAL_VARIABLE
 from polyaccel.observability.timing import OUTSIDE
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.fragments import safe_get_full_fp32_param
@@ -36,10 +39,12 @@ from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.sharding.tensor_shard import Blocks
 from polyaccel.torch.verify.batches import MicroBatch
 from polyaccel.torch.verify.copied_trainings import STEPS, Compose, CopiedTrainings, UnfitError
-from polyaccel.torch.verify.generators import has_own_generators, restore, states_of
+from polyaccel.torch.verify.generators import restore, states_of
+from polyaccel.torch.verify.proof_ranks import ProofRanks
 from polyaccel.torch.verify.shadow import arithmetic_config
-from polyaccel.torch.verify.untouched import NotProvenError, Untouched
-from polyaccel.verify.compare import EXACT
+from polyaccel.torch.verify.shrunk_model import ShrunkModel
+from polyaccel.torch.verify.untouched import NotProvenError, Untouched, plain_name
+from polyaccel.verify.compare import EXACT, Finding
 from polyaccel.verify.prove import Proof
 from polyaccel.verify.proven import is_proven, keep_proven
 from polyaccel.verify.variant import verify_choice
@@ -49,6 +54,9 @@ log = getLogger(__name__)
 
 _BYTES_OF_PARAMETER = 48
 """Two models with gradients and two states each in float32, the weights, and copies of updates."""
+_LARGE, _MOST = 16_000_000, 256_000_000
+"""Parameters from which a small model takes the place of one of transformers, and with which others are compared."""
+_MOST_FINDINGS = 50
 _CHANGES_MODEL = {
     "pipeline": "use fewer stages",
     "tensor_parallel": "leave tensor ranks out of the mesh, or keep that layer whole",
@@ -71,6 +79,8 @@ class FirstStepProof:
         self._world_size = runtime.communicator.world_size
         self._untouched: Untouched | None = None
         self._reason = "the script brought its own groups" if has_own_mesh else ""
+        self._shrunk: ShrunkModel | None = None
+        self._refusal = ""
         self._numel = sum(one.numel() for one in model.parameters())
         self._taken: list[MicroBatch] = []
         self._handle: RemovableHandle | None = None
@@ -79,6 +89,11 @@ class FirstStepProof:
                 self._untouched = Untouched.of(model, self._config, self._world_size)
             except NotProvenError as error:
                 self._reason = error.message
+        if not self._reason and self._numel > _LARGE and runtime.communicator.rank == 0:
+            try:
+                self._shrunk = ShrunkModel(model)
+            except NotProvenError as error:
+                self._refusal = error.message
 
     @staticmethod
     def prepare(
@@ -86,7 +101,7 @@ class FirstStepProof:
     ) -> FirstStepProof | None:
         """Return the proof of `model`, which nothing has changed yet; None where the config wants or needs none."""
         choice = verify_choice(config.verify)
-        if choice == "off":
+        if choice == "off" or TRIAL_VARIABLE in os.environ:  # a trial measures, and trains nothing
             return None
         tested = client is None or type(client) in ELEMENTWISE or runtime.policy.optim is not Placement.SHARDED
         axes = any(runtime.mesh.has_several(axis) for axis in ("pipe", "tensor", "expert", "sequence"))
@@ -103,12 +118,14 @@ class FirstStepProof:
         names = [one.name for one in engine.rewrites if one.name in _CHANGES_MODEL and _is_subject(one.name, engine)]
         digest = "" if self._untouched is None else self._untouched.digest + _optimizer_facts(engine)
         is_known = self._choice == "auto" and bool(digest) and engine.communicator.rank == 0 and is_proven(digest)
-        gathered = engine.communicator.all_gather_object([names, self._reason or self._too_large(engine), is_known])
+        gathered = engine.communicator.all_gather_object([names, self._reason, is_known])
         self._names = list(dict.fromkeys(name for found, _, _ in gathered for name in found))
         if gathered[0][2] or not (self._names or self._choice == "always"):
             return
-        if reasons := [reason for _, reason, _ in gathered if reason]:
-            self._say(engine, reasons[0])
+        self._ranks = self._ranks_for(engine)
+        reason = next((one for _, one, _ in gathered if one), "") or self._too_large(engine, self._ranks)
+        if reason := next(filter(None, engine.communicator.all_gather_object(reason)), ""):
+            self._say(engine, reason)
             return
         self._digest = digest
         self._engine, self._compose = ref(engine), compose
@@ -116,12 +133,27 @@ class FirstStepProof:
         self._handle = engine.register_forward_pre_hook(self._take, with_kwargs=True)
         engine.before_update.append(self._at_update)
 
-    def _too_large(self, engine: TorchEngine) -> str:
-        stats, on_host = engine.accelerator.memory_stats(), engine.accelerator.works_on_host_memory
-        needed = self._numel * _BYTES_OF_PARAMETER * (self._world_size if on_host else 1)
-        if needed <= (stats.free_nbytes or stats.total_nbytes or 1 << 32) // 2:
+    def _ranks_for(self, engine: TorchEngine) -> list[ProofRanks]:
+        """The ranks of each comparison. One rank alone has dropout, and several have shards."""
+        mesh, stage = engine.mesh, engine.runtime.config.zero_optimization.stage
+        if mesh.world_size == mesh.size_of(("data",)) and not mesh.has_several("expert"):
+            needs_shards = "optimizer" in self._names or not self._names or stage == 3
+            counts = [1] if set(self._names) - {"optimizer"} else []
+            if mesh.world_size > 1 and needs_shards:
+                counts.append(2)
+            return [ProofRanks.of(self._config, mesh, count) for count in counts or [1]]
+        return [ProofRanks.of(self._config, mesh, 2)]
+
+    def _too_large(self, engine: TorchEngine, ranks: Sequence[ProofRanks]) -> str:
+        is_alone = all(one.mesh.world_size == 1 for one in ranks)
+        accelerator = engine.accelerator if is_alone else host_accelerator(engine.accelerator)
+        if self._shrunk is not None or engine.communicator.rank:
             return ""
-        return f"the whole model of {self._numel:,} parameters does not fit one rank several times"
+        stats = accelerator.memory_stats()
+        needed = self._numel * max(one.mesh.world_size for one in ranks) * _BYTES_OF_PARAMETER
+        if self._numel <= _MOST and needed <= (stats.free_nbytes or stats.total_nbytes or 1 << 32) // 2:
+            return ""
+        return f"{self._numel:,} parameters are too many for one rank {self._refusal}".rstrip()
 
     def _say(self, engine: TorchEngine, reason: str) -> None:
         if engine.communicator.rank == 0:
@@ -141,26 +173,21 @@ class FirstStepProof:
         engine.before_update = [call for call in engine.before_update if call != self._at_update]
         began_s = perf_counter()
         try:
-            with engine.timer(OUTSIDE), _undisturbed(engine):
+            with engine.timer(OUTSIDE):
                 proof = self._prove(engine)
-        except CommError:
-            raise
         except NotProvenError as error:
             self._say(engine, error.message)
-        except Exception as error:  # training does not depend on it
-            log.debug("a proof failed", exc_info=True)
-            self._say(engine, f"the proof failed: {type(error).__name__}: {error}"[:240])
         else:
             self._conclude(engine, proof, perf_counter() - began_s)
-        self._untouched = None
-        self._taken.clear()
+        finally:
+            self._untouched = self._shrunk = None
+            self._taken.clear()
 
     def _conclude(self, engine: TorchEngine, proof: Proof, seconds: float) -> None:
         """Log what was shown. Raises VerificationError where a rewrite is to blame for more than attributes and
         generators, which need not change a number."""
-        weak = any(engine.communicator.all_gather_object(proof.is_weak))
         idle = [name for name in self._names if not proof.acted.get(name)]
-        if weak:
+        if proof.is_weak:
             self._say(engine, "the model draws other numbers in each run")
         elif proof.findings and proof.blamed and any(one.kind not in EXACT for one in proof.findings):
             raise _error_of(proof)
@@ -169,30 +196,95 @@ class FirstStepProof:
         elif idle:
             self._say(engine, f"{', '.join(idle)} changed nothing")
         elif engine.communicator.rank == 0:
-            summary = f"{proof.quantities} quantities of {STEPS} steps equal plain torch in float32"
+            where = "" if self._shrunk is None else ", in a small model of this structure"
+            summary = f"{proof.quantities} quantities of {STEPS} steps equal plain torch in float32{where}"
             log.info("proven: %s: %s (%.1f s)", ", ".join(self._names) or "the engine", summary, seconds)
             keep_proven(self._digest, summary)
 
     def _prove(self, engine: TorchEngine) -> Proof:
-        """Compare on small batches, else on those of the training. Collective."""
-        ranks = engine.communicator
-        counts = ranks.all_gather_object(len(self._taken))
-        if not min(counts):
-            raise NotProvenError("its inputs were not seen, or cannot be copied")
+        """Compare on small batches, else on those of the training. Collective. Raises NotProvenError on all ranks."""
         assert self._untouched is not None  # else there is no proof
-        values = _whole_values(engine, self._untouched)
-        taken = [one.in_float32() for one in self._taken[: min(counts)]]
-        is_several = engine.gradient_accumulation_steps() > 1 or isinstance(engine, PipelineEngine)
-        long, short = taken[0].small(engine.mesh.size_of(("sequence",)))
-        first, last = taken[0], taken[-1]
-        reason = ""
-        for pair in ((long, short), (first, last)):
-            steps = [[*pair], [*reversed(pair)]] if is_several else [[pair[0]], [pair[1]]]
-            try:
-                return CopiedTrainings(self._untouched, self._config, self._compose, engine, values, steps).prove()
-            except UnfitError as error:
-                reason = error.message
-        raise NotProvenError(reason)
+        ranks = engine.communicator
+        if not ranks.broadcast_object(len(self._taken)):
+            raise NotProvenError("its inputs were not seen, or cannot be copied")
+        is_shrunk = ranks.broadcast_object(self._shrunk is not None)
+        values = {} if is_shrunk else _whole_values(engine, self._untouched)
+        if ranks.rank:
+            values = {}
+        for is_small in (True, False):
+            gathered = self._gathered(engine, is_small)
+            told = None
+            if ranks.rank == 0:
+                with _undisturbed(engine):
+                    told = self._result(engine, values, gathered)
+            result: dict[str, Any] = ranks.broadcast_object(told)
+            if "proof" in result:
+                return _unpacked(result["proof"])
+            if not (is_small and result["is_unfit"]):
+                break
+        raise NotProvenError(result["reason"])
+
+    def _gathered(self, engine: TorchEngine, is_small: bool) -> dict[int, tuple[MicroBatch, MicroBatch]]:
+        """Two micro-batches of each rank whose samples the proof takes, on rank 0. Collective."""
+        rank = engine.communicator.rank
+        wanted = {source for one in self._ranks for source in one.plain().sources}
+        mine = None
+        if self._taken and (rank in wanted or rank == 0):
+            taken = [one.in_float32() for one in self._taken]
+            mine = taken[0].small(engine.mesh.size_of(("sequence",))) if is_small else (taken[0], taken[-1])
+        sent = [one.packed() for one in mine] if mine is not None and rank else []
+        packed = engine.communicator.gather_object(sent)
+        if packed is None or mine is None:
+            return {}
+        long, short = mine
+        found = {at: (long.with_packed(both[0]), short.with_packed(both[1])) for at, both in enumerate(packed) if both}
+        return {0: mine} | {at: found.get(at, mine) for at in wanted if at}
+
+    def _result(
+        self, engine: TorchEngine, values: dict[str, Tensor], batches: dict[int, tuple[MicroBatch, MicroBatch]]
+    ) -> dict[str, Any]:
+        """What rank 0 found, as a plain value. Raises nothing that the model or the engine of copies raises."""
+        untouched = self._untouched
+        assert untouched is not None  # else there is no proof
+        try:
+            proofs = []
+            if self._shrunk is not None:
+                untouched = Untouched.of(self._shrunk.module, self._config, self._world_size)
+                values = self._shrunk.values(engine.device)
+                batches = {rank: (self._shrunk.batch(a), self._shrunk.batch(b)) for rank, (a, b) in batches.items()}
+            for one in self._ranks:
+                trainings = CopiedTrainings(untouched, one, self._compose, engine, values, batches)
+                proofs.append(trainings.prove())
+        except NotProvenError as error:
+            return {"reason": error.message, "is_unfit": isinstance(error, UnfitError)}
+        except Exception as error:  # training does not depend on it
+            log.debug("a proof failed", exc_info=True)
+            return {"reason": f"the proof failed: {type(error).__name__}: {error}"[:240], "is_unfit": False}
+        return {"proof": _packed(proofs)}
+
+
+def _packed(proofs: Sequence[Proof]) -> dict[str, Any]:
+    """Several proofs as one plain value: the findings of the first that has some."""
+    first = next((one for one in proofs if not one.is_proven), proofs[0])
+    acted: dict[str, int] = {}
+    for name, count in (pair for one in proofs for pair in one.acted.items()):
+        acted[name] = max(count, acted.get(name, 0))
+    return {
+        "findings": [[one.key, one.found, one.wanted, one.spreads] for one in first.findings[:_MOST_FINDINGS]],
+        "differing": list(first.differing[:_MOST_FINDINGS]),
+        "blamed": list(first.blamed),
+        "acted": acted,
+        "worst": max(one.worst for one in proofs),
+        "limit": first.limit,
+        "quantities": sum(one.quantities for one in proofs),
+        "loss_noise": max(float(one.loss_noise) for one in proofs),
+    }
+
+
+def _unpacked(tree: dict[str, Any]) -> Proof:
+    found = tuple(Finding(*one) for one in tree.pop("findings"))
+    differing, blamed = (tuple(tree.pop(name)) for name in ("differing", "blamed"))
+    return Proof(found, differing, blamed, **tree)
 
 
 def _is_subject(name: str, engine: TorchEngine) -> bool:
@@ -222,7 +314,8 @@ def _whole_values(engine: TorchEngine, untouched: Untouched) -> dict[str, Tensor
     specs = {spec.fqn: spec for spec in engine.adapter.param_specs()}
     blocks = Blocks(specs, engine._stage_runtime.process_group_for)
     found: dict[str, Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
+    for stated, parameter in engine.module.named_parameters():
+        name = plain_name(stated)
         if (value := safe_get_full_fp32_param(parameter)) is not None:
             found[name] = blocks.gather_full(name, value)
     wanted = dict(untouched.module.named_parameters())
@@ -258,11 +351,7 @@ def _error_of(proof: Proof) -> VerificationError:
 @contextmanager
 def _undisturbed(engine: TorchEngine) -> Iterator[None]:
     """Give the generators their states back."""
-    if not has_own_generators():
-        engine.communicator.barrier()  # no thread draws until all have the states
     states = states_of(engine.device)
-    if not has_own_generators():
-        engine.communicator.barrier()
     try:
         yield
     finally:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.accelerators.torch_device import torch_device_of
@@ -21,18 +24,32 @@ from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
-from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader, call_with, loss_of, to_device
-from polyaccel.torch.verify.recording import StepRecording
+from polyaccel.torch.api.client_optimizer import needs_closure
+from polyaccel.torch.api.fragments import serve_plain
+from polyaccel.torch.api.optimizer import ZeroOptimizer, make_groups, torch_optimizer
+from polyaccel.torch.data import cast_floats
+from polyaccel.torch.engine.autocast import ForwardAutocast
+from polyaccel.torch.engine.torch_engine import TorchEngine
+from polyaccel.torch.settings import ModuleSettings
+from polyaccel.torch.sharding.backward import BackwardRunner
+from polyaccel.torch.verify.recording import Quantities, StepRecording, attributes_of
+from polyaccel.torch.verify.saved_runs import PlainSaves
 from polyaccel.torch.verify.shadow import move_weights
+from polyaccel.torch.verify.states import plain_states
 from polyaccel.verify.variant import ActiveRun
+from polyaccel.zero.fragments import GRAD, PARAM
+from polyaccel.zero.update.optimizer_step import StepResult
 
 _TORCH = {"adagrad": "Adagrad", "adam": "Adam", "adamax": "Adamax", "adamw": "AdamW", "sgd": "SGD"}
+_SHARE = "share of the accumulation in the loss of this pass"
+_SHARED_AXES = ("pipe", "sequence", "tensor")
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-class PlainEngine(nn.Module):
-    """The engine of a plain run."""
+class PlainEngine(TorchEngine):
+    """The engine of a plain run: what scripts ask and set is a `TorchEngine`'s, and nothing of what it computes."""
+
+    torch_optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -42,31 +59,60 @@ class PlainEngine(nn.Module):
         client: OptimizerLike | None,
         model_parameters: Iterable[Any] | None,
         *,
-        records_draws: bool,
+        records_draws: bool = True,
     ) -> None:
-        super().__init__()
-        self.runtime, self.communicator, self.mesh = runtime, runtime.communicator, runtime.mesh
-        self.device = torch_device_of(runtime.accelerator)
-        model.to(self.device)
+        nn.Module.__init__(self)
+        self._compose(runtime.engine_parts())
+        self._recorder.memory = lambda: None
+        self.runtime = self._stage_runtime = runtime
+        self._module_settings = ModuleSettings(
+            autocast_dtype=None,
+            recompute=None,
+            checks_contents=False,
+            matrix_kernels="off",
+            drop_last=runtime.config.dataloader_drop_last,
+        )
+        self._autocast = ForwardAutocast(self.device.type, None)
+        self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
+        self._is_double = run.variant.is_double
+        model.to(torch_device_of(runtime.accelerator))
         self._modules["module"] = model
         self._broadcast(model)
         move_weights(model, run.variant.moved)
-        self.optimizer: Any = _optimizer(runtime, model, client, model_parameters)
-        self.lr_scheduler: Any = None
+        if self._is_double:
+            model.double()
+        own = _optimizer(runtime, model, client, model_parameters)
+        self.optimizer: Any = None
+        if own is not None:
+            self.torch_optimizer = own
+            self.optimizer = ZeroOptimizer(own.param_groups, self._update, self.zero_grad)
         self.training_dataloader: Any = None
-        self.global_steps = self.micro_steps = 0
-        self._losses: list[float] = []
-        self._norm: float | None = None
         self._own_data: Iterator[Any] | None = None
-        self._recording = StepRecording(
-            run,
-            self.communicator.rank,
-            model,
+        self._losses: list[Tensor] = []
+        self._saves = PlainSaves(self, run)
+        self._hooked: set[nn.Parameter] = set()
+        self._shared = run.record_of(self.communicator.rank).shared
+        self._synchronizes, self._in_own_pass = True, False
+        if self.optimizer is not None:
+            self._record(run, model, records_draws=records_draws)
+
+    def _record(self, run: ActiveRun, model: nn.Module, *, records_draws: bool) -> None:
+        if needs_closure(self.torch_optimizer):
+            kind = type(self.torch_optimizer).__name__
+            hint = "verify the script with another optimizer: the rewrites are the same"
+            raise PolyaccelError(f"{kind} evaluates the loss several times a step", hint=hint, value=kind)
+        named = list(model.named_parameters())
+        for _, parameter in named:
+            serve_plain(parameter, partial(_tensor_of, ref(parameter), ref(self.torch_optimizer)))
+        read = Quantities(
             gradient_of=lambda _, parameter: parameter.grad,
             value_of=lambda _, parameter: parameter,
+            states=lambda: plain_states(self.torch_optimizer, named),
             groups=lambda: self.optimizer.param_groups,
-            records_draws=records_draws,
+            shares_samples=shares_samples(self.runtime) or not records_draws,
+            attributes=dict(attributes_of(model)),
         )
+        self._recording = StepRecording(run, self.communicator.rank, self, model, read)
 
     def _broadcast(self, model: nn.Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -75,17 +121,62 @@ class PlainEngine(nn.Module):
                 self.communicator.broadcast(wrap_torch(flat), 0)
                 tensor.detach().copy_(flat.view(tensor.shape))
 
-    # The calls of an engine.
+    # Running the module.
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self._own_module
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the module."""
-        return self.module(*inputs, **named)
+        if self._is_double:
+            inputs, named = cast_floats((inputs, named), torch.float64)
+        if self.training and torch.is_grad_enabled():
+            self._let_gradients_be_divided()
+        outputs = self._own_module(*inputs, **named)
+        if self.optimizer is not None and self.training and torch.is_grad_enabled():
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                    leaf.register_hook(self._on_users_pass)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _let_gradients_be_divided(self) -> None:
+        """Divide what each pass adds to a gradient by the accumulation steps, whichever engine runs the pass."""
+        for parameter in self._own_module.parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_hook(self._share_of)  # type: ignore[no-untyped-call]
+
+    def _share_of(self, gradient: Tensor) -> Tensor:
+        share = self._shared.get(_SHARE, 1.0)
+        factor = 1.0 if share is None else 1.0 / self.gradient_accumulation_steps() / share
+        return gradient if factor == 1.0 else gradient * factor
+
+    def _on_users_pass(self, gradient: Tensor) -> None:
+        """Let gradients be averaged when the pass that has begun at an output ends, unless it is `backward`'s."""
+        if not self._in_own_pass:
+            self._in_own_pass = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_users_pass)
+
+    def _end_users_pass(self) -> None:
+        self._in_own_pass = False
+        self._average_at_boundary()
+
+    # Gradients.
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of this rank's micro-batch."""
-        shared = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        shared.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        self._losses.append(float(loss.detach()))
+        share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else None
+        shared = loss if share is None else loss * share
+        self._in_own_pass, self._shared[_SHARE] = True, share
+        try:
+            shared.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._in_own_pass = False
+            del self._shared[_SHARE]
+        self._losses.append(loss.detach())
+        self._average_at_boundary()
         return shared.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -94,112 +185,136 @@ class PlainEngine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context without effect: gradients are averaged in `step` alone."""
-        yield
+        """Return a context in which gradients are not averaged."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard all gradients."""
+        nn.Module.zero_grad(self, set_to_none)
+        self.counters.begin_window()
+
+    def _set_batch(self, steps: int, train_batch_size: int) -> None:
+        self.counters.set_batch(
+            gradient_accumulation_steps=steps,
+            train_batch_size=train_batch_size,
+            waits_for_window=self.counters.is_in_window,
+        )
+
+    # The update.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; update the module at the accumulation boundary. Collective."""
-        self.micro_steps += 1
-        if self.micro_steps % self.gradient_accumulation_steps():
+        if not self.counters.is_boundary:
+            self.counters.advance()
             return
-        self._average()
+        self.optimizer.step()
+        loss = sum(float(one) for one in self._losses) / len(self._losses) if self._losses else None
+        self._losses.clear()
+        self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
+        self._recording.end_step(loss)
+
+    def _update(self, closure: Callable[[], Any] | None) -> None:
+        while self._average(is_in_step=True):
+            pass  # some rank has a pass more than this one
+        trained = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
+        if self.runtime.config.gradient_allreduce_op == "sum":
+            for one in trained:
+                one.grad *= len(self.mesh.group(("data",), self.communicator.rank))
         self._recording.before_update()
         clipping = self.runtime.config.gradient_clipping
-        trained = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
-        grads = [one.grad.double() for one in trained if one.grad is not None]  # as the engine adds up
+        grads = [one.grad.double() for one in trained]  # as the engine adds up
         norm = nn.utils.get_total_norm(grads).float() if grads else torch.tensor(0.0)
         if clipping:
             nn.utils.clip_grads_with_norm_(trained, clipping, norm)
-        self.optimizer.step()
-        self.global_steps += 1
-        self._norm = float(norm)
-        self._recording.after_update(self._norm)
+        self.torch_optimizer.step()
+        self._take_result(StepResult(True, float(norm), min(float(norm), clipping or float("inf")), None))
+        self._recording.after_update(float(norm))
         self.zero_grad()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        loss = sum(self._losses) / len(self._losses) if self._losses else None
-        self._losses.clear()
-        self._recording.end_step(loss)
 
-    def _average(self) -> None:
-        factor = 1.0
-        if self.runtime.config.gradient_allreduce_op == "sum":
-            factor = len(self.mesh.group(("data",), self.communicator.rank))
-        trained = [one for one in self.module.parameters() if one.requires_grad]
-        arrived = torch.tensor([float(one.grad is not None) for one in trained], device=self.device)
-        self.communicator.all_reduce(wrap_torch(arrived), ReduceOp.MAX)
-        for parameter, is_there in zip(trained, arrived.tolist(), strict=True):
+    def _average_at_boundary(self) -> None:
+        """Average gradients that a script may look at now. Collective at the boundary."""
+        if self.optimizer is not None and self._synchronizes and self.counters.is_boundary:
+            self._average(is_in_step=False)
+
+    def _average(self, *, is_in_step: bool) -> bool:
+        """Average the gradients of all ranks; returns whether some rank is not in `step` yet. Collective.
+
+        What is averaged already stays as it is, so it may be called after each of several passes.
+        """
+        trained = [one for one in self._own_module.parameters() if one.requires_grad]
+        facts = torch.tensor([float(not is_in_step), *(float(one.grad is not None) for one in trained)])
+        facts = facts.to(self.device)
+        self.communicator.all_reduce(wrap_torch(facts), ReduceOp.MAX)
+        waits, *arrived = facts.tolist()
+        for parameter, is_there in zip(trained, arrived, strict=True):
             if not is_there:
                 continue  # no rank has one: the optimizer leaves it as it is
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            flat = gradient.detach().contiguous().reshape(-1)
+            flat = gradient.detach().contiguous().reshape(-1).clone()
             self.communicator.all_reduce(wrap_torch(flat), ReduceOp.SUM)
-            parameter.grad = (flat * (factor / self.communicator.world_size)).view(parameter.shape)
+            averaged = (flat / self.communicator.world_size).view(parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = averaged
+            else:
+                parameter.grad.copy_(averaged)
+        return bool(waits)
 
-    def train_batch(self, data_iter: Any = None) -> Tensor:
-        """Run one optimizer step, with all its micro-batches. Collective."""
-        self.train()
-        losses = []
-        for _ in range(self.gradient_accumulation_steps()):
-            loss = loss_of(call_with(self, to_device(next(self._data(data_iter)), self.device)))
-            self.backward(loss)
-            losses.append(loss.detach())
-            self.step()
-        return torch.stack(losses).mean()
+    # Whole states.
 
-    def _data(self, data_iter: Any) -> Iterator[Any]:
-        if data_iter is not None:
-            return iter(data_iter) if not hasattr(data_iter, "__next__") else data_iter
-        if self._own_data is None:
-            self._own_data = iter(RepeatingLoader(self.training_dataloader))
-        return self._own_data
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *more: Any, **named: Any) -> bool:
+        """Keep the whole state, apart from the script's own checkpoints."""
+        return self._saves.save(save_dir, tag, *more, **named)
 
-    def deepspeed_io(
-        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
-    ) -> ShardedDataLoader[Any]:
-        """Build the loader that the engine would build."""
-        line = self.mesh.group(("data",), self.communicator.rank)
-        own: dict[str, Any] = {"rank": line.index(self.communicator.rank), "world_size": len(line)}
-        own |= {"drop_last": self.runtime.config.dataloader_drop_last, "num_workers": num_workers}
-        size = self.train_micro_batch_size_per_gpu()
-        return ShardedDataLoader(dataset, micro_batch_size=size, collate_fn=collate_fn, **own)
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *more: Any, **choices: Any) -> Any:
+        """Go on from what `save_checkpoint` of this run kept. Raises CheckpointError where there is nothing."""
+        return self._saves.load(load_dir, tag, *more, **choices)
 
-    # What scripts ask.
+    def wait_for_checkpoint(self) -> None:
+        """Do nothing: what is saved is complete."""
 
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-batches of a step."""
-        return self.runtime.config.gradient_accumulation_steps
+    def save_16bit_model(self, *names: Any, **named: Any) -> bool:
+        """Write nothing."""
+        return True
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch."""
-        return self.runtime.config.train_micro_batch_size_per_gpu
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the module's state dict."""
+        trained = {name for name, one in self._own_module.named_parameters() if one.requires_grad}
+        own = {name for name, _ in self._own_module.named_parameters()}
+        frozen = own - trained if exclude_frozen_parameters else set()
+        return {name: one for name, one in self._own_module.state_dict().items() if name not in frozen}
 
-    def train_batch_size(self) -> int:
-        """Return the samples of a step."""
-        return self.runtime.config.train_batch_size
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step` updates the module."""
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last update's gradients."""
-        return self._norm
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of every optimizer group."""
-        return [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state dict of the module."""
+        self._own_module.load_state_dict(state_dict, strict=strict)
 
     def destroy(self) -> None:
         """Do nothing."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
-                raise
-            return getattr(self.module, name)
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def reload_states(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+def _tensor_of(
+    parameter: Callable[[], nn.Parameter | None], optimizer: Callable[[], torch.optim.Optimizer | None], kind: str
+) -> Tensor | None:
+    """What plain torch has of a parameter, as `safe_get_full_*` name it."""
+    one, owner = parameter(), optimizer()
+    if one is None or owner is None or kind in (PARAM, GRAD):
+        return one if one is None or kind == PARAM else one.grad
+    state = owner.state.get(one, {}).get(kind)
+    return state if isinstance(state, Tensor) else None
+
+
+def shares_samples(runtime: EngineBuilder) -> bool:
+    """Whether several ranks compute parts of one sample, and draw other random numbers than one rank would."""
+    return any(runtime.mesh.has_several(axis) for axis in _SHARED_AXES)
 
 
 def has_equivalent(config: Config, *, has_client: bool) -> bool:
@@ -210,16 +325,18 @@ def has_equivalent(config: Config, *, has_client: bool) -> bool:
 
 def _optimizer(
     runtime: EngineBuilder, model: nn.Module, client: OptimizerLike | None, model_parameters: Iterable[Any] | None
-) -> torch.optim.Optimizer:
-    """The script's optimizer, or that of torch which has the config's formula. Raises PolyaccelError for others."""
+) -> torch.optim.Optimizer | None:
+    """The script's optimizer, or that of torch which has the config's formula; None where there is neither. Raises
+    PolyaccelError for others."""
     if isinstance(client, torch.optim.Optimizer):
         return client
+    section = runtime.config.optimizer
+    if client is None and section is None:
+        return None
     groups = make_groups(model_parameters, model, {})
     if client is not None:
         return client(groups)
-    section = runtime.config.optimizer
-    if section is None:
-        raise PolyaccelError("a program without an optimizer was to be verified", hint='add "optimizer" to the config')
+    assert section is not None  # see above
     native = native_optimizer_of(runtime.config)
     if native is None:
         return torch_optimizer(section.type, section.params, groups)

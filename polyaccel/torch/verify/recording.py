@@ -1,4 +1,5 @@
-"""What a run records of a torch module: whole gradients, updates, norms, buffers, attributes and generators."""
+"""What a run records of a torch module: whole gradients, updates, optimizer states, norms, gradients of inputs,
+buffers, attributes and generators."""
 
 from __future__ import annotations
 
@@ -6,50 +7,64 @@ import hashlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from polyaccel.torch.verify.forward_pass import ForwardOrder, InputGradients
 from polyaccel.verify.compare import MAGNITUDE
 from polyaccel.verify.variant import ActiveRun
 
 _LEAST_LR = 1e-3
 """Learning rates below it, such as those of a warm-up, are raised: an update of zero would show no error."""
+_MOST_KEPT = 1 << 20
 Whole = Callable[[str, nn.Parameter], Tensor | None]
 """Full name and parameter to a whole tensor. Collective."""
+States = Mapping[str, Mapping[str, Tensor | float]]
+"""Optimizer states by name, by the full name of their parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantities:
+    """Where the quantities of an engine are read.
+
+    `gradient_of` and `value_of` are called for all trained parameters in the order of `module.named_parameters`.
+    Buffers that another stage of a pipeline changes are not recorded.
+    """
+
+    gradient_of: Whole
+    value_of: Whole
+    states: Callable[[], States]
+    """Whole optimizer states. Collective."""
+    groups: Callable[[], Sequence[dict[str, Any]]]
+    shares_samples: bool
+    """Whether several ranks compute parts of one sample: what they draw and keep differs by design."""
+    splits_inputs: bool = False
+    """Whether a rank has parts of its inputs' gradients."""
+    attributes: Mapping[str, float] | None = None
+    """Numbers among attributes before the first rewrite; None where other stages' modules do not change theirs."""
+    foreign_buffers: frozenset[str] = frozenset()
+    """Buffers that another stage updates."""
 
 
 class StepRecording:
-    """The steps of one engine, the `index`-th of its rank.
+    """The steps of one engine, the `index`-th of its rank. `engine` is what the script calls for a forward pass."""
 
-    `gradient_of` and `value_of` are called for all trained parameters in the order of `module.named_parameters`.
-    """
-
-    def __init__(
-        self,
-        run: ActiveRun,
-        rank: int,
-        module: nn.Module,
-        *,
-        gradient_of: Whole,
-        value_of: Whole,
-        groups: Callable[[], Sequence[dict[str, Any]]],
-        records_draws: bool,
-    ) -> None:
-        self._run, self._rank, self._module = run, rank, module
-        self._gradient_of, self._value_of = gradient_of, value_of
+    def __init__(self, run: ActiveRun, rank: int, engine: nn.Module, module: nn.Module, read: Quantities) -> None:
+        self._run, self._rank, self._module, self._read = run, rank, module, read
         self._record = run.record_of(rank)
         index = self._record.engines
         self._record.engines += 1
         self._record.unfinished += 1
-        self._prefix = f"{index}:" if index else ""
-        self._groups = groups
-        self._records_draws = records_draws and threading.current_thread() is threading.main_thread()
+        self._index, self._prefix = index, f"{index}:" if index else ""
         self._step = 0
         self._attributes = dict(attributes_of(module))
         self._before: dict[str, Tensor] = {}
+        self._inputs = None if read.splits_inputs else InputGradients(engine, module)
+        self._order = ForwardOrder(module) if run.variant.is_plain else None
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -60,36 +75,64 @@ class StepRecording:
         """Record whole gradients, and keep the parameters that the update changes. Collective."""
         if self._step >= self._run.variant.steps:
             return
-        for group in self._groups():
+        self._record.events.append(f"{self._index}/{self._step}")
+        for group in self._read.groups():
             if group.get("lr") is not None and float(group["lr"]) < _LEAST_LR:
                 group["lr"] = _LEAST_LR
         for name, parameter in self._trained():
-            gradient, value = self._gradient_of(name, parameter), self._value_of(name, parameter)
+            gradient, value = self._read.gradient_of(name, parameter), self._read.value_of(name, parameter)
             if value is None:
                 continue
             gradient = torch.zeros_like(value) if gradient is None else gradient
             self._add("gradient", name, gradient)
             self._before[name] = value.detach().clone()
+        if self._inputs is not None:
+            for name, gradient in self._inputs.take():
+                self._add("input", name, gradient)
+        if self._order is not None:
+            self._record.order += [f"{self._prefix}{name}" for name in self._order.take()]
+            self._order = None
 
     def after_update(self, norm: float | None) -> None:
-        """Record the norm, updates, buffers, attributes and the state of generators. Collective."""
+        """Record the norm, updates, states, buffers, attributes and the states of generators. Collective."""
         if self._step >= self._run.variant.steps:
             return
         if norm is not None:
             self._add("norm", "", torch.tensor(norm, dtype=torch.float64))
         for name, parameter in self._trained():
-            if (value := self._value_of(name, parameter)) is not None and name in self._before:
+            if (value := self._read.value_of(name, parameter)) is not None and name in self._before:
                 self._add("update", name, value.detach() - self._before.pop(name))
                 self._add(MAGNITUDE, name, value.detach().abs().amax() if value.numel() else torch.zeros(()))
+        for name, states in self._read.states().items():
+            for key, state in states.items():
+                value = state if isinstance(state, Tensor) else torch.tensor(state, dtype=torch.float64)
+                self._add("state", f"{name} {key}", value)
+        self._record_module()
+
+    def _record_module(self) -> None:
+        """Record what the modules keep besides parameters."""
         for name, buffer in self._module.named_buffers():
-            if buffer.layout is torch.strided and not buffer.is_meta:
+            if buffer.layout is torch.strided and not buffer.is_meta and name not in self._read.foreign_buffers:
                 self._add("buffer", name, buffer)
+        untouched = self._read.attributes or {}
         for name, number in attributes_of(self._module):
-            if self._attributes.get(name) != number:
+            before = self._attributes.get(name)
+            if before != number or (before is not None and untouched.get(name) == before):
                 self._add("attribute", name, torch.tensor(number, dtype=torch.float64))
-        if self._records_draws:
-            for name, digest in _generators():
-                self._record.add(self._step, "random", name, np.frombuffer(digest, np.uint8))
+        if self._read.shares_samples:
+            return
+        for name, value in _kept(self._module):
+            if isinstance(value, torch.Generator):
+                self._digest(name, value.get_state().numpy().tobytes())
+            else:
+                self._add("kept", name, value)
+        if threading.current_thread() is threading.main_thread():  # ranks that are threads share them
+            for name, state in _generators():
+                self._digest(name, state)
+
+    def _digest(self, name: str, state: bytes) -> None:
+        digest = np.frombuffer(hashlib.sha256(state).digest(), np.uint8)
+        self._record.add(self._step, "random", f"{self._prefix}{name}", digest)
 
     def end_step(self, loss: float | None) -> None:
         """Record the loss. Raises VerificationEnd when this was the last step of the last engine."""
@@ -99,9 +142,9 @@ class StepRecording:
             self._add("loss", "", torch.tensor(loss, dtype=torch.float64))
         self._step += 1
         if self._step == self._run.variant.steps:
-            self._record.unfinished -= 1
-            if self._record.unfinished == 0:
-                self._run.end(self._rank)
+            if self._inputs is not None:
+                self._inputs.close()
+            self._run.end_engine(self._rank)
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, one) for name, one in self._module.named_parameters() if one.requires_grad)
@@ -136,10 +179,27 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, float]]:
                 yield (f"{prefix}.{name}" if prefix else name), float(value)
 
 
+def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor | torch.Generator]]:
+    """Tensors and generators that modules keep as plain attributes."""
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            full = f"{prefix}.{name}" if prefix else name
+            if isinstance(value, torch.Generator) or (
+                isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _is_readable(value)
+            ):
+                yield full, value
+
+
+def _is_readable(value: Tensor) -> bool:
+    """Whether a tensor has values of its own here; views of sharded parameters have none between steps."""
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized or not 0 < value.numel() <= _MOST_KEPT:
+        return False
+    return value.untyped_storage().nbytes() > 0 and not value.is_complex()
+
+
 def _generators() -> Iterator[tuple[str, bytes]]:
-    for name, state in (
-        ("torch", torch.get_rng_state().numpy().tobytes()),
-        ("python", repr(random.getstate()).encode()),
-        ("numpy", repr(np.random.get_state()).encode()),
-    ):
-        yield name, hashlib.sha256(state).digest()
+    yield "torch", torch.get_rng_state().numpy().tobytes()
+    yield "python", repr(random.getstate()).encode()
+    yield "numpy", repr(np.random.get_state()).encode()
+    if (device := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
+        yield device.type, torch.get_device_module(device).get_rng_state().numpy().tobytes()

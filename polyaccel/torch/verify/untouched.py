@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -48,6 +50,9 @@ class Untouched:
             if buffer.dtype in (torch.bfloat16, torch.float16):
                 memo[id(buffer)] = buffer.detach().float()
         try:
+            for module in reversed(list(model.modules())):  # compiled modules are copied as they were before
+                if (inner := module._modules.get("_orig_mod")) is not None:
+                    memo[id(module)] = copy.deepcopy(inner, memo)
             return Untouched(copy.deepcopy(model, memo), _digest(model, config, world_size))
         except Exception as error:  # of a class of the user's
             raise NotProvenError(f"the model cannot be copied: {type(error).__name__}: {_line(error)}") from error
@@ -60,10 +65,15 @@ class Untouched:
             made = memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             vars(made).update(vars(parameter))
         copied: nn.Module = copy.deepcopy(self.module, memo)
-        modes = {name: one.training for name, one in like.named_modules()}
+        modes = {plain_name(name): one.training for name, one in like.named_modules()}
         for name, one in copied.named_modules():
             one.training = modes.get(name, one.training)
         return copied
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without the parts that compiled modules add."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
@@ -82,15 +92,24 @@ def _check(model: nn.Module) -> None:
         raise NotProvenError("a rank has only its blocks of the parameters, because the model has cut itself")
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
-        if any(getattr(module, hooks) for hooks in HOOKS):
-            raise NotProvenError(f"{where} has hooks, which a copy would share")
-        if "forward" in vars(module):
-            raise NotProvenError(f"{where} has a forward among its attributes, which a copy would share")
         if "_orig_mod" in module._modules:
-            raise NotProvenError(f"{where} is compiled")
+            continue  # the copy has the module that was compiled
+        if not all(_is_copied(hook) for hooks in HOOKS for hook in (getattr(module, hooks) or {}).values()):
+            raise NotProvenError(f"{where} has hooks, which a copy would share")
+        if not _is_copied(vars(module).get("forward")):
+            raise NotProvenError(f"{where} has a forward among its attributes, which a copy would share")
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise NotProvenError(f"{name} has hooks, which a copy would share")
+
+
+def _is_copied(function: Any) -> bool:
+    """Whether a copy of a module gets a copy of `function` that refers to nothing of the module."""
+    if isinstance(function, partial):
+        return _is_copied(function.func)  # whose arguments are copied
+    if isinstance(function, MethodType):
+        return isinstance(function.__self__, nn.Module)
+    return not isinstance(function, FunctionType) or function.__closure__ is None
 
 
 def _digest(model: nn.Module, config: Config, world_size: int) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.zero.plan.bucket_plan import BucketPlan, TrainedBucketPlan
-from polyaccel.zero.plan.layout import Slice
+from polyaccel.zero.plan.layout import Bucket, Slice
 from polyaccel.zero.resources import Tiers
 
 
@@ -62,3 +65,33 @@ class BucketParams:
             for slot in self.bucket.slots
             if (begin := max(low, slot.offset)) < (end := min(high, slot.end))
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Elements [start, start + numel) of parameter `fqn`, which all of `ranks` (global) hold: in bucket `bucket`, from
+    its element `offset` on."""
+
+    fqn: str
+    start: int
+    numel: int
+    ranks: tuple[int, ...]
+    bucket: int
+    offset: int
+
+
+def replicas_of(
+    buckets: Iterable[BucketParams], holders: Callable[[Bucket], Communicator], most_numel: int
+) -> tuple[Replica, ...]:
+    """Return copies of parameters that this rank holds alone, in pieces, without shared memory."""
+    found = []
+    for place in buckets:
+        group = holders(place.bucket)
+        if place.full is None or place.shared is not None or group.world_size == 1:
+            continue
+        for slot in place.bucket.slots:
+            for start in range(0, slot.param.numel, most_numel):
+                numel = min(most_numel, slot.param.numel - start)
+                where = place.bucket.index, slot.offset + start
+                found.append(Replica(slot.param.fqn, start, numel, group.ranks, *where))
+    return tuple(found)

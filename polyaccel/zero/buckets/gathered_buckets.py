@@ -121,8 +121,7 @@ class GatheredBuckets:
     # Uses by this rank.
 
     def begin_use(self, index: int) -> bool:
-        """This rank uses a bucket until a matching `end_use`. Returns whether it has it: a gather under way is waited
-        for, none is launched. Raises ShardingError while gathering is suspended."""
+        """Hold a bucket until `end_use`; return whether it is whole, after a gather under way."""
         place = self._buckets[index]
         self._require_active(index)
         if place.work is not None and place.kept is None:
@@ -142,9 +141,7 @@ class GatheredBuckets:
     # Holds by all ranks.
 
     def unshard(self, index: int, *, ahead: bool = False, exact: bool = False) -> None:
-        """Make bucket `index` whole until a matching `reshard`. Collective. `ahead`: then gather what the schedule has
-        next. `exact`: a user reads or changes values, so that quantised ones will not do. Raises ShardingError while
-        gathering is suspended."""
+        """Unshard a bucket until `reshard`, gather `ahead`, `exact` without quantisation. Collective."""
         place = self._buckets[index]
         self._require_active(index)
         self._period += self._has_dropped
@@ -206,8 +203,7 @@ class GatheredBuckets:
 
     @contextmanager
     def unsharded_view(self, index: int) -> Iterator[Buffer]:
-        """The whole bucket in exact values, to be read at once, while the frontend sees its parameters where they are.
-        Collective, unless it is whole already."""
+        """Return the whole bucket in exact values, to be read at once. Collective unless whole."""
         place = self._buckets[index]
         self._require_active(index)
         whole = self._common_or_none(place)
@@ -331,8 +327,7 @@ class GatheredBuckets:
         place.fetch = None
 
     def _start_fetch(self, place: ShardedBucket, full: Buffer) -> Fetch:
-        """Start to bring this rank's slice to where `_gather` expects it: a slice off the device to its place in
-        `full`, so that it needs no other memory."""
+        """Start this rank's slice on its way into `full`, where `_gather` expects it."""
         if place.source is None:
             return DoneFetch()
         return place.source.fetch(place.own, place.own_part(full, self._communicators.of(place.bucket).exact.rank))

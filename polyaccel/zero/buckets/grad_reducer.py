@@ -122,8 +122,7 @@ class GradReducer:
             gradients.begin_backward(expects_grads=expected is None or gradients in expected)
 
     def add_gradient(self, fqn: str, gradient: Buffer | GradientWriter) -> None:
-        """Take over a parameter's gradient, flat, or let it be written into its bucket; the caller may free it at once.
-        Launches the buckets that it completes. Raises InvariantError outside of a pass."""
+        """Add a flat gradient and launch complete buckets; the caller may free it. Raises outside a pass."""
         state = self._state
         if state is TrainingState.IDLE:
             raise InvariantError(f"the gradient of {fqn!r} came outside of a backward pass", value=fqn)
@@ -156,8 +155,7 @@ class GradReducer:
         self._state = TrainingState.IDLE
 
     def abort_backward(self) -> None:
-        """The backward pass failed: launch nothing more. The gradients are incomplete; discard them before
-        continuing."""
+        """Launch nothing more: the pass failed, and gradients must be discarded."""
         self._state, self._grads = TrainingState.IDLE, GradsState.INCOMPLETE
 
     def _launch_ready(self) -> None:
@@ -188,8 +186,7 @@ class GradReducer:
         return self._by_fqn[fqn]
 
     def require_complete(self, fqn: str) -> None:
-        """Raise PolyaccelError where the gradient of a parameter is not there to see: inside a backward pass, and after
-        one that failed."""
+        """Raise PolyaccelError inside a pass and after a failed one, where a gradient is incomplete."""
         if self.in_backward:
             raise PolyaccelError(
                 f"the gradient of {fqn!r} was looked for inside a backward pass, which takes it as it appears",
@@ -203,8 +200,7 @@ class GradReducer:
     # The update.
 
     def prepare_update(self) -> None:
-        """An update follows: reduce what earlier passes accumulated. Raises PolyaccelError inside a backward pass, and
-        after a pass or an update that failed."""
+        """Reduce what earlier passes accumulated. Raises PolyaccelError inside a pass or after a failure."""
         if self.in_backward or self._grads is GradsState.INCOMPLETE:
             raise _incomplete()
         if self._grads is GradsState.UNREDUCED:

@@ -94,8 +94,7 @@ class GradientBucket:
     # The backward pass.
 
     def begin_backward(self, *, expects_grads: bool = True) -> None:
-        """A backward pass starts: count arrivals again. Unless it `expects_grads`, no rank has a gradient for this
-        bucket in the pass; one that comes all the same is late."""
+        """Count arrivals again; unless it `expects_grads`, one that comes is late."""
         self._arrivals.begin_pass(expects_grads=expects_grads)
         has_full_result = self._keeps_full and self._state is not GradState.EMPTY  # so what comes now is late
         self.is_launched = has_full_result or not expects_grads
@@ -123,8 +122,7 @@ class GradientBucket:
         return full is not None and full.dtype is not self._plan.travelling.dtype
 
     def add(self, slot_index: int, gradient: Buffer | GradientWriter, *, reducing: bool) -> None:
-        """Take a gradient (flat, any floating type) into the bucket, or let it be written there. `reducing`: this pass
-        ends in a reduction."""
+        """Add a flat gradient of any floating type; `reducing`: this pass ends in a reduction."""
         self.touched[slot_index] = True
         self._arrivals.count(slot_index)
         sums = self._sums
@@ -150,8 +148,7 @@ class GradientBucket:
     # The reduction.
 
     def launch(self) -> None:
-        """Start the reduction of everything that has accumulated; zeros stand for what is missing. Raises
-        InvariantError for a bucket that this pass has launched."""
+        """Start reducing what accumulated, zeros for the missing. Raises InvariantError if launched."""
         if self.is_launched:
             raise InvariantError("a bucket's reduction was launched twice in a pass", value=self.bucket.index)
         self.is_launched = True
@@ -179,8 +176,7 @@ class GradientBucket:
         return self._late is not None
 
     def result(self) -> Buffer:
-        """The reduced gradient that this rank updates with: its own slice, or the whole bucket under a replicated
-        optimizer. Raises InvariantError while a reduction is under way."""
+        """Return this rank's reduced gradient: a slice, or the bucket under a replicated optimizer."""
         if self._state is GradState.REDUCING:
             raise InvariantError("a gradient was read before its reduction ended", value=self.bucket.index)
         return self._result
@@ -310,9 +306,7 @@ class GradientBucket:
         return settle
 
     def _reduce_scatter_output(self, staged: Buffer, *, adds: bool) -> Buffer:
-        """Where a reduce-scatter writes: straight into the slice that the update reads, if that is empty and of the
-        same type, on the device, which saves a copy here and the communicator a buffer for a peer's part; else in
-        place."""
+        """Return where a reduce-scatter writes: into an empty, fitting slice without a copy, else in place."""
         own = self._own
         if own is not None and not adds and not self._is_off_device and own.dtype is staged.dtype:
             return own
@@ -320,8 +314,7 @@ class GradientBucket:
         return staged.view(low, high - low)
 
     def _settle(self, reduced: Buffer, *, adds: bool) -> None:
-        """Put a reduced gradient where the update reads. `adds`: to an earlier micro-batch's, or to what was not
-        late."""
+        """Put a reduced gradient where the update reads; `adds` to what is there."""
         target, staging = self._result, self._plan.staged_gradient
         if adds and self._is_off_device and staging is not None:
             near = self._staging.borrow(self._tier, "grad", staging, reduced.numel)

@@ -19,10 +19,9 @@ from polyaccel.comm.work import Work
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.offload.tier import Tier
-from polyaccel.zero.buckets.bucket_params import BucketParams
+from polyaccel.zero.buckets.bucket_params import BucketParams, Replica, replicas_of
 from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
 from polyaccel.zero.buckets.param_listener import ParamListener
-from polyaccel.zero.buckets.replicas import Replica, replicas_of
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.plan.bucket_plan import StepPlan
@@ -201,8 +200,7 @@ class ParamBuckets:
             self.gathered.reshard(index, keep=False)
 
     def write(self, fqn: str, value: Buffer) -> None:
-        """Overwrite a parameter with `value`, flat and equal on all ranks: in the bucket where that is whole, in this
-        rank's slice, and in the master weights in full precision. Not collective."""
+        """Overwrite a parameter by flat `value`: bucket, slice and master weights. Not collective."""
         place, slot = self.locate(fqn)
         index = place.bucket.index
         self.wait_all_gather(index)
@@ -218,8 +216,7 @@ class ParamBuckets:
         self.refresh_private_view(fqn)
 
     def refresh_private_view(self, fqn: str) -> None:
-        """Let users see the present values of a parameter in shared memory, whatever they wrote to it before, and keep
-        what they wrote as well."""
+        """Show users a shared parameter's present values, and keep what they wrote."""
         place, slot = self.locate(fqn)
         if place.shared is not None and place.shared.written():
             window = slot.offset, slot.param.numel

@@ -34,8 +34,7 @@ class WeightRounding:
         self.is_stochastic = is_stochastic
 
     def of(self, param: ParamSpec, start: int) -> StochasticRounding | None:
-        """How to round the elements of `param` from `start` on; None is to nearest, as for every type but 16-bit
-        ones."""
+        """Return the rounding of elements from `start`; None is to nearest."""
         return rounding_of(param, self._steps.get(param.fqn, 0), start) if self.is_stochastic else None
 
     def write(self, precise: Buffer, out: Buffer, param: ParamSpec, start: int) -> None:

@@ -56,8 +56,7 @@ class ShardedBucket:
 
     @property
     def is_own(self) -> bool:
-        """Whether the own slice is the bucket: on a single rank nothing is gathered, nor copied if it is on the
-        device."""
+        """Return whether the own slice is the bucket: with one rank nothing is gathered."""
         return self.source is None and self.own.numel == self.bucket.numel
 
     def own_part(self, full: Buffer, rank: int) -> Buffer:

@@ -245,8 +245,7 @@ class Unsharder:
         )
 
     def require_idle(self) -> None:
-        """No pass is under way on any rank: nothing is held any more because of the schedule. Raises ShardingError if a
-        bucket is still in use."""
+        """Raise ShardingError while a bucket is in use; drop what the schedule holds."""
         for index, count in self._held.items():
             for _ in range(count):
                 self.gathered.reshard(index, keep=False)
@@ -254,8 +253,7 @@ class Unsharder:
         self.gathered.require_idle()
 
     def end_step(self, *, learn: bool) -> None:
-        """The optimizer step is over. `learn`, the same on all ranks: make a schedule of what they did in it;
-        collective then. Raises ShardingError if a bucket is still in use."""
+        """End the optimizer step; `learn` makes a schedule, collectively."""
         segments = self._learned() if learn else self._schedule.segments
         self.require_idle()
         self.gathered.end_step()
@@ -279,8 +277,7 @@ class Unsharder:
             self._events.append(event(kind, index))
 
     def _follow(self, index: int, *, is_nested: bool) -> bool:
-        """Do what the schedule has up to the next hold of a bucket; False if it has none before the next meeting. What
-        this rank has already is not looked for behind other holds."""
+        """Execute scheduled events up to the next hold; False if there is none before the next meeting."""
         count = self._schedule.find(event(EventKind.UNSHARD, index))
         if count < 0 or (is_nested and unshards_of(self._schedule.ahead(count))):
             return False

@@ -40,15 +40,13 @@ class UserGradEdits:
         self.shown.clear()
 
     def counts(self, names: Sequence[str], buckets: Sequence[int]) -> array[float]:
-        """For each of `names` whether it was written, then whether it was dropped; then for each bucket whether it was
-        shown."""
+        """Return flags of writes, then drops by `names`, then shown buckets."""
         flags = [name in self.written for name in names] + [name in self.dropped for name in names]
         return array("d", flags + [index in self.shown for index in buckets])
 
 
 def require_same_edits(counts: Sequence[float], names: Sequence[str], ranks: int) -> None:
-    """Raise ShardingError unless every rank changed the same gradients; `counts` are `UserGradEdits.counts`, added
-    up."""
+    """Raise ShardingError unless all ranks changed the same gradients, by summed `counts`."""
     for verb, found in (("changed", counts[: len(names)]), ("dropped", counts[len(names) : 2 * len(names)])):
         for name, count in zip(names, found, strict=True):
             if count not in (0, ranks):
@@ -73,8 +71,7 @@ def require_equal(squares: Sequence[Sequence[float]], names: Sequence[str]) -> N
 
 
 def require_shown_whole(late: Sequence[int], counts: Sequence[float], names: Sequence[str]) -> None:
-    """Raise ShardingError where user code saw a gradient before a late part of it was reduced. `counts` are those of
-    the buckets at the positions `late`; `names` has a parameter of each."""
+    """Raise ShardingError where user code saw a gradient before its `late` part; `names` for messages."""
     for position in late:
         if counts[position]:
             raise ShardingError(

@@ -29,11 +29,7 @@ class UserWrites:
         self._communicator = communicator
 
     def sync(self, changed: Collection[str]) -> None:
-        """Take over the values of whole parameters, where users of this rank may have written to `changed`.
-
-        Collective. Raises ShardingError on all ranks, naming parameter and ranks, where the values differ between
-        ranks; then nothing is taken over.
-        """
+        """Take over users' values of `changed` parameters. Collective; raises ShardingError where ranks differ."""
         gathered = self._communicator.all_gather_object(list(changed))
         names = list(dict.fromkeys(fqn for theirs in gathered for fqn in theirs))
         if not names:
@@ -51,11 +47,7 @@ class UserWrites:
         self._owner.on_adopted(names)
 
     def writers(self, names: Sequence[str]) -> list[set[str]]:
-        """Return for each rank the parameters of `names` that it wrote to, by their values. Collective.
-
-        A rank wrote to a parameter whose values are not those of its own slice and master weights. Where no rank has
-        one, ranks whose values differ from those of most ranks wrote to it.
-        """
+        """Return each rank's written parameters of `names`, by their values. Collective."""
         written: list[set[str]] = [set() for _ in range(self._communicator.world_size)]
         if not names:
             return written
@@ -91,8 +83,7 @@ class UserWrites:
         return found
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Let users of this rank see what the engine has, in the buckets of `names` (None: in all): what they wrote
-        there was taken over, or is lost."""
+        """Show users the engine's values in buckets of `names` (None: all); their writes are over."""
         for place in self._params if names is None else {self._params.locate(fqn)[0] for fqn in names}:
             if place.shared is not None:
                 place.shared.forget()

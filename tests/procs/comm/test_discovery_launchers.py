@@ -17,6 +17,7 @@ import pytest
 from fake_hosts import FakeHosts, two_hosts, why_no_hosts
 from slurm_node import slurm_node, why_no_slurm
 
+from polyaccel.core.install_line import install_line
 from polyaccel.job.ports import free_port
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -166,7 +167,7 @@ def test_under_mpirun_without_mpi4py_and_a_meeting_place_the_cure_is_named(tmp_p
     done = start(mpirun(SPY, "without-mpi4py"), tmp_path)
     assert done.returncode != 0
     assert "mpi4py is not installed; MASTER_ADDR unset" in done.stderr
-    assert "hint: pip install 'polyaccel[mpi]'" in done.stderr
+    assert f"hint: {install_line('mpi')}" in done.stderr
 
 
 @needs_mpi

@@ -30,7 +30,7 @@ DRAWN = """document.querySelectorAll('.card').length
 CARDS = "[...document.querySelectorAll('.card')].map((card) => card.dataset.card)"
 ALWAYS = ["loss", "lr"]
 SAMPLE_CARDS = [
-    *("loss", "norm", "scale", "lr", "tokens", "samples", "flops", "mfu", "event.validation loss"),
+    *("loss", "norm", "scale", "lr", "tokens", "flops", "mfu"),
     *("phases.0", "purposes.0", "tiers.0", "waits-by-call.0", "sent-by-call.0"),
     *("rank-waits.0", "waits.0", "rank-times.0", "rank-memory.0", "ranks.0", "transfers.0"),
     *("balance.0", "experts.0.layers.1.mlp", "experts.0.layers.3.mlp", "trace.0", "trace-waits.0"),
@@ -143,17 +143,18 @@ def test_memory_stands_beside_what_was_foretold(browser: Headless, tmp_path: Pat
     legend = "[...document.querySelectorAll(`[data-card='%s'] .legend li`)].map((one) => one.textContent)"
     assert browser.run(legend % "purposes.0") == [
         *("last", "activations and the rest1.625 GiB", "gradients1 GiB", "parameters2 GiB"),
-        *("the most in use5 GiB", "foretold, activations apart3 GiB"),
+        *("the most in use5 GiB", "estimated, activations apart3 GiB"),
     ]
     assert browser.run(legend % "tiers.0") == [
-        *("last", "optimizer states (host)4 GiB", "foretold4 GiB"),
+        *("last", "optimizer states (host)4 GiB", "estimated4 GiB"),
     ]
 
 
 def test_runs_stand_side_by_side(browser: Headless, folders: list[Path], tmp_path: Path) -> None:
     browser.show(frozen(folders, tmp_path))
     browser.wait_for(DRAWN)
-    assert browser.run("document.querySelectorAll('[data-card=loss] .curve:not(.raw)').length") == 2
+    assert browser.run("document.querySelectorAll('[data-card=loss] .curve:not(.raw)').length") == 4
+    assert browser.run("document.querySelectorAll('[data-card=comparison] tbody tr').length") == 2
     lefts = """['phases', 'rank-waits', 'waits'].map((name) => {
         const [one, other] = [0, 1].map((run) => document.querySelector(`[data-card='${name}.${run}']`));
         const [left, right] = [one.getBoundingClientRect(), other.getBoundingClientRect()];
@@ -206,6 +207,46 @@ def test_the_values_at_the_pointer_are_told(browser: Headless, folders: list[Pat
     assert told.startswith("step 1")
     browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     browser.wait_for("!document.querySelector('.cross')")
+
+
+def test_charts_are_smoothed_zoomed_and_logarithmic_as_the_reader_chooses(
+    browser: Headless, folders: list[Path], tmp_path: Path
+) -> None:
+    browser.show(frozen(folders[:1], tmp_path))
+    browser.wait_for(DRAWN)
+    texts = "[...document.querySelectorAll('[data-card=loss] .chart text')].map((one) => one.textContent)"
+    curve = "[...document.querySelectorAll('[data-card=loss] .curve:not(.raw)')].map((one) => one.getAttribute('d'))[0]"
+    plain, usual = browser.run(texts), browser.run(curve)
+    assert "-0" not in plain
+    assert len(plain) >= 7, "three ticks or more of each axis"
+    browser.run("document.getElementById('log').click()")
+    logarithmic = browser.run(texts)
+    assert "by step, log scale" in logarithmic
+    browser.run("document.getElementById('log').click()")
+    assert browser.run(texts) == plain
+    browser.run(
+        """(() => { const it = document.getElementById('smoothing');
+        it.value = 12; it.dispatchEvent(new Event('input')); })()"""
+    )
+    assert browser.run(curve) != usual
+    box = browser.run(
+        """(() => { const box = document.querySelector("[data-card=loss] .chart").getBoundingClientRect();
+        return [box.left + box.width / 2, box.top + box.height / 2, box.width / 4]; })()"""
+    )
+    for kind, x in (("mousePressed", box[0]), ("mouseMoved", box[0] + 9), ("mouseReleased", box[0] + box[2])):
+        browser.ask("Input.dispatchMouseEvent", type=kind, x=x, y=box[1], button="left", clickCount=1)
+    browser.wait_for("!document.getElementById('whole').hidden")
+    assert browser.run(texts) != plain
+    browser.run("document.getElementById('whole').click()")
+    assert browser.run(texts) == plain
+
+
+def test_a_phase_says_what_it_is(browser: Headless, folders: list[Path], tmp_path: Path) -> None:
+    browser.show(frozen(folders[:1], tmp_path))
+    browser.wait_for(DRAWN)
+    helped = "[...document.querySelectorAll(`[data-card='phases.0'] .legend .helped`)]"
+    assert browser.run(f"{helped}.length") > 4
+    assert browser.run(f"{helped}.every((one) => one.title.length > 10)")
 
 
 PICTURES = {

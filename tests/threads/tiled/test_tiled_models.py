@@ -11,14 +11,21 @@ from hf_models import SIZES, VOCABULARY, tiny
 from pairwise import combinations
 from parity_models import SMALL_BUCKET, drawn_from, make_config, snapshot
 from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, Llama4ForCausalLM, Llama4TextConfig
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 import polyaccel
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.torch.settings import TileSettings
 from polyaccel.torch.sharding.tensor_shard import cuts_of, local_slice
-from polyaccel.torch.tiled.models import TiledModel, find_mlps
+from polyaccel.torch.tiled.models import TiledModel, find_chunks, find_mlps
 
 LENGTH = 21
 TILED = {"enabled": True, "loss_tokens": 5, "mlp_tokens": 8}
@@ -197,6 +204,51 @@ def test_feed_forward_layers_are_found_by_structure():
     assert list(find_mlps(tiny("gpt2"))) == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
     assert list(find_mlps(tiny("llama"), ("*.1.mlp",))) == ["model.layers.1.mlp"]
     assert find_mlps(tiny("bert")) == {}
+    chunks = find_chunks(tiny("bert"))
+    assert {name: method for name, (_, method) in chunks.items()} == {
+        f"bert.encoder.layer.{at}": "feed_forward_chunk" for at in (0, 1)
+    }
+
+
+def labelled_words(masked: bool) -> nn.Module:
+    """A model that computes its loss by torch's cross entropy of its logits, and they have a bias of their own."""
+    torch.manual_seed(1)
+    if masked:
+        return tiny("bert", dtype=torch.float32).train()
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "vocab_size": VOCABULARY}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    model = BartForConditionalGeneration(BartConfig(**sizes, **heads)).train()
+    model.final_logits_bias.normal_()
+    return model
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_loss_by_cross_entropy_is_computed_in_tiles(masked):
+    model = labelled_words(masked)
+    plain = deepcopy(model)
+    loss, wanted = gradients_of(plain, 2)
+    tiled = TiledModel(model, TileSettings(loss_tokens=5, mlp_tokens=8, mlp=masked))
+    assert tiled.module_names == ("", *(f"bert.encoder.layer.{at}" for at in (0, 1) if masked))
+    assert model(**batch_of(0)).logits is None
+    model.zero_grad()
+    found_loss, found = gradients_of(model, 2)
+    assert found_loss == pytest.approx(loss, abs=1e-6)
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        torch.testing.assert_close(found[name], one, msg=name)
+    tiled.release()
+    assert not [name for name, one in model.named_modules() if {"forward", "feed_forward_chunk"} & set(vars(one))]
+
+
+def test_a_cross_entropy_that_tiles_do_not_have_is_refused():
+    model = labelled_words(masked=False)
+    TiledModel(model, TileSettings(loss_tokens=5, mlp=False))
+    model.lm_head.register_forward_hook(
+        lambda module, args, out: nn.functional.cross_entropy(out.view(-1, VOCABULARY), args[0][..., 0].view(-1))
+    )
+    with pytest.raises(PolyaccelError) as caught:
+        model(**batch_of(0))
+    assert "cross_entropy" in str(caught.value.value)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +260,7 @@ def test_a_model_without_what_is_to_be_tiled_is_refused_by_the_key(tiled, key):
 
     def run(communicator):
         with pytest.raises(ConfigError) as caught:
-            polyaccel.initialize(model=tiny("bert", dtype=torch.float32), config=config)
+            polyaccel.initialize(model=nn.Sequential(nn.Linear(4, 4)), config=config)
         assert key in str(caught.value)
 
     run_threads(1, run)

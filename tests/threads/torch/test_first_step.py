@@ -3,8 +3,10 @@ leaves no trace in the training."""
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -19,9 +21,9 @@ from polyaccel.errors import ConfigError, VerificationError
 from polyaccel.torch.rewrites.cuts import TensorParallel
 from polyaccel.torch.rewrites.engine import ActivationCheckpointing
 from polyaccel.torch.verify.first_step import FirstStepProof
+from polyaccel.torch.verify.untouched import Untouched
 
 BASE = {
-    "verify": "auto",
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -68,9 +70,19 @@ class Counted(Net):
         return super().forward(x, y)
 
 
+class Still(Net):
+    """Without dropout, which ranks that are threads draw in any order."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.drop.p = 0.0
+
+
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("POLYACCEL_VERIFY")
 
 
 @pytest.fixture
@@ -90,6 +102,26 @@ def verdicts(monkeypatch):
     monkeypatch.setattr(FirstStepProof, "_say", record_reason)
     monkeypatch.setattr(FirstStepProof, "_conclude", record_proof)
     return found
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Weak references to the models that proofs train."""
+    found = []
+    with_values = Untouched.with_values
+
+    def note(self, *given):
+        copied = with_values(self, *given)
+        found.append(weakref.ref(copied))
+        return copied
+
+    monkeypatch.setattr(Untouched, "with_values", note)
+    return found
+
+
+def living(copies):
+    gc.collect()
+    return [one for one in copies if one() is not None]
 
 
 def train(world=1, make_model=Net, *, optimizer=None, has_loss=True, steps=2, **config):
@@ -128,8 +160,12 @@ def train(world=1, make_model=Net, *, optimizer=None, has_loss=True, steps=2, **
         (2, {"mesh": {"pipe": 2}}),
     ],
 )
-def test_a_right_program_is_proven_and_the_next_run_is_not_compared(world, config, verdicts):
+def test_a_right_program_is_proven_and_the_next_run_is_not_compared(world, config, verdicts, copies):
+    threads = set(threading.enumerate())
     train(world, **config)
+    assert copies
+    assert not living(copies)
+    assert set(threading.enumerate()) <= threads
     assert len(verdicts) == world
     assert all(not isinstance(one, str) and one.is_proven and one.quantities > 30 for one in verdicts), verdicts
     train(world, **config)
@@ -188,7 +224,8 @@ def test_a_state_that_recomputation_changes_twice_is_an_error(monkeypatch):
 class Hooked(Net):
     def __init__(self):
         super().__init__()
-        self.head.register_forward_hook(lambda module, inputs, output: None)
+        seen = []
+        self.head.register_forward_hook(lambda module, inputs, output: seen.append(module))
 
 
 class Locked(Net):
@@ -215,14 +252,25 @@ def test_a_large_model_is_not_proven(monkeypatch, verdicts):
     assert "parameters" in verdicts[0]
 
 
-def test_a_failure_of_the_proof_does_not_stop_training(monkeypatch, verdicts):
-    def fail(*_):
-        raise ZeroDivisionError
+@pytest.mark.parametrize(("world", "config"), [(1, RECOMPUTED), (2, {"mesh": {"tensor": 2}})])
+def test_a_rank_of_the_proof_that_fails_alone_leaves_no_trace(world, config, monkeypatch, verdicts, copies):
+    """The others do not wait for it, and nothing of the copies is left."""
 
+    def fail(_, engine):
+        if engine.communicator.rank == world - 1:
+            raise MemoryError
+
+    off = train(world, Still, verify="off", **config)
     monkeypatch.setattr("polyaccel.torch.verify.copied_trainings.record_steps", fail)
-    train(**RECOMPUTED)
-    assert len(verdicts) == 1
-    assert "ZeroDivisionError" in verdicts[0]
+    threads = set(threading.enumerate())
+    on = train(world, Still, **config)
+    assert len(verdicts) == world
+    assert all("MemoryError" in one for one in verdicts)
+    for rank in range(world):
+        assert all(torch.equal(value, on[rank][name]) for name, value in off[rank].items())
+    assert copies
+    assert not living(copies)
+    assert set(threading.enumerate()) <= threads
 
 
 def test_an_unknown_word_in_the_environment_is_refused(monkeypatch):

@@ -15,6 +15,7 @@ from polyaccel.torch.api.optimizer_proof import Trial
 from polyaccel.torch.rewrites.cuts import TensorParallel
 from polyaccel.torch.rewrites.engine import ActivationCheckpointing
 from polyaccel.verify.prove import prove, threads_run
+from polyaccel.zero.engine import ZeroEngine
 
 BASE = {
     "train_micro_batch_size_per_gpu": 4,
@@ -129,6 +130,73 @@ def test_a_buffer_updated_twice_shows_in_the_buffer_alone(monkeypatch):
     proof = prove(threads_run(1, program(model, activation_checkpointing={"enabled": True})))
     assert {one.kind for one in proof.findings} == {"buffer"}
     assert proof.findings[0].name == "layers.0.norm.num_batches_tracked"
+    assert proof.blamed == ("activation_checkpointing",)
+
+
+class Keeper(nn.Module):
+    """What modules keep besides parameters: tensors, numbers and generators, none of which changes the loss."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(width), persistent=False)
+        self.calls, self.last, self.draw = 0, torch.zeros(width), torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        self.seen += x.detach().mean(0)
+        self.last = x.detach().mean(0)
+        torch.rand(1, generator=self.draw)
+        return x
+
+
+class DoubledBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def spoil_all_but_gradients(model):
+    """Change each quantity that the loss and the gradients of parameters do not show."""
+
+    def spoil(module, inputs, output):
+        module.seen.mul_(1.01)
+        module.last.mul_(1.01)
+        module.calls = 1
+        module.draw.manual_seed(3)
+
+    model.layers[0].norm.register_forward_hook(spoil)
+    model.layers[0].register_forward_pre_hook(lambda module, inputs: (DoubledBackward.apply(inputs[0]),))
+
+
+def test_each_quantity_shows_its_own_error(monkeypatch):
+    update = ZeroEngine.update
+
+    def update_wrongly(self, *args):
+        result = update(self, *args)
+        for shard in self.shards:
+            shard.states["exp_avg_sq"].raw.mul_(1.01)
+        return result
+
+    plant(monkeypatch, ActivationCheckpointing, spoil_all_but_gradients)
+    monkeypatch.setattr(ZeroEngine, "update", update_wrongly)
+    model = lambda: Net(norm=Keeper)  # noqa: E731
+    proof = prove(threads_run(1, program(model, activation_checkpointing={"enabled": True})), steps=1)
+    found = {}
+    for one in proof.findings:
+        found.setdefault(one.kind, set()).add(one.parameter)
+    states = found.pop("state")
+    assert found == {
+        "input": {"input 0 of pass 0", "input 0 of pass 1"},
+        "buffer": {"layers.0.norm.seen"},
+        "kept": {"layers.0.norm.last"},
+        "attribute": {"layers.0.norm.calls"},
+        "random": {"layers.0.norm.draw"},
+    }
+    assert {name for name, _ in model().named_parameters()} - {"scale", "unused"} <= states
+    assert all(one.name.endswith(" exp_avg_sq") for one in proof.findings if one.kind == "state")
     assert proof.blamed == ("activation_checkpointing",)
 
 

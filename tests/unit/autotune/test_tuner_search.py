@@ -18,9 +18,8 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.job.trial_env import TrialModel
 from polyaccel.planner.autotune import tuner
 from polyaccel.planner.autotune.candidates import Candidate, candidates, own_candidate
-from polyaccel.planner.autotune.pictures import front_picture, pareto_front
 from polyaccel.planner.autotune.records import TrialLog, TrialRecord, read_trials
-from polyaccel.planner.autotune.results import write_results
+from polyaccel.planner.autotune.results import front_picture, pareto_front, write_results
 from polyaccel.planner.autotune.trials import TrialPlan
 from polyaccel.planner.autotune.tuner import TuneRequest, best_of, tune
 

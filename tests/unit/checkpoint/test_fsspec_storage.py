@@ -17,10 +17,11 @@ import pytest
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.retention.rules import Retention
+from polyaccel.checkpoint.retention import Retention
 from polyaccel.checkpoint.storage import fsspec as module
 from polyaccel.checkpoint.storage.fsspec import FsspecStorage, part_nbytes
 from polyaccel.comm.base import Communicator
+from polyaccel.core.install_line import install_line
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
@@ -127,14 +128,14 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     assert FsspecStorage.probe().usable
     monkeypatch.setattr(module, "version", not_found)
     probe = FsspecStorage.probe()
-    assert (probe.usable, "pip install 'polyaccel[fsspec]'" in probe.reason) == (False, True)
+    assert (probe.usable, install_line("fsspec") in probe.reason) == (False, True)
     for name in ("fsspec.core", "s3fs"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(CheckpointError) as caught:
         FsspecStorage("s3://bucket/runs").names()
     assert caught.value.value == ""
     assert "s3://bucket/runs" in str(caught.value)
-    assert caught.value.hint == "pip install 'polyaccel[fsspec]'"
+    assert caught.value.hint == install_line("fsspec")
 
 
 def test_ten_thousand_parts_reach_far() -> None:

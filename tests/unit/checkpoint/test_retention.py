@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.checkpoint.retention.rules import KEEP_ALL, KeepBest, Retention, SavedTag, TagState
+from polyaccel.checkpoint.retention import KEEP_ALL, KeepBest, Retention, SavedTag, TagState
 
 ages = st.integers(0, 6).map(float)
 numbers = st.integers(-4, 4).map(float)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -25,11 +26,11 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def add_parser(subparsers: Any) -> None:
         parser: argparse.ArgumentParser = subparsers.add_parser("fake")
-        parser.add_argument("-v", "--verbose", action="store_true")
+        parser.add_argument("--file")
         parser.set_defaults(func=lambda args: fake.func(args))
 
     module = SimpleNamespace(add_parser=add_parser)
-    monkeypatch.setattr(frame, "VERBS", {**VERBS, "fake": frame.Command("fake_module", "for the test")})
+    monkeypatch.setattr(frame, "VERBS", {**VERBS, "fake": frame.Command("fake_module", "for the test", "Train")})
     monkeypatch.setattr(frame, "import_module", {"fake_module": module}.__getitem__)
     return fake
 
@@ -47,7 +48,7 @@ print("LOADED", [m for m in sys.modules if m.split(".")[0] in {_HEAVY} or m.star
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     shown, _, loaded = done.stdout.partition("LOADED ")
-    assert all(f"\n    {name} " in shown for name in VERBS)
+    assert all(f"\n  {name} " in shown for name in VERBS)
     assert loaded.strip() == "['polyaccel.cli.parser', 'polyaccel.cli.streams', 'polyaccel.cli.main']"
 
 
@@ -57,12 +58,90 @@ def test_the_package_runs_as_the_command() -> None:
     assert done.stdout.startswith("polyaccel ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["absent"], ["--absent"], ["fake", "--absent"]])
-def test_wrong_arguments_are_code_2(
-    verb: SimpleNamespace, arguments: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "usage", "meant"),
+    [
+        (["absent"], "polyaccel [", None),
+        (["--absent"], "polyaccel [", None),
+        (["--versoin"], "polyaccel [", "--version"),
+        (["doctro"], "polyaccel [", "doctor"),
+        (["fake", "--absent"], "polyaccel fake", None),
+        (["fake", "--flie", "x"], "polyaccel fake", "--file"),
+    ],
+)
+def test_wrong_arguments_are_code_2_with_the_usage_of_their_verb_and_the_nearest_word(
+    verb: SimpleNamespace, arguments: list[str], usage: str, meant: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert "usage: polyaccel" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {usage}")
+    assert re.findall(r"did you mean (\S+)\?", error) == ([meant] if meant else [])
+
+
+def test_without_a_verb_it_shows_the_groups_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    places = [shown.index(f"\n{group}:\n") for group in frame.GROUPS]
+    assert places == sorted(places)
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_help_and_a_verb_is_the_help_of_the_verb(verb: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fake", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["help", "fake"]) == 0
+    assert capsys.readouterr().out == shown
+    assert "exit codes:\n  0 " in shown
+
+
+def test_every_verb_has_one_spelling_of_an_option_exit_codes_and_a_summary() -> None:
+    """Names that differ in dashes and underscores alone, or that only other tools have, are not in the help."""
+    found = 0
+    waiting = [frame.full_parser()]
+    while waiting:
+        parser = waiting.pop()
+        assert set(parser.exit_codes) >= {0, 1, 2}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                waiting += action.choices.values()
+                continue
+            long = [name for name in action.option_strings if name.startswith("--")]
+            assert len(long) <= 1, (parser.prog, action.option_strings)
+            assert "_" not in "".join(long)
+            assert action.help, (parser.prog, action.dest)
+            found += 1
+    assert found > 150
+
+
+def test_a_shell_completes_options_of_the_verb(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("argcomplete")
+    line = "polyaccel watch --exp"
+    shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": os.devnull, "COMP_LINE": line}
+    code = """
+import os, sys, tempfile
+out = tempfile.mktemp()
+os.environ["_ARGCOMPLETE_STDOUT_FILENAME"] = out
+from polyaccel.cli.main import main
+try:
+    main([])
+except SystemExit:
+    pass
+finally:
+    print(open(out).read())
+"""
+    environment = {**os.environ, **shell, "COMP_POINT": str(len(line)), "IFS": "\n"}
+    code = code.replace("main([])", "sys.modules['os']._exit = sys.exit; main([])")
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "--export-html" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_names_the_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("argcomplete")
+    assert main(["completion", shell]) == 0
+    assert "polyaccel" in capsys.readouterr().out
 
 
 def test_a_verbs_code_is_the_exit_code(verb: SimpleNamespace) -> None:
@@ -75,11 +154,11 @@ def test_an_error_is_one_message_without_a_traceback(
 ) -> None:
     monkeypatch.delenv("POLYACCEL_DEBUG", raising=False)
     verb.func = fail
-    assert main(["fake", "-v"]) == 1
+    assert main(["fake"]) == 1
     assert capsys.readouterr().err == "polyaccel: error: rank 3 is not there\n  hint: look for it\n"
 
 
-@pytest.mark.parametrize(("arguments", "debug"), [(["-v", "fake"], "0"), (["fake"], "1")])
+@pytest.mark.parametrize(("arguments", "debug"), [(["-v", "fake"], "0"), (["fake", "-v"], "0"), (["fake"], "1")])
 def test_the_traceback_is_there_on_request(
     verb: SimpleNamespace,
     arguments: list[str],

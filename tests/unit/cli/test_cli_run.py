@@ -208,8 +208,8 @@ def test_hosts_are_those_of_the_file_and_the_filters(
     [
         (["--include", "z"], "--include z: 'z' is not a host of the job"),
         (["--include", "a", "--exclude", "b"], "--include and --exclude cannot be given together"),
-        (["--include", "a", "--nproc", "1"], "--include and --nproc cannot be given together"),
-        (["--num-nodes", "3"], "--num_nodes 3, and 2 hosts are given"),
+        (["--include", "a", "--nproc", "1"], "--include and --ranks cannot be given together"),
+        (["--num-nodes", "3"], "--num-nodes 3, and 2 hosts are given"),
         (["--no-ssh"], "--no-ssh, and 2 hosts"),
         (["--node-rank", "2"], "--node-rank 2, and 2 hosts"),
         (["--launcher", "local"], "the launcher 'local' starts ranks on this machine only"),

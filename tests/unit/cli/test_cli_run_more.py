@@ -163,4 +163,4 @@ def test_an_option_of_the_tuner_behind_the_config_is_refused_with_the_order(caps
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "usage: polyaccel tune [options] CONFIG [options of polyaccel run] script.py" in said
-    assert "unrecognized arguments: --trials" in said
+    assert "unrecognized argument: --trials" in said

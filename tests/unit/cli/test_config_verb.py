@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from polyaccel.cli.config import add_parser
 from polyaccel.config import Config
 from polyaccel.config.auto import RULES
 from polyaccel.config.keys import walk_keys
+from polyaccel.errors import PolyaccelError
 
 
 def _run(*arguments: str) -> int:
@@ -61,9 +63,9 @@ WARMUP = {"warmup_num_steps": 11, "total_num_steps": 10}
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"optimizer": {"type": "AdamX"}}, "optimizer.type = 'AdamX': no optimizer has this name"),
-        ({"scheduler": {"type": "Warmup"}}, "scheduler.type = 'Warmup': no scheduler has this name"),
-        ({"accelerator": "cudaa"}, "accelerator = 'cudaa': no accelerator plugin is called 'cudaa'"),
+        ({"optimizer": {"type": "AdamX"}}, 'optimizer.type = "AdamX": no optimizer has this name'),
+        ({"scheduler": {"type": "Warmup"}}, 'scheduler.type = "Warmup": no scheduler has this name'),
+        ({"accelerator": "cudaa"}, "accelerator = \"cudaa\": no accelerator plugin is called 'cudaa'"),
         ({"comm": {"backend": "gluu"}}, "no comm backend plugin is called 'gluu'"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "FILE/x"}}}, "is not a directory"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": WARMUP}}, "is longer than the whole schedule"),
@@ -93,7 +95,47 @@ def test_check_takes_classes_and_devices_of_torch(tmp_path: Path, capsys: pytest
 
 def test_check_of_a_missing_file_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("check", "no/such/file.json") == 1
-    assert "cannot be read" in capsys.readouterr().err
+    assert capsys.readouterr().err == "no/such/file.json: no such file\n"
+
+
+FLAGS = ["--stage", "3", "--bf16", "--offload", "--clip", "1", "--batch", "64", "--run-dir", "runs/a"]
+
+
+@pytest.mark.parametrize("flags", [FLAGS, ["--stage", "1", "--fp16", "--tensor", "2"], ["--offload", "nvme"]])
+def test_new_writes_what_check_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _run("new", *flags, "made.json") == 0
+    assert _run("check", "made.json", "--ranks", "2") == 0, capsys.readouterr().err
+    made = json.loads(Path("made.json").read_text())
+    if flags is FLAGS:
+        assert made["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+        assert (made["bf16"]["enabled"], made["train_batch_size"], made["run_dir"]) == (True, 64, "runs/a")
+    with pytest.raises(PolyaccelError):
+        _run("new", *flags, "made.json")
+    assert _run("new", *flags, "made.json", "--force") == 0
+
+
+def test_new_asks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["3", "fp32", "nvme", "", "1e-4"])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    monkeypatch.chdir(tmp_path)
+    assert _run("new") == 0
+    made = json.loads(Path("config.json").read_text())
+    assert made["zero_optimization"]["stage"] == 3
+    assert made["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert (made["train_micro_batch_size_per_gpu"], made["optimizer"]["params"]["lr"]) == (8, 1e-4)
+    assert "bf16" not in made
+
+
+def test_values_in_messages_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path / "a.json", '{"train_batch_size": true, "optimizer": {"type": null, "parms": {"a": false}}}')
+    assert _run("check", path) == 1
+    error = capsys.readouterr().err
+    assert "train_batch_size = true: " in error
+    assert '{"a": false}' in error
 
 
 def test_schema_documents_every_key_and_says_where_auto_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:

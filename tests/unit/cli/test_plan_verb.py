@@ -10,6 +10,7 @@ import pytest
 
 from polyaccel.cli.main import main
 from polyaccel.cli.plan.command import parse_size
+from polyaccel.cli.plan.hub import model_folder
 from polyaccel.cli.plan.tables import short_bytes, short_count
 from polyaccel.comm.benchmark import SpeedRow, speed_table
 from polyaccel.config import load_resolved
@@ -151,7 +152,7 @@ def test_a_table_of_speeds_gives_the_seconds_of_communication(
     assert found[Setting(1, "none")]["comm_s"] < found[Setting(0, "none")]["comm_s"]
     assert main(["plan", path, "1B", "-n", "8", "--comm", str(speeds)]) == 0
     shown = capsys.readouterr().out
-    assert "Fastest communication first" in shown
+    assert "astest communication first" in shown
     assert "comm s" in shown
     assert "step s" not in shown
     assert "as measured on 8 ranks" in " ".join(shown.split())
@@ -189,7 +190,7 @@ def test_limits_choose_what_fits(path: str, capsys: pytest.CaptureFixture[str]) 
     assert len(everything["fitting"]) == 15
     peaks = {_setting(each): each["peak_nbytes"] for each in everything["settings"]}
     limit = peaks[Setting(2, "none")]["device"]
-    assert main(["plan", path, "1B", "-n", "8", "--json", "--limit-device", str(limit), "--limit-host", "1K"]) == 0
+    assert main(["plan", path, "1B", "-n", "8", "--json", "--memory", str(limit), "--host-memory", "1K"]) == 0
     chosen = _json(capsys)
     fits = {_setting(each) for each in chosen["settings"] if each["fits"]}
     assert fits == {setting for setting, peak in peaks.items() if peak["device"] <= limit and peak["host"] <= 1024}
@@ -199,16 +200,27 @@ def test_limits_choose_what_fits(path: str, capsys: pytest.CaptureFixture[str]) 
     assert chosen["model"]["numel"] == 10**9
 
 
+VERDICT = (
+    "Best of 14 settings that fit 9.00 GiB of device memory: stage 1, no offload, 7.32 GiB of the device (activations "
+    "not counted). This config's setting fits too."
+)
+
+
 def test_the_report_is_readable_at_80_columns(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", path, "1B", "-n", "8", "--limit-device", "9G"]) == 0
+    words = ["plan", path, "1B", "-n", "8", "--limit-device", "9G"]
+    assert main(words) == 0
+    short = capsys.readouterr().out
+    assert " ".join(short.split()).startswith(VERDICT)
+    assert "reduce-scatter" not in short
+    assert main([*words, "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "1.00B parameters; 8 ranks" in text
     assert "Activations" in text
     assert [line.split()[:3] for line in lines if line.startswith("2*")] == [
-        ["2*", "none", "device"],
         ["2*", "none", "8.15G"],
+        ["2*", "none", "device"],
     ]
     assert sum(line.startswith("3      nvme/nvme  device ") for line in lines) == 1
     assert not any("…" in line for line in lines)  # nothing was cut
@@ -216,7 +228,7 @@ def test_the_report_is_readable_at_80_columns(path: str, capsys: pytest.CaptureF
 
 def test_nothing_that_fits_is_exit_code_1(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path, "1B", "-n", "8", "--limit-device", "1M"]) == 1
-    assert "No setting fits 1.00M of device memory" in capsys.readouterr().out
+    assert "No setting fits 1.00 MiB of device memory" in capsys.readouterr().out
 
 
 def test_an_unknown_optimizer_is_said_to_be_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +241,22 @@ def test_an_unknown_optimizer_is_said_to_be_assumed(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("model", ["what", "1.3X"])
 def test_what_is_no_model_is_an_error(path: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path, model, "-n", "2"]) == 1
-    assert f"{model!r} is not a directory, a module:function or a number" in capsys.readouterr().err
+    assert model in capsys.readouterr().err
+
+
+def test_a_hub_id_is_the_folder_of_its_cached_config(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    cached = tmp_path / "snapshot"
+    cached.mkdir()
+    monkeypatch.setattr(
+        hub, "try_to_load_from_cache", lambda name, file: str(cached / file) if name == "acme/m" else None
+    )
+    assert model_folder("acme/m") == str(cached)
+    assert [model_folder(text) for text in ("1.3B", "a.b:c", str(tmp_path))] == ["1.3B", "a.b:c", str(tmp_path)]
+    assert main(["plan", path, "acme/absent", "-n", "2"]) == 1
+    assert "hf download acme/absent config.json" in capsys.readouterr().err
 
 
 def test_a_wrong_size_is_a_wrong_argument(path: str, capsys: pytest.CaptureFixture[str]) -> None:

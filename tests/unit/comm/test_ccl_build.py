@@ -86,11 +86,11 @@ def test_the_probe_says_what_is_missing(nothing: Path, compiler: Path) -> None:
     install(nothing / "environment")
     probe = CclBackend.probe()
     assert not probe.usable
-    assert probe.reason == "csrc/ccl is not compiled for oneCCL 2021.15.7: run `polyaccel build ccl`"
+    assert probe.reason == "csrc/ccl is not compiled for oneCCL 2021.15.7: run `polyaccel plugins build ccl`"
     with pytest.raises(CommError) as caught:
         CclBackend().connect(Rendezvous(0, 1, 0, 1, None, None, "test"), CpuAccelerator(), timeout_s=1)
     assert caught.value.value == "ccl"
-    assert "`polyaccel build ccl`" in str(caught.value)
+    assert "`polyaccel plugins build ccl`" in str(caught.value)
     built = ccl_build.build()
     probe = CclBackend.probe()
     assert probe.usable
@@ -146,7 +146,7 @@ def test_what_pip_compiled_for_something_else_is_called_stale(
     install(nothing / "environment")
     stale = install_library(nothing, version, abi)
     probe = CclBackend.probe()
-    assert (probe.usable, probe.reason) == (False, f"{stale} is stale: {reason}: run `polyaccel build ccl`")
+    assert (probe.usable, probe.reason) == (False, f"{stale} is stale: {reason}: run `polyaccel plugins build ccl`")
     assert probe.reason in doctor_libraries.libraries()["oneCCL"]
     ccl_build.build()
     assert CclBackend.probe().usable, "what the user builds is taken then"
@@ -210,7 +210,7 @@ def test_a_library_that_does_not_fit_is_refused(
     with pytest.raises(CommError) as caught:
         ccl_library.load(Path("lib.so"))
     assert caught.value.value == value
-    assert caught.value.hint == "run `polyaccel build ccl` again"
+    assert caught.value.hint == "run `polyaccel plugins build ccl` again"
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CommError) as caught:
         ccl_library.load(broken)
     assert caught.value.value == str(broken)
-    assert "`polyaccel build ccl`" in str(caught.value)
+    assert "`polyaccel plugins build ccl`" in str(caught.value)
 
 
 def test_python_declares_what_the_header_does() -> None:

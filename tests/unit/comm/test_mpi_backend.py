@@ -12,6 +12,7 @@ from polyaccel.comm.backends.mpi import backend as mpi
 from polyaccel.comm.backends.mpi.backend import MpiBackend
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import Detection
+from polyaccel.core.install_line import install_line
 from polyaccel.errors import CommError
 
 PAIR = Rendezvous(0, 2, 0, 2, "127.0.0.1", 29500, "this test")
@@ -25,7 +26,7 @@ def test_without_mpi4py_the_probe_says_so_and_connecting_is_an_error(monkeypatch
         MpiBackend().connect(PAIR, CpuAccelerator(), timeout_s=1.0)
     assert caught.value.value == "mpi"
     assert "mpi4py" in str(caught.value)
-    assert "pip install 'polyaccel[mpi]'" in caught.value.hint
+    assert install_line("mpi") in caught.value.hint
 
 
 def test_ranks_that_no_mpirun_started_are_refused_before_mpi_is(monkeypatch: pytest.MonkeyPatch) -> None:

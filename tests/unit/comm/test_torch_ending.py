@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from polyaccel.comm.gloo_shutdown import wait_for_rest
+from polyaccel.comm.torch_group import wait_for_rest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell of threads")
 PR_SET_NAME = 15

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.checkpoint.format.scalars import decode_plain, encode_plain
+from polyaccel.checkpoint.format.manifest import decode_plain, encode_plain
 from polyaccel.core import tagged_json
 from polyaccel.core.tagged_json import MAX_DEPTH, SerializationError
 from polyaccel.errors import CheckpointError

@@ -20,7 +20,7 @@ from polyaccel_deepspeed.version import __version__
 
 from polyaccel.config import Config, load_resolved
 from polyaccel.config.keys import walk_keys
-from polyaccel.config.unsupported_keys import ABSENT, BELOW
+from polyaccel.config.unsupported_keys import ABSENT, BELOW, DROP_IN_KEYS
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "generate"))
 from deepspeed_facts import arguments
@@ -136,6 +136,7 @@ def test_members_take_deepspeeds_arguments_or_say_why_they_are_not_there(owner: 
 def test_every_config_key_is_known() -> None:
     known = {key.dotted for key in walk_keys(Config)} | {key for entry in ABSENT for key in entry.keys}
     known |= {f"{key}{BELOW}" for key in refused_keys.REMOVED}
+    assert sorted(DROP_IN_KEYS) == sorted(refused_keys.REMOVED)
     tables = {key.removesuffix(BELOW) for key in known if key.endswith(BELOW)}
     above = {".".join(key.split(".")[:length]) for key in known for length in range(1, key.count(".") + 1)}
 

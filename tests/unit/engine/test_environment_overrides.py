@@ -7,7 +7,7 @@ import pytest
 from polyaccel.accelerators import detect
 from polyaccel.comm import destroy_process_group, init_distributed
 from polyaccel.config import load_resolved
-from polyaccel.engine.policies.environment import VARIABLES, replaced_values
+from polyaccel.engine.policies.engines import VARIABLES, replaced_values
 
 
 def test_a_replaced_value_is_stated_with_the_variable() -> None:

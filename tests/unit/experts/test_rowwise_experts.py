@@ -13,8 +13,7 @@ from torch.nn import functional
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.native import native
 from polyaccel.torch.experts import StackedExperts
-from polyaccel.torch.experts.products import GroupedProducts
-from polyaccel.torch.experts.rowwise import Rowwise
+from polyaccel.torch.experts.products import GroupedProducts, Rowwise
 
 WIDTH = 6
 

@@ -13,6 +13,7 @@ import pytest
 from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, Launcher
+from polyaccel.launch.commands.base import CommandLauncher
 from polyaccel.launch.commands.mpi import HydraLauncher, IntelMpiLauncher, MvapichLauncher, OpenMpiLauncher
 from polyaccel.launch.commands.slurm import SlurmLauncher
 from polyaccel.launch.commands.task import JOB_VARIABLE, main
@@ -112,11 +113,23 @@ def test_a_process_that_is_no_task_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.value == "PMI_RANK"
 
 
-def test_the_probe_of_an_mpi_says_for_whose_command_it_takes_the_one_it_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("answer", "usable"),
+    [
+        ("mpirun (Open MPI) 4.1.4", {OpenMpiLauncher}),
+        ("HYDRA build details:\n    Version: 4.2.1", {HydraLauncher}),
+        ("HYDRA build details:\n    Configure options: mvapich2", {HydraLauncher, MvapichLauncher}),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13", {IntelMpiLauncher}),
+        ("", set()),
+    ],
+)
+def test_an_mpi_is_usable_where_its_own_command_answers(
+    answer: str, usable: set[type[CommandLauncher]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert OpenMpiLauncher.probe() == Probe(False, "the command mpirun is not on the PATH")
-    mpirun = tmp_path / "mpirun"
-    mpirun.touch(0o755)
-    assert IntelMpiLauncher.probe() == Probe(True, f"{mpirun}, taken for that of Intel MPI")
+    for name in ("mpirun", "mpiexec"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n[ $1 = --version ] && /bin/cat <<'END'\n{answer}\nEND\n")
+        (tmp_path / name).chmod(0o755)
+    every = {OpenMpiLauncher, HydraLauncher, IntelMpiLauncher, MvapichLauncher}
+    assert {launcher for launcher in every if launcher.probe().usable} == usable

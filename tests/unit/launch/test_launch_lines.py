@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.launch import lines
-from polyaccel.launch.lines import LineSink, LineWriter
+from polyaccel.launch.output import LineSink, LineWriter
 
 FLUSH = object()
 
@@ -81,7 +80,7 @@ def test_nothing_is_lost_and_no_line_mixes_writers(events: list[tuple[int, objec
 
 
 def test_an_endless_line_is_shown_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE_NBYTES", 10)
+    monkeypatch.setattr("polyaccel.launch.output.MAX_LINE_NBYTES", 10)
     read_fd, write_fd = os.pipe()
     writer = LineWriter(LineSink(write_fd), b"> ")
     writer.feed(b"x" * 8)

@@ -147,7 +147,7 @@ def test_pods_get_what_was_asked_for(script: str, capsys: pytest.CaptureFixture[
     ("options", "said"),
     [
         (["--nproc", "2"], "--emit k8s, and no --image"),
-        (["--image", "a"], "--emit k8s, and no --nproc"),
+        (["--image", "a"], "--emit k8s, and no --ranks"),
         (["--image", "a", "--nproc", "2", "--hosts", "b"], "--emit k8s and --hosts cannot be given together"),
         (["--image", "a", "--nproc", "2", "--elastic", "1"], "--emit k8s and --elastic cannot be given together"),
         (["--image", "a", "--nproc", "2", "--name", "A_b"], "'A_b' is not a name for a job of Kubernetes"),

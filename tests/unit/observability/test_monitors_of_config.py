@@ -12,6 +12,7 @@ import pytest
 
 from polyaccel.config import load_resolved
 from polyaccel.config.sections.monitors import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
+from polyaccel.core.install_line import install_line
 from polyaccel.engine.policies.watching import monitors_of
 from polyaccel.errors import ConfigError
 from polyaccel.observability.metrics import StepMetrics
@@ -107,9 +108,9 @@ def test_what_cannot_be_opened_is_told_on_every_rank(tmp_path: Path, monkeypatch
     first, second = run_threads(2, body)
     assert first == second
     for told in (
-        "tensorboard = 'tensorboard.summary.writer.event_file_writer': cannot be imported",
-        "pip install 'polyaccel[wandb]'",
-        "comet = 'comet_ml': cannot be imported",
+        'tensorboard = "tensorboard.summary.writer.event_file_writer": cannot be imported',
+        install_line("wandb"),
+        'comet = "comet_ml": cannot be imported',
         "monitors.csv.indent = 1: is not an option",
         "csv_monitor = ",
     ):

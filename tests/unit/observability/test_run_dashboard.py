@@ -151,7 +151,7 @@ def test_a_page_that_cannot_be_written_leaves_no_part(
     assert main(["watch", str(sample.folder), "--export-html", str(tmp_path / "there.html")]) == 1
     assert "there.html cannot be written" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there.html"]
-    assert main(["watch", str(tmp_path)]) == 1
+    assert main(["watch", str(tmp_path / "there.html")]) == 1
     assert "is not a run's folder" in capsys.readouterr().err
 
 

@@ -13,9 +13,7 @@ import pytest
 from polyaccel.cli.main import main
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability.traces.analysis import critical_path, exposed_s, meetings_of
-from polyaccel.observability.traces.chrome import Span, read_trace, write_trace
-from polyaccel.observability.traces.clock import ClockOffset, clock_offsets
-from polyaccel.observability.traces.profiled import kept_events
+from polyaccel.observability.traces.chrome import ClockOffset, Span, clock_offsets, kept_events, read_trace, write_trace
 from polyaccel.observability.traces.report import report_of
 from polyaccel.testkit.ranks.threads import run_threads
 

@@ -13,8 +13,7 @@ from sample_runs import SampleRun, write_sample
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability.dashboard.document import open_runs
 from polyaccel.observability.dashboard.figures import FigureTable, flattened
-from polyaccel.observability.dashboard.run import WatchedRun
-from polyaccel.observability.dashboard.tail import FileTailer
+from polyaccel.observability.dashboard.run import FileTailer, WatchedRun
 from polyaccel.observability.dashboard.waits import WaitTable, waits_of
 from polyaccel.observability.traces.chrome import Span
 

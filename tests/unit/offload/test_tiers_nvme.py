@@ -18,7 +18,6 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import OffloadError
-from polyaccel.offload import native_transfers
 from polyaccel.offload.folder import remove_stale
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.state_file import StateFile
@@ -41,7 +40,7 @@ def open_tier(path: Path, **options: Any) -> NvmeTier:
 def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test with the threads of csrc/ and with Python's."""
     if request.param == "python":
-        monkeypatch.setattr(native_transfers, "native", lambda: Native(None, "not wanted"))
+        monkeypatch.setattr("polyaccel.offload.transfers.native", lambda: Native(None, "not wanted"))
     elif native().library is None:
         pytest.skip(native().reason)
 

@@ -13,10 +13,8 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import InvariantError
-from polyaccel.offload import native_transfers
-from polyaccel.offload.native_transfers import NativeTransfers, describe_transfers, open_transfers
 from polyaccel.offload.nvme import NvmeTier
-from polyaccel.offload.transfers import PythonTransfers, Transfers
+from polyaccel.offload.transfers import NativeTransfers, PythonTransfers, Transfers, describe_transfers, open_transfers
 from polyaccel.ops.native import Native, native
 
 HOST = CpuAccelerator("numpy")
@@ -127,7 +125,7 @@ def test_python_serves_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatc
     for found, kind, name in ((native(), NativeTransfers, "csrc"), (Native(None, "none"), PythonTransfers, "Python")):
         if found.library is None and kind is NativeTransfers:
             continue
-        monkeypatch.setattr(native_transfers, "native", lambda found=found: found)
+        monkeypatch.setattr("polyaccel.offload.transfers.native", lambda found=found: found)
         transfers = open_transfers(1)
         assert type(transfers) is kind
         assert name in describe_transfers()

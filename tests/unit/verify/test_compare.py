@@ -68,6 +68,44 @@ def test_values_that_are_not_finite_in_both_runs_agree():
     assert Tolerances.of_runs(plain, [plain, plain]).findings(plain) == []
 
 
+def test_a_reference_in_float64_widens_what_rounding_has_moved():
+    wrong = values(**{"0/loss/": np.float64(3.01)})
+    assert [one.kind for one in TOLERANCES.findings(wrong)] == ["loss"]
+    noisy = [f"0/gradient/{index}" for index in range(20)]
+    plain = {**values(), **dict.fromkeys(noisy, np.float32([1.0]))}
+    tolerances = Tolerances.of_runs(plain, [plain, plain])
+    near, far = {**plain, "0/loss/": np.float64(3.02)}, {key: value + 1.0 for key, value in plain.items()}
+    assert tolerances.findings({**plain, **wrong})
+    assert not tolerances.widened(near).findings({**plain, **wrong})
+    assert tolerances.widened(far).findings({**plain, **wrong})  # another computation excuses nothing
+
+
+def test_causes_come_in_the_order_of_updates_of_several_engines():
+    plain = {f"{step}/gradient/{name}": np.float32([1.0]) for step in (0, 1) for name in ("a", "1:b", "1:a")}
+    wrong = {key: value * 2 for key, value in plain.items()}
+    tolerances = Tolerances.of_runs(plain, [plain, plain])
+    found = tolerances.findings(wrong, ["1:b", "1:a", "a"], ["1/0", "1/1", "0/0", "0/1"])
+    assert [(one.engine, one.step, one.parameter) for one in found[:5]] == [
+        (1, 0, "b"), (1, 0, "a"), (1, 1, "b"), (1, 1, "a"), (0, 0, "a"),
+    ]  # fmt: skip
+
+
+def test_each_rank_has_its_own_buffers():
+    records = [Record(rank, {"0/buffer/a": np.float32([rank]), "0/norm/": np.float32(1.0)}) for rank in (0, 1)]
+    plain = merge(records)
+    assert set(plain) == {"0/buffer/a", "0/buffer/a@1", "0/norm/"}
+    wrong = {**plain, "0/buffer/a@1": np.float32([2.0])}
+    (found,) = Tolerances.of_runs(plain, [plain, plain]).findings(wrong)
+    assert (found.parameter, found.rank) == ("a", 1)
+
+
+@pytest.mark.parametrize("kind", ["input", "kept", "buffer"])
+def test_parts_by_design_are_not_compared(kind):
+    plain = {f"0/{kind}/a": np.float32([1.0, 2.0])}
+    found = Tolerances.of_runs(plain, [plain, plain]).findings({f"0/{kind}/a": np.float32([1.0])})
+    assert bool(found) == (kind == "buffer")
+
+
 @given(st.floats(1e-3, 1e3), st.floats(0, 6))
 def test_a_difference_counts_from_the_limit_on(scale, spreads):
     plain = {"0/gradient/a": np.float32([scale])}
@@ -112,7 +150,10 @@ def test_a_variant_comes_from_the_environment(tmp_path, monkeypatch):
     with running(Variant("plain")) as inner:
         assert active_run({}) is inner
     assert active_run({}) is run
-    run.record_of(0).add(0, "loss", "", 1.0)
+    record = run.record_of(0)
+    record.add(0, "loss", "", 1.0)
+    record.engines = record.unfinished = 2
+    run.end_engine(0)
     with pytest.raises(VerificationEnd):
-        run.end(0)
+        run.end_engine(0)
     assert Record.read(tmp_path / "rank0.npz").values["0/loss/"] == 1.0

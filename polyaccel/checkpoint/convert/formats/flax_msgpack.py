@@ -18,11 +18,7 @@ _PARAMS = "params"
 
 
 def read(source: Path) -> Incoming:
-    """The arrays below `params`; without it all arrays. What stands next to `params` is left out, an optimizer state as
-    needed.
-
-    Raises CheckpointError where the library is missing, and for a file that is none of flax.
-    """
+    """Read the arrays below `params`, or all arrays; leave out what stands next to it."""
     files = [source] if source.is_file() else sorted(source.glob("*.msgpack"))
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"

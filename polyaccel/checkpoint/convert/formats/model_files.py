@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from polyaccel.checkpoint.convert.importing import LeftOut
+from polyaccel.checkpoint.convert.importing import Incoming, LeftOut
 from polyaccel.errors import CheckpointError
 
 _NAMES = {
@@ -56,10 +57,7 @@ class ModelFiles:
 
 
 def find_files(source: Path, suffix: str) -> ModelFiles:
-    """The files of the model at `source`, a file or a folder.
-
-    Raises CheckpointError where there are none, where one of the index is missing, and where several could be meant.
-    """
+    """Return the files of the model at `source`, a file or a folder."""
     if source.is_file():
         return ModelFiles([source], {}, [])
     present = sorted(file for file in source.glob("*") if file.is_file())
@@ -110,3 +108,39 @@ def _by_name(source: Path, files: Sequence[Path], suffix: str) -> list[Path]:
             value=len(found),
         )
     return found
+
+
+def with_states(incoming: Incoming, files: ModelFiles) -> Incoming:
+    """Add the states that lie next to the model's files; leave out what cannot be taken over."""
+    incoming = replace(incoming, left_out=[*incoming.left_out, *files.left_out()])
+    optimizers = [file for file in files.other_files if OPTIMIZERS.fullmatch(file.name)]
+    schedules = [file for file in files.other_files if SCHEDULES.fullmatch(file.name)]
+    step = _step(files.files[0].parent / "trainer_state.json")
+    if step:
+        incoming = replace(incoming, counters={"global_steps": step, "micro_steps": step})
+    if not optimizers and not schedules:
+        return incoming
+    from polyaccel.checkpoint.convert.formats.torch_files import load_tree, optimizer_from, with_schedule
+
+    if schedule := _only(schedules):
+        incoming = with_schedule(incoming, load_tree(schedule), str(schedule))
+    several = [LeftOut(each.name, "one of several") for found in (optimizers, schedules) for each in found[1:]]
+    several += [LeftOut(found[0].name, "one of several", True) for found in (optimizers, schedules) if len(found) > 1]
+    incoming = replace(incoming, left_out=[*incoming.left_out, *several])
+    if optimizer := _only(optimizers):
+        return optimizer_from(load_tree(optimizer), str(optimizer)).joined(incoming, steps=step)
+    return incoming
+
+
+def _only(files: Sequence[Path]) -> Path | None:
+    return files[0] if len(files) == 1 else None
+
+
+def _step(file: Path) -> int:
+    """The steps that the Trainer counted; 0 without its file."""
+    try:
+        found: Any = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return 0
+    step = found.get("global_step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) and step > 0 else 0

@@ -25,10 +25,7 @@ PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
 
 
 def write(out: Path, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
-    """Write the tree. Its library wants all arrays at once: they stand in a mapped file next to it meanwhile, out of
-    which it writes.
-
-    Returns the names of the files. Raises CheckpointError where the library is not installed, and for damage."""
+    """Write the tree from a mapped temporary file; return the names of its files."""
     ocp = _library()
     out.parent.mkdir(parents=True, exist_ok=True)
     with mapped(out.parent, tensors, progress) as found:
@@ -49,8 +46,7 @@ def write(out: Path, tensors: Sequence[ExportTensor], progress: Progress) -> lis
 
 
 def _handler(ocp: Any, most_nbytes: int) -> Any:
-    """A writer of arrays without its own copies, where the library lets them be left out: those of the tree lie in a
-    file and stay as they are. `most_nbytes` is the length of the largest."""
+    """Return a writer of arrays that makes no copies where the library allows; `most_nbytes`: the largest array."""
     kinds = ocp.type_handlers
     try:
         handler = kinds.NumpyHandler(deepcopy_host_arrays=False)
@@ -64,9 +60,7 @@ def _handler(ocp: Any, most_nbytes: int) -> Any:
 
 
 def read(source: Path) -> Incoming:
-    """The arrays below `params`, and `buffers` and `optimizer` as `write` has them; without `params` all arrays.
-
-    Each is read when it is asked for. Raises CheckpointError, naming `source`, for what the library cannot read."""
+    """Read the arrays below `params`, `buffers` and `optimizer`, or all arrays, each when it is asked for."""
     ocp = _library()
     source = _item(source.absolute())
     left_out = dict[str, LeftOut]()

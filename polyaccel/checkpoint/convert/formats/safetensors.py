@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, file_names, in_files, index_of
-from polyaccel.checkpoint.convert.formats.model_files import find_files
-from polyaccel.checkpoint.convert.formats.trainer_states import with_states
+from polyaccel.checkpoint.convert.formats.model_files import find_files, with_states
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming
 from polyaccel.checkpoint.format.pieces import SAFETENSORS_TYPES
 from polyaccel.checkpoint.storage.base import FileStorage
@@ -22,8 +21,7 @@ _MOST_HEADER_NBYTES = 100_000_000
 
 
 def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress: Progress) -> list[str]:
-    """Write `model.safetensors`, or several files and `model.safetensors.index.json`. Returns their names. Each file
-    appears whole or not at all. Raises CheckpointError for damage, and where a file cannot be written."""
+    """Write one file, or several and their index, each whole or not at all; return their names."""
     storage = FileStorage(out)
     files = in_files(tensors, most_nbytes)
     names = file_names(STEM, SUFFIX, len(files))
@@ -36,10 +34,7 @@ def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress
 
 
 def read(source: Path) -> Incoming:
-    """The tensors of a file, or of a folder's model, with the optimizer and the schedule that a trainer keeps there.
-
-    Raises CheckpointError, naming the file, for what is not a safetensors file, and for types that polyaccel has not.
-    """
+    """Read tensors of a file or a folder's model, with a trainer's optimizer and schedule."""
     files = find_files(source, SUFFIX)
     found = {file: [*_tensors(file)] for file in files.files}
     files.check({file: [tensor.fqn for tensor in tensors] for file, tensors in found.items()})

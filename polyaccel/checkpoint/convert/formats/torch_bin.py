@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, file_names, in_files, index_of, mapped
-from polyaccel.checkpoint.convert.formats.model_files import find_files
-from polyaccel.checkpoint.convert.formats.torch_files import TYPES, in_tensor, load_tree
-from polyaccel.checkpoint.convert.formats.torch_state import optimizer_from, with_schedule
-from polyaccel.checkpoint.convert.formats.trainer_states import with_states
+from polyaccel.checkpoint.convert.formats.model_files import find_files, with_states
+from polyaccel.checkpoint.convert.formats.torch_files import TYPES, in_tensor, load_tree, optimizer_from, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.checkpoint.storage.base import FileStorage
@@ -26,11 +24,7 @@ STEM, SUFFIX = "pytorch_model", ".bin"
 
 
 def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress: Progress) -> list[str]:
-    """Write `pytorch_model.bin`, or several files and their index. Returns their names.
-
-    `torch.save` wants all tensors of a file at once: they stand in a file next to it meanwhile, mapped into memory, so
-    that the system may drop what it needs the room for. Raises CheckpointError for damage.
-    """
+    """Write one file, or several and their index, through mapped temporary files; return their names."""
     out.mkdir(parents=True, exist_ok=True)
     files = in_files(tensors, most_nbytes)
     names = file_names(STEM, SUFFIX, len(files))
@@ -57,11 +51,7 @@ def on_disk(
 
 
 def read(source: Path) -> Incoming:
-    """The tensors of a file, or of a folder's model, mapped and not read; of tied ones the first. An optimizer and a
-    schedule come along that are in the file, as in Lightning's, or next to it.
-
-    Raises CheckpointError for a file that holds no tensors by name, naming what torch refused to make.
-    """
+    """Read tensors of a file or a folder's model, mapped; of tied ones the first. Includes trainers' states."""
     files = find_files(source, SUFFIX)
     trees = {file: _Parts.of(load_tree(file), file) for file in files.files}
     files.check({file: [*parts.weights] for file, parts in trees.items()})

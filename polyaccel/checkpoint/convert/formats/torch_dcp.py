@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +23,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from polyaccel.checkpoint.convert.formats.torch_dcp_write import MODEL, OPTIMIZER, STATE, alone
-from polyaccel.checkpoint.convert.formats.torch_files import in_tensor
-from polyaccel.checkpoint.convert.formats.torch_state import NUMBERS, with_schedule
+from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress
+from polyaccel.checkpoint.convert.formats.torch_bin import on_disk
+from polyaccel.checkpoint.convert.formats.torch_files import NUMBERS, in_tensor, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.convert.optimizers import PeerOptimizer
 from polyaccel.checkpoint.convert.optimizers import by_position as names_by_position
-from polyaccel.checkpoint.format.tensors import PARAM
+from polyaccel.checkpoint.format.tensors import BUFFER, PARAM
 from polyaccel.errors import CheckpointError
 
+MODEL, OPTIMIZER, STATE, STEP = "model", "optimizer", "state", "step"
 GROUPS = "param_groups"
 _MODELS = (MODEL, "module", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZERS = (OPTIMIZER, "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "opt")
@@ -63,13 +68,12 @@ _ALLOWED = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
 }
 """The modules of which metadata may name something, and what (None: everything that is a class)."""
+_CLASSES = {"Adam": "AdamW", "Sgd": "SGD", "Adagrad": "Adagrad", "Adamax": "Adamax"}
+"""Of the optimizers that a config names, torch's class with the same states."""
 
 
 def read(source: Path) -> Incoming:
-    """The parameters, the optimizer with its groups, the schedule and the count of steps.
-
-    Raises CheckpointError where `source` is not one, or its metadata names what it should not.
-    """
+    """Read the parameters, the optimizer with its groups, the schedule and the count of steps."""
     metadata = _checked_metadata(source)
     files = _Cached(source, metadata)
     found = _sorted(metadata)
@@ -304,3 +308,64 @@ class _Records(pickle.Unpickler):
         if found is None or (not is_record if allowed is None else name not in allowed):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
         return found
+
+
+def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
+    """Write parameters and buffers under `model`, states under `optimizer.state`, and groups; return file names."""
+    out.mkdir(parents=True, exist_ok=True)
+    with on_disk(out, tensors, progress) as found:
+        model = {tensor.name: found[tensor] for tensor in tensors if tensor.tensor.kind in (PARAM, BUFFER)}
+        ties = reader.scalars.get("tied_weights") or {}
+        model |= {other: model[first] for other, first in ties.items() if first in model}
+        states: dict[str, dict[str, Any]] = {}
+        for tensor in tensors:
+            if tensor.tensor.kind not in (PARAM, BUFFER):
+                states.setdefault(tensor.name, {})[tensor.tensor.kind] = found[tensor]
+        tree: dict[str, Any] = {MODEL: model}
+        if states:
+            steps, numbers = reader.scalars.get("param_steps", {}), reader.scalars.get("client_optimizer") or {}
+            for fqn, state in states.items():
+                own = numbers.get(fqn) or {STEP: float(steps.get(fqn, 0))}
+                state.update({name: torch.tensor(float(number)) for name, number in own.items()})
+            params = [tensor.name for tensor in tensors if tensor.tensor.kind == PARAM]
+            tree[OPTIMIZER] = {STATE: states, **_groups(reader, params)}
+        with alone():
+            save(tree, checkpoint_id=out, no_dist=True)
+    return sorted(path.name for path in out.iterdir() if path.is_file())
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Without the warning that there is no process group, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _groups(reader: CheckpointReader, params: Sequence[str]) -> dict[str, Any]:
+    """Return the groups with all settings of torch's optimizer of that kind; {} if a parameter has no group."""
+    saved = reader.scalars.get("optimizer")
+    groups = saved.get("param_groups", []) if isinstance(saved, Mapping) else []
+    names = saved.get("param_names") if isinstance(saved, Mapping) else None
+    if names is None:
+        names = [[*params]] if len(groups) == 1 else None
+    if names is None:
+        return {}
+    defaults = _defaults(str(reader.scalars.get("optimizer_kind") or reader.scalars.get("imported", {}).get("family")))
+    found = []
+    for group, members in zip(groups, names, strict=True):
+        own = {"decoupled_weight_decay" if key == "decoupled" else key: value for key, value in group.items()}
+        if defaults:
+            own = {key: value for key, value in own.items() if key in defaults or key == "initial_lr"}
+        found.append({**defaults, **own, "params": [*members]})
+    return {"param_groups": found}
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    """The settings of torch's optimizer with the states of `kind`; nothing where torch has none."""
+    name = _CLASSES.get(kind, kind.partition(" on ")[0].rpartition(".")[2])
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        return {}
+    optimizer = found([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # type: ignore[call-arg]
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}

@@ -21,8 +21,7 @@ def read_blobs(
     groups: MemoryGroups,
     step: str,
 ) -> dict[int, dict[str, bytes]]:
-    """By rank, the blobs of rank 0 and of this rank, as far as it saved any. Collective. Raises CheckpointError on
-    every rank."""
+    """Read the blobs of rank 0 and of this rank, by rank. Collective; raises CheckpointError on every rank."""
     table = ExtentTable.of_blobs(manifest)
     if not table.extents:
         return {}

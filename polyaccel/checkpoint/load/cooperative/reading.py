@@ -94,10 +94,7 @@ class CooperativeReader:
         self._uses[self._table.number_of[extent.key]] += 1
 
     def verify(self, step: str) -> None:
-        """See that every extent that any rank wants can be had and has its checksum. Collective.
-
-        Raises CheckpointError on every rank.
-        """
+        """Verify that every wanted extent exists and has its checksum. Collective; raises on every rank."""
         self._step = step
         wanted = self._wanted_by()
         extents = self._table.extents
@@ -114,8 +111,7 @@ class CooperativeReader:
         self._brought = 0
 
     def load(self, step: str, action: Callable[[], None]) -> None:
-        """Run `action`, which gets what this rank wanted. Collective. Raises CheckpointError on every rank when it
-        failed on any."""
+        """Run `action`, which reads what this rank wanted. Collective; raises on every rank when any failed."""
         self._step, failure = step, None
         try:
             action()
@@ -132,8 +128,7 @@ class CooperativeReader:
         return self._table.number_of[extent.key] in self._place_in
 
     def read(self, extent: Extent) -> memoryview | bytes:
-        """The bytes of an extent, good until the next is got. Inside `load`; collective with what other ranks
-        get."""
+        """Return the bytes of an extent, valid until the next call, inside `load`. Collective within a group."""
         number = self._table.number_of[extent.key]
         index, landing = self._place_in[number]
         if self._keeps_all and landing.rank == self._communicator.rank:
@@ -151,8 +146,7 @@ class CooperativeReader:
         return data
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """Return what `run_on_all` gives; once it has raised, it has on every rank, and no rank is waited for any
-        more."""
+        """Return what `run_on_all` gives; after an error wait for no rank any more."""
         try:
             return run_on_all(self._communicator, self._step, action)
         except CheckpointError as error:
@@ -223,8 +217,7 @@ class CooperativeReader:
         return memoryview(window)[start : start + nbytes]
 
     def _advance(self) -> None:
-        """Show the next round: brought again, or out of the memory of those that keep it. Collective where it has
-        something that several ranks of a group want."""
+        """Show the next round, read again or from memory. Collective where several ranks of a group want it."""
         number = self._brought
         if not self._keeps_all:
             self._bring()
@@ -242,10 +235,7 @@ class CooperativeReader:
         self._agree(lambda: None)
 
     def _bring(self, *, delivers: bool = True) -> None:
-        """Read the next round, and let groups have what is on other hosts if it `delivers` that. Collective.
-
-        What one place cannot give another one gives.
-        """
+        """Read the next round and deliver it to groups on other hosts; other places fill gaps. Collective."""
         number = self._brought
         if number and not self._keeps_all:
             self._keep_what_is_wanted_later(number - 1)
@@ -281,8 +271,7 @@ class CooperativeReader:
         return ranks[carried.extent % len(ranks)]
 
     def _read(self, number: int, todo: Sequence[ScheduledRead], borrowed: dict[int, bytes]) -> list[list[Any]]:
-        """Read this rank's share, into its window or, for others alone, into `borrowed`. Returns what could not be
-        read, as [extent, message, hint], where another place may have it."""
+        """Read this rank's share; return [extent, message, hint] of what another place may have."""
         failed = []
         rank = self._communicator.rank
         for carried in todo:
@@ -304,10 +293,7 @@ class CooperativeReader:
         return failed
 
     def _note_spoilt(self, told: Sequence[Sequence[Sequence[Any]]]) -> set[int]:
-        """Remember what could not be read where. Returns the extents that other places shall give.
-
-        Raises CheckpointError, on every rank, where none has one.
-        """
+        """Record unreadable extents; return those that other places shall give. Raises if there are none."""
         failed = set()
         for rank, failures in enumerate(told):
             place = self._where.places[rank]
@@ -323,11 +309,7 @@ class CooperativeReader:
         return failed
 
     def _deliver(self, number: int, borrowed: Mapping[int, bytes]) -> None:
-        """Send what other groups have read to those that have it not. Collective.
-
-        The messages have one order on all ranks, in which every rank takes its own: so there is no cycle of waiting
-        ranks.
-        """
+        """Send groups what they lack, in one order of messages on all ranks: no cycle of waits. Collective."""
         rank, extents = self._communicator.rank, self._table.extents
         buffer: Buffer | None = None
         failures: list[CheckpointError] = []

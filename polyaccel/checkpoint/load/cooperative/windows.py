@@ -74,8 +74,7 @@ class MemoryGroups:
         return {rank: mmap.mmap(descriptor, nbytes) for rank, descriptor in self.descriptors.items()}
 
     def own_window(self, nbytes: int) -> mmap.mmap:
-        """A window of this rank alone, in large pages where the system has them: new small ones take three times as
-        long as what is read into them."""
+        """Return a window of this rank alone, in large pages: new small ones take three times as long as a read."""
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
         window = mmap.mmap(-1, max(1, nbytes), **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):

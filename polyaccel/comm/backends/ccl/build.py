@@ -1,8 +1,8 @@
-"""Where oneCCL is, and the compiling of csrc/ccl against it: when polyaccel is installed, or by `polyaccel build ccl`.
+"""Where oneCCL is, and the compiling of csrc/ccl against it: at installation or by `polyaccel plugins build ccl`.
 
 oneCCL is Intel's to distribute, and its C++ interface is that of one version. So what calls it is compiled where it is
-found, and belongs to that installation: `pip install` puts it next to the package, `polyaccel build ccl` into the
-user's cache, which also works where the package cannot be written to.
+found, and belongs to that installation: `pip install` puts it next to the package, `polyaccel plugins build ccl` into
+the user's cache, which also works where the package cannot be written to.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ def find_oneccl() -> OneCcl | None:
 
 
 def compiled(oneccl: OneCcl) -> Path:
-    """The library that was compiled against `oneccl`: the one that the user built before the one that pip did.
-
-    Raises CommError where there is none, or pip's is stale: oneCCL or polyaccel is of another version now.
-    """
+    """Return the library compiled against `oneccl`: the user's build before pip's. Raises CommError if stale."""
     built = _built(oneccl)
     if built.exists():
         return built
@@ -71,7 +68,7 @@ def compiled(oneccl: OneCcl) -> Path:
                 return path
             of = f"oneCCL {version}, and {oneccl.version} is here" if abi == str(ABI_VERSION) else "another polyaccel"
             message = f"{path} is stale: it was compiled for {of}"
-    raise CommError(message, hint="run `polyaccel build ccl`", value=oneccl.version)
+    raise CommError(message, hint="run `polyaccel plugins build ccl`", value=oneccl.version)
 
 
 def build() -> Path:

@@ -139,8 +139,7 @@ class CclCommunicator(Communicator):
 
 
 def _explained(error: CclTimeout | CclFailure, collective: Collective, rank: int, timeout_s: float) -> CommError:
-    """The error for what went wrong on global rank `rank`; which ranks are missing the recorder learns from the
-    board."""
+    """Return the error for a failure on global rank `rank`; the recorder finds missing ranks on the board."""
     what = f"{collective} on rank {rank}"
     if isinstance(error, CclTimeout):
         return CommTimeout(

@@ -90,7 +90,7 @@ def probe_library() -> Probe:
     """Whether oneCCL is here and csrc/ccl was compiled for it. Loads neither."""
     oneccl = find_oneccl()
     if oneccl is None:
-        return Probe(False, f"oneCCL is not installed: {GET_ONECCL}, then `polyaccel build ccl`")
+        return Probe(False, f"oneCCL is not installed: {GET_ONECCL}, then `polyaccel plugins build ccl`")
     try:
         path = compiled(oneccl)
     except CommError as error:
@@ -114,7 +114,7 @@ def ccl_library() -> ctypes.CDLL:
 
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path` with its signatures set. Raises CommError unless it is of this polyaccel and oneCCL."""
-    hint = "run `polyaccel build ccl` again"
+    hint = "run `polyaccel plugins build ccl` again"
     try:
         library = ctypes.CDLL(str(path))
         version = library.pa_ccl_abi_version()

@@ -18,6 +18,7 @@ from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
 from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.launchers.mpi import look, may_start
 from polyaccel.comm.launchers.request import Request
+from polyaccel.core.install_line import install_line
 from polyaccel.errors import CommError
 
 
@@ -69,7 +70,7 @@ class MpiBackend(CommBackend):
     def _check_startable(self, rendezvous: Rendezvous) -> None:
         probe = self.probe()
         if not probe.usable:
-            reason, hint = probe.reason, "pip install 'polyaccel[mpi]', with the MPI whose mpirun starts the ranks"
+            reason, hint = probe.reason, f"{install_line('mpi')}, with the MPI whose mpirun starts the ranks"
         elif not may_start(os.environ) and "mpi4py.MPI" not in sys.modules:
             seen = look(Request(os.environ)).text
             reason, hint = f"no launcher of MPI started this process: {seen}", "start the ranks with mpirun"

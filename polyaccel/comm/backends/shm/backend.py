@@ -107,8 +107,7 @@ def share_memory(
 
 
 def _check_one_host(members: dict[int, Member]) -> None:
-    """Raise HostsDifferError where `members` are on several hosts. No `HostTopology` answers that: it is made over a
-    communicator, and this one cannot be made there."""
+    """Raise HostsDifferError where `members` are on several hosts, before a communicator exists."""
     first, *others = members
     elsewhere = [rank for rank in others if members[rank].host != members[first].host]
     if elsewhere:

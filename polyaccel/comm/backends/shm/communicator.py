@@ -224,8 +224,7 @@ class ShmCommunicator(Communicator):
 
     @contextmanager
     def _shared_file(self, nbytes: int, owner: int) -> Iterator[int]:
-        """A file of zeroed memory that group rank `owner` makes for all ranks that ask for bytes, open until every rank
-        has done with it. Collective."""
+        """Map a zeroed file that group rank `owner` makes, until every rank has done with it. Collective."""
         file = new_file("polyaccel-shared", rounded_up(nbytes)) if self.rank == owner else -1
         try:
             answers = self.all_gather_object((file, nbytes))

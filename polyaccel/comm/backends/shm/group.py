@@ -114,8 +114,7 @@ class ShmGroup:
         self._timeout_ns = int(timeout_s * 1e9)
 
     def prepare(self, op: ShmOp, collective: Collective, whole: Buffer | None) -> PreparedCall:
-        """`collective` as the library takes it; `whole` is the buffer of all its elements if peers may read it where it
-        is. Raises ShardingError when ranks share a buffer that each should have for itself."""
+        """Convert `collective` for the library; `whole` is set if peers may read all elements in place."""
         place, delta = (
             _NOWHERE if whole is None else self._host.heap.book.find(whole.data_ptr(), whole.nbytes) or _NOWHERE
         )
@@ -158,8 +157,7 @@ class ShmGroup:
             raise self._failure(status, self._missing, self._theirs)
 
     def message(self, peer: int, buffer: Buffer, *, sends: bool, patient: bool) -> None:
-        """Send `buffer` to `peer`, or fill it with what comes from there. `patient`: sleep at once where there is
-        nothing to do, whatever signals come. Raises Failure, and what the handler of a signal raises."""
+        """Send `buffer` to `peer` or fill it; `patient`: sleep at once when idle. Raises Failure."""
         missing, theirs = (c_uint8 * len(self._missing))(), CallKey()
         key = CallKey(type=DTYPE_CODES[buffer.dtype], numel=buffer.numel)
         where = buffer.data_ptr()
@@ -195,8 +193,7 @@ def explain(
     timeout_s: float,
     earlier: CommError | None,
 ) -> CommError:
-    """The error for what went wrong in `collective` on group rank `rank`; messages name global ranks. `earlier` is the
-    first error of the group, after which no call can succeed."""
+    """Return the error for a failure in `collective` on group rank `rank`; `earlier` is the group's first."""
     missing = sorted(ranks[index] for index in failure.missing)
     what = f"{collective} on rank {ranks[rank]}"
     lost = f"ranks {missing} did not take part"

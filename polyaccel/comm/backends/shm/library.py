@@ -157,8 +157,7 @@ def shm_library() -> ctypes.CDLL:
 
 @cache
 def waiting_library() -> ctypes.PyDLL:
-    """The functions that wait for peers. They release Python's lock themselves, so that while they wait they can run a
-    signal's handler in the main thread; what it raises, they raise."""
+    """Load the functions that wait for peers; they release the interpreter's lock and run signal handlers."""
     library = ctypes.PyDLL(shm_library()._name)
     for name, arguments in _WAITING_SIGNATURES.items():
         function = getattr(library, name)

@@ -175,8 +175,7 @@ class PeerFile:
 
 
 def map_file(file: int, nbytes: int, book: AddressBook | None = None) -> Bytes:
-    """Return the first bytes of a separate file, kept by the system until the last process has unmapped them. `book`
-    registers them as shared by all ranks."""
+    """Map the first bytes of a new file, kept until the last process unmaps it; `book` registers them."""
     region = MappedMemory(file, HeapRange(0, rounded_up(nbytes), 0), nbytes)
     unmap = shm_library().pa_shm_unmap
     weakref.finalize(region, unmap, region.mapped, -1, 0, rounded_up(nbytes), 0).atexit = False

@@ -45,10 +45,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 def protect(address: int, nbytes: int) -> bool:
-    """Protect pages, so that `unprotected` finds those written to from now on. False where this system cannot.
-
-    Neither is it done where shared memory is in huge pages, which it would break up; to search those is fast.
-    """
+    """Protect pages so that `unprotected` finds later writes; False if unsupported or in huge pages."""
     file = _userfaultfd(os.getpid())
     if file is None:
         return False
@@ -73,10 +70,7 @@ def unprotected(address: int, nbytes: int) -> Ranges:
 
 
 def searched(address: int, nbytes: int) -> Ranges:
-    """The pages of a copy-on-write mapping that are of no file. Counted from `address`.
-
-    Raises OSError where the system does not search its page map.
-    """
+    """Return private pages of a copy-on-write mapping, from `address`. Raises OSError if unsupported."""
     wanted = {"category_inverted": _FILE, "category_mask": _FILE, "category_anyof_mask": _PRESENT | _SWAPPED}
     return _scan(address, nbytes, **wanted)
 

@@ -91,8 +91,7 @@ _is_over = Event()
 
 @atexit.register
 def _end_attempts() -> None:
-    """Begin no more calls, and wait for those that are under way: Python ends a thread that comes back from torch's
-    store when the interpreter is gone, and torch aborts the process for it."""
+    """End calls before the interpreter ends: torch aborts when its store returns into a finished one."""
     _is_over.set()
     for thread in list(_attempts):
         thread.join(_END_S)

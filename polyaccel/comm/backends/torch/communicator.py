@@ -256,11 +256,7 @@ def _named(name: str | None) -> Iterator[None]:
 def new_group(
     ranks: tuple[int, ...], backend: str, timeout_s: float, *, everybody: bool = True, name: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A process group of those global `ranks`, None on the others. Raises CommError when it cannot be made.
-
-    `everybody`: all processes call this, members or not. Otherwise only members do, and `name` is equal on all of them.
-    None lets torch name the group.
-    """
+    """Make a process group of global `ranks`, None on others; `everybody` calls, else members with one `name`."""
     try:
         with _named(name):
             group = dist.new_group(

@@ -1,0 +1,38 @@
+"""Train a module of Flax (nnx): the engine shards its parameters and runs its optimizer.
+
+polyaccel run --ranks 2 examples/flax/train.py
+"""
+
+import sys
+
+import numpy as np
+from flax import nnx
+
+import polyaccel
+
+CONFIG = {
+    "train_batch_size": 32,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(16, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 1, rngs=rngs)
+
+    def __call__(self, x, y):
+        return ((self.out(nnx.relu(self.hidden(x))) - y) ** 2).mean()
+
+
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+engine = polyaccel.initialize(model=Model(nnx.Rngs(0)), config=CONFIG)
+ranks = engine.communicator
+draw = np.random.default_rng(ranks.rank)
+for _ in range(steps):
+    x = draw.standard_normal((32 // ranks.world_size, 16), np.float32)
+    loss = engine.train_batch((x, x.sum(1, keepdims=True)))
+if ranks.rank == 0:
+    print(f"step {engine.global_steps}: loss {float(loss):.4f}")
+engine.destroy()

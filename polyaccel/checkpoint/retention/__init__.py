@@ -1,1 +1,0 @@
-"""Retention: which tags of a folder stay when a save has ended, and the deletion of the others."""

@@ -1,1 +1,0 @@
-"""Tokens that tensor ranks share between the layers that are cut: Megatron's sequence parallelism."""

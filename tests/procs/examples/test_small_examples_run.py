@@ -1,0 +1,92 @@
+"""Small examples, each run to its end in this process, and ready configs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyaccel import comm, load_config
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+FEATURES = sorted(file.stem for file in (EXAMPLES / "by_feature").glob("*.py"))
+MOST_LINES = 40
+
+
+def run(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Run an example as one rank in `folder`."""
+    monkeypatch.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", [str(script), *words])
+    monkeypatch.syspath_prepend(str(script.parent))
+    codes: list[object] = []
+    monkeypatch.setattr(sys, "exit", codes.append)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        comm.destroy_process_group()
+    assert codes in ([], [0])
+
+
+def last_loss(shown: str) -> float:
+    return float(re.findall(r"loss (\S+)", shown)[-1])
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_an_example_of_a_feature_trains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = EXAMPLES / "by_feature" / f"{name}.py"
+    assert len(script.read_text().splitlines()) <= MOST_LINES
+    run(script, tmp_path, monkeypatch)
+    shown = capsys.readouterr().out
+    if name == "gradient_accumulation":
+        assert "32 micro-batches, 8 optimizer steps" in shown
+    elif name != "stop":
+        assert "step 8: loss " in shown
+        assert math.isfinite(last_loss(shown))
+    if name == "metrics":
+        assert (tmp_path / "runs" / "by_feature" / "report.html").is_file()
+
+
+def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for steps in (8, 16):
+        run(EXAMPLES / "resume" / "train.py", tmp_path, monkeypatch)
+        shown = capsys.readouterr().out
+        assert f"saved step {steps}: " in shown
+        losses.append(last_loss(shown))
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("name", "needs"), [("hf_finetune", "transformers"), ("lora", "peft")])
+def test_a_model_of_transformers_trains(
+    name: str, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(needs)
+    run(EXAMPLES / name / "train.py", tmp_path, monkeypatch, "--steps", "3")
+    assert 0 < last_loss(capsys.readouterr().out) < 2 * math.log(256)
+
+
+@pytest.mark.parametrize("name", ["flax", "equinox"])
+def test_a_module_of_jax_trains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    run(EXAMPLES / name / "train.py", tmp_path, monkeypatch, "3")
+    assert math.isfinite(last_loss(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("file", sorted((EXAMPLES / "configs").glob("*.json")), ids=lambda file: str(file.stem))
+def test_a_ready_config_is_valid(file: Path) -> None:
+    config = load_config(str(file))
+    assert config.zero_optimization.stage == json.loads(file.read_text())["zero_optimization"]["stage"]
