@@ -106,6 +106,13 @@ def weighted(params: Any, batch: Any, rng: Any) -> Any:
     return (batch["weights"][batch["y"]] * loss_of(params, hidden, batch["y"])).mean()
 
 
+def padded(params: Any, batch: Any, rng: Any) -> Any:
+    """A mean over samples that count, of which parts of a batch have unlike numbers."""
+    counts = batch["y"] > 0
+    found = loss_of(params, batch["x"] @ params["emb"]["kernel"], batch["y"])
+    return jnp.where(counts, found, 0.0).sum() / jnp.maximum(counts.sum(), 1)
+
+
 def scaled(params: Any, batch: Any, rng: Any) -> Any:
     """A gradient of its own, an integer leaf, tied weights."""
     hidden = jax.lax.stop_gradient(batch["x"]) @ params["emb"]["kernel"]
@@ -277,6 +284,11 @@ RIGHT = {
     "noise": Program(function(noisy), None, {**TWICE, **STAGE_2}, ranks=2),
     "noise, recomputed, stage 3": Program(function(noisy), None, {**RECOMPUTED, **STAGE_3, **TWICE}),
     "marked class weights, accumulation": Program(function(weighted), None, TWICE, with_marked_weights),
+    "padding, accumulation": Program(function(padded), None, TWICE),
+    "padding, native": Program(function(padded), None, {**NATIVE, **TWICE}),
+    "sum over samples, accumulation": Program(
+        function(lambda params, batch, rng: len(batch["y"]) * plain(params, batch, rng)), None, TWICE
+    ),
     "tied weights, integers": Program(with_order, None, STAGE_2, ranks=2),
     "native": Program(function(plain), None, {**NATIVE, **STAGE_2}),
     "native, noise, accumulation, SGD": Program(

@@ -50,7 +50,7 @@ class StepRecording:
         index = self._record.engines
         self._record.engines += 1
         self._record.unfinished += 1
-        self._prefix = f"{index}:" if index else ""
+        self._index, self._prefix = index, f"{index}:" if index else ""
         self._step = 0
         self._before: dict[str, Array] = {}
 
@@ -61,6 +61,7 @@ class StepRecording:
         """Record whole gradients, and keep the parameters that the update changes. Collective."""
         if self._is_over():
             return
+        self._record.events.append(f"{self._index}/{self._step}")
         for group in self._groups():
             if group.get("lr") is not None and float(group["lr"]) < _LEAST_LR:
                 group["lr"] = _LEAST_LR
@@ -89,9 +90,7 @@ class StepRecording:
             self._add("loss", "", np.float64(loss))
         self._step += 1
         if self._is_over():
-            self._record.unfinished -= 1
-            if not self._record.unfinished:
-                self._run.end(self._rank)
+            self._run.end_engine(self._rank)
 
     def _add(self, kind: str, name: str, value: Any) -> None:
         array = np.asarray(value)

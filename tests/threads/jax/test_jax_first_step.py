@@ -25,6 +25,7 @@ WIDTH = 4
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("POLYACCEL_VERIFY", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
