@@ -151,7 +151,6 @@ device-wheels: ## put into .whl what a machine without network lacks for tests/d
 
 mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
 	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'
-	$(VENV)-mutants/bin/python -m pytest -q tests/unit/support
 	nice -n 19 $(VENV)-mutants/bin/python tests/mutants $(ARGS)
 
 environment: $(STAMP)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyaccel.pipeline.timing import OpTimes, simulate
-
 from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import make_table
+from polyaccel.pipeline.timeline import OpTimes, simulate
 from polyaccel.registry import PluginGroup
 
 PICTURES = Path(__file__).parents[1] / "pictures"

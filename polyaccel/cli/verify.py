@@ -25,7 +25,7 @@ and otherwise as plain torch, on the same ranks and batches, in float32. Gradien
 buffers, attributes, generators and losses have to agree within the rounding that plain runs show. Where they do not,
 the command finds the rewrite to blame (tensor, sequence, expert or pipeline parallelism, tiles, recomputation, ZeRO's
 shards) and the first parameter that differs. The script is ended after these steps. What it writes before that, each
-run writes. Checkpoints alone are kept apart from the script's own."""
+run writes. Checkpoints are kept apart from the script's own."""
 _USAGE = "polyaccel verify [options] [options of polyaccel run] script.py [arguments of the script]"
 _OWN_OPTIONS = ("--steps", "--engines")
 _LAST_LINES = 12

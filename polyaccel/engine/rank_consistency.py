@@ -2,24 +2,31 @@
 
 Parameters have no names on the wire: where one rank has built its modules in another order, has frozen another layer or
 clips at another norm, the ranks' collectives may well fit each other, and wrong numbers would be all there is to see.
+`run_metadata` is what a checkpoint records of the run.
 """
 
 from __future__ import annotations
 
+import platform
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from importlib import metadata
 from itertools import zip_longest
 from logging import getLogger
 from typing import Any
 
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
+from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import ParamSpec
-from polyaccel.errors import ShardingError
+from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.registry import PluginGroup, find_plugin
 
 log = getLogger(__name__)
 
 _NOTHING = "nothing"
+_PACKAGES = ("polyaccel", "torch", "jax", "numpy", "safetensors", "transformers")
 
 
 def training_facts(
@@ -107,3 +114,35 @@ def warn_of_uneven_batches(communicator: Communicator, micro_batch_size: int) ->
 def _named(hosts: Sequence[str], ranks: Sequence[int]) -> str:
     """The hosts of these ranks, where there are several in all."""
     return f" on {', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}" if len(set(hosts)) > 1 else ""
+
+
+def run_metadata(config: Mapping[str, Any], storage: str, accelerator: Accelerator, mesh: Mesh) -> dict[str, Any]:
+    """Return versions, plugins, mesh and `config` as plain values; `storage` is the plugin's name."""
+    return {
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))} | {"python": _python()},
+        "plugins": {
+            "accelerator": _source(PluginGroup.ACCELERATORS, accelerator.name),
+            "storage": _source(PluginGroup.STORAGE, storage),
+        },
+        "mesh": {axis.name: axis.size for axis in mesh.axes},
+        "config": dict(config),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _python() -> str:
+    return f"{platform.python_implementation()} {platform.python_version()}"
+
+
+def _source(group: PluginGroup, name: str) -> str:
+    """A plugin's name, package and version; its name alone where it is not an installed one."""
+    try:
+        return f"{name} ({find_plugin(group, name).source})"
+    except PolyaccelError:
+        return name

@@ -25,7 +25,6 @@ from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of
 from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
-from polyaccel.engine.about import run_metadata
 from polyaccel.engine.base import EngineParts
 from polyaccel.engine.mesh_groups import MeshGroups
 from polyaccel.engine.model_adapter import ModelAdapter
@@ -33,7 +32,7 @@ from polyaccel.engine.policies.engines import common_settings_of, engine_setting
 from polyaccel.engine.policies.modules import param_dtype_of
 from polyaccel.engine.policies.steps import plan_for, step_plan_for, step_policy
 from polyaccel.engine.policies.watching import alarms_of, monitors_of, trace_of
-from polyaccel.engine.rank_consistency import require_same_training, training_facts
+from polyaccel.engine.rank_consistency import require_same_training, run_metadata, training_facts
 from polyaccel.engine.tiers import open_tiers
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.job.trial_env import TrialModel, write_trial_model

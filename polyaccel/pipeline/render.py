@@ -6,7 +6,7 @@ from collections import defaultdict
 from html import escape
 
 from polyaccel.pipeline.table import PipelineOp, PipelineTable
-from polyaccel.pipeline.timeline import OpTimes, PipelineTiming, simulate
+from polyaccel.pipeline.timing import OpTimes, PipelineTiming, simulate
 
 _ROW, _BAR, _LEFT, _TOP, _FOOT = 26, 22, 72, 30, 30
 _LEAST_TEXT = 12.0

@@ -133,12 +133,8 @@ class ActiveRun:
         record = self.record_of(rank)
         record.unfinished -= 1
         if record.unfinished == 0 and record.engines >= self.variant.engines:
-            self.end(rank)
-
-    def end(self, rank: int) -> None:
-        """Keep the record of `rank`. Raises VerificationEnd."""
-        self._write(self.record_of(rank))
-        raise VerificationEnd(0)
+            self._write(record)
+            raise VerificationEnd(0)
 
     def end_process(self) -> None:
         """Keep the records of a script that has ended while some engine, but not all, had steps left."""

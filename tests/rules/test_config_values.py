@@ -21,6 +21,7 @@ READERS = (
     "torch/verify",  # composes plain engines in place of ours
     "jax/initialize.py",
     "jax/rewrites.py",
+    "jax/verify",
 )
 PASSES_ON = {  # Entry points of users that take a config too, and check it.
     "__init__.py",

@@ -13,6 +13,7 @@ READERS = {
     "checkpoint/convert/formats/torch_dcp.py": "metadata of torch's library, whose own records alone are made",
     "testkit/ranks/mpi.py": "answers of a test's own workers, through pipes that nobody else has",
     "testkit/ranks/procs.py": "answers of a test's own workers, through pipes that nobody else has",
+    "testkit/ranks/worker.py": "tasks of the pool and answers to it, through pipes that no other process has",
 }
 MODULES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal"})
 

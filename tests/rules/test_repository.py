@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyaccel.cli.main import _parser
+from polyaccel.cli.main import full_parser
 
 ROOT = Path(__file__).parents[2]
 HOST = ROOT / ".github"
@@ -83,7 +83,7 @@ def test_every_command_of_ours_that_they_name_is_one() -> None:
     for command in {*quoted, *placeholders}:
         program, *arguments = shlex.split(command)
         assert program == "polyaccel"
-        _parser(arguments).parse_args(arguments)
+        full_parser().parse_args(arguments)
 
 
 def test_every_file_that_they_name_exists() -> None:

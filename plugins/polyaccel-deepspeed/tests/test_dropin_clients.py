@@ -39,6 +39,11 @@ def test_accelerate(stage: int, accumulation: int, offload: str, tmp_path: Path)
     assert found["shapes"] == {name: list(value.shape) for name, value in build().state_dict().items()}
 
 
+def test_the_example_of_the_trainer_trains(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "examples" / "hf_finetune" / "trainer.py"
+    assert "'train_loss'" in run(*torchrun(), str(script), "--steps", "2", "--out", str(tmp_path))
+
+
 @pytest.fixture(scope="module", params=["a GPT-2 learns sentences", "a BERT classifies"])
 def task(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
     """The job's arguments for what is learned, and what plain torch finds."""

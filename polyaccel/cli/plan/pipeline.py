@@ -18,7 +18,7 @@ from polyaccel.pipeline.messages import Programs, StageSend
 from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
 from polyaccel.pipeline.table import live_counts
-from polyaccel.pipeline.timeline import OpTimes, PipelineTiming, simulate
+from polyaccel.pipeline.timing import OpTimes, PipelineTiming, simulate
 
 if TYPE_CHECKING:
     from polyaccel.pipeline.table import PipelineTable

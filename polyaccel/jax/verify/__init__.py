@@ -1,1 +1,1 @@
-"""Comparison of the engine for functions of JAX with plain JAX: `jax.value_and_grad`, `jit` and optax on whole trees."""
+"""Comparison of the engine for functions of JAX with plain JAX: `jax.value_and_grad`, `jit` and optax on trees."""

@@ -1,6 +1,6 @@
 """`FirstStepProof`: the rewrites of a training, compared with plain JAX before its first update.
 
-[Note: Proof at the first step]
+[Note: Proof before training]
 Every rank takes part in the first training, and has its first batch there. The engine then trains two steps from the
 weights that it was built from: as plain JAX, and by an engine with the same config in float32, both as [Note: Shadow
 runs] of `polyaccel.verify.variant` has them. A function of JAX has no state, so nothing of the training changes, but
@@ -85,7 +85,7 @@ class NotProvenError(PolyaccelError):
 
 
 class FirstStepProof:
-    """The proof of one engine. See [Note: Proof at the first step]."""
+    """The proof of one engine. See [Note: Proof before training]."""
 
     def __init__(self, given: RewriteContext, config: Config, choice: str) -> None:
         default = Config()

@@ -1,14 +1,19 @@
 """`PlainJaxEngine`: an engine's calls on plain JAX, for the runs that a verification compares with.
 
-Every rank holds all parameters, and gradients are averaged over all ranks. A batch that the engine cuts into
-micro-batches, or over the devices of a process, is computed whole. Only where the function draws random numbers is it
-cut alike, because each part has its own key.
+Every rank holds all parameters, and gradients are averaged over all ranks.
+
+[Note: Whole batches]
+The engine cuts a batch into micro-batches, and over the devices of a process, and averages. The gradient of the whole
+batch is that average, or where parts weigh differently (tokens that are padding) or are summed, another combination of
+the parts' gradients with weights of no less than zero. Then the parts are right. Where it is none, something was cut
+that has no axis over samples, and the whole is right. A function that draws random numbers has a key for each part, so
+only its parts can be compared.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,11 +24,12 @@ import numpy as np
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.core.types import DType
 from polyaccel.engine.lr_schedules import build_schedule
+from polyaccel.errors import PolyaccelError
 from polyaccel.jax.engine import OptimizerGroups
 from polyaccel.jax.modules import as_function
 from polyaccel.jax.pipeline import LayerList
 from polyaccel.jax.program.batches import as_inputs, split_batch
-from polyaccel.jax.program.function import loss_and_aux
+from polyaccel.jax.program.function import LossFn, loss_and_aux
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.verify.plain_update import Array, PlainUpdate
@@ -39,13 +45,16 @@ class PlainJaxEngine:
     """The engine of a plain run; the arguments are those of an engine, before any rewrite."""
 
     def __init__(self, run: ActiveRun, given: RewriteContext) -> None:
+        if run.variant.is_double:
+            raise PolyaccelError("functions of JAX are not compared in float64", hint="compare in float32")
         runtime = given.runtime
         self.runtime, self.config = runtime, runtime.config
         self.communicator, self.mesh = runtime.communicator, runtime.mesh
         self.global_steps = self.micro_steps = 0
         self.aux: Any = None
         model, params = given.model, given.params
-        self._as_drawn: Callable[[], tuple[Any, Any]] | None = None
+        self._as_drawn: Callable[[], tuple[Any, Any]]
+        self._function: LossFn
         if isinstance(model, (list, tuple)):
             self._function, params = LayerList.of(model, params), list(params)
         else:
@@ -58,7 +67,7 @@ class PlainJaxEngine:
         self._leaves = {fqn: self._first_value(leaf, run.variant.moved) for fqn, leaf in leaves.items()}
         self._own_devices, self._world_size = given.own_devices, self.communicator.world_size * given.own_devices
         is_cpu = jax.default_backend() == "cpu"
-        compiled = partial(jax.jit, compiler_options=_OTHER_KERNELS if run.variant.moved > 0 and is_cpu else None)
+        compiled = partial(jax.jit, compiler_options=_OTHER_KERNELS if run.variant.reorders and is_cpu else None)
         self._with_gradients = compiled(jax.value_and_grad(self._loss, has_aux=True))
         self._without = compiled(lambda leaves, batch: self._loss(leaves, {}, batch, None))
         self._update = PlainUpdate(given.client, runtime, self._structure, self._names, compiled)
@@ -163,30 +172,29 @@ class PlainJaxEngine:
         self._sum.clear()
 
     def _differentiate(self, batch: Any, count: int) -> jax.Array:
-        """The loss of `count` micro-batches in one batch, whose gradients are added."""
+        """The loss of `count` micro-batches in one batch, whose gradients are added. See [Note: Whole batches]."""
         inputs = as_inputs(batch)
         if self._draws is None:
             self._draws = self._looks_at_key(inputs)
             linen = sys.modules.get("flax.linen")
-            if (
-                self._draws
-                and self._as_drawn is not None
-                and linen is not None
-                and isinstance(self._model, linen.Module)
-            ):
-                self._function, _ = self._as_drawn()  # blocks of linen draw from a key of their own, at every stage
-        parts = self._parts(batch, count) if self._draws else [(inputs, self._key_of(self.micro_steps, 0), count)]
-        trained = {name: jnp.asarray(value) for name, value in self.weights().items()}
-        losses = []
-        for part, key, weight in parts:
-            (loss, self.aux), found = self._with_gradients(trained, self._frozen(), part, key)
-            losses.append(weight * loss)
-            for name, gradient in found.items():
-                own = np.asarray(gradient, np.float32) * np.float32(weight)
-                self._sum[name] = self._sum[name] + own if name in self._sum else own
-        loss = jnp.stack(losses).sum() / count
+            if self._draws and linen is not None and isinstance(self._model, linen.Module):
+                self._function, _ = self._as_drawn()  # a block of linen draws from one key, at every stage
+        found = [self._of_part(part, key, weight) for part, key, weight in self._parts(batch, count)]
+        if len(found) > 1 and not self._draws:
+            whole = self._of_part(inputs, self._key_of(self.micro_steps, 0), count)
+            found = found if _is_combination(whole[1], [of_part for _, of_part in found]) else [whole]
+        for _, gradients in found:
+            for name, gradient in gradients.items():
+                self._sum[name] = self._sum[name] + gradient if name in self._sum else gradient
+        loss = jnp.stack([each for each, _ in found]).sum() / count
         self._losses += [float(loss)] * count
         return loss
+
+    def _of_part(self, inputs: Any, key: Any, weight: float) -> tuple[Any, dict[str, Array]]:
+        """The loss and gradients of a part of a batch, with a weight."""
+        trained = {name: jnp.asarray(value) for name, value in self.weights().items()}
+        (loss, self.aux), found = self._with_gradients(trained, self._frozen(), inputs, key)
+        return weight * loss, {name: np.asarray(one, np.float32) * np.float32(weight) for name, one in found.items()}
 
     def _parts(self, batch: Any, count: int) -> list[tuple[Any, Any, float]]:
         """(inputs, key, weight) of what the engine computes by itself: parts over micro-batches, then over devices."""
@@ -282,3 +290,20 @@ class PlainJaxEngine:
 
     def destroy(self) -> None:
         """Do nothing."""
+
+
+_MOST_REST = 1e-3
+"""Share of a gradient that rounding may leave over, and weight below zero that it may make."""
+
+
+def _is_combination(whole: Mapping[str, Array], parts: Sequence[Mapping[str, Array]]) -> bool:
+    """Whether a gradient is the sum of others, each with a weight of no less than zero."""
+    columns = np.stack([_flat(part) for part in parts], axis=1)
+    target = _flat(whole)
+    weights = np.linalg.lstsq(columns, target, rcond=1e-6)[0]
+    rest = float(np.linalg.norm(columns @ weights - target))
+    return rest <= _MOST_REST * float(np.linalg.norm(target)) and bool(np.all(weights >= -_MOST_REST))
+
+
+def _flat(gradients: Mapping[str, Array]) -> Array:
+    return np.concatenate([one.reshape(-1) for one in gradients.values()]).astype(np.float64)

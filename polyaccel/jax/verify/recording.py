@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -49,19 +50,18 @@ class StepRecording:
         index = self._record.engines
         self._record.engines += 1
         self._record.unfinished += 1
-        self._prefix = f"{index}:" if index else ""
+        self._index, self._prefix = index, f"{index}:" if index else ""
         self._step = 0
         self._before: dict[str, Array] = {}
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps are recorded."""
+    def _is_over(self) -> bool:
         return self._step >= self._run.variant.steps
 
     def before_update(self) -> None:
         """Record whole gradients, and keep the parameters that the update changes. Collective."""
-        if self.is_over:
+        if self._is_over():
             return
+        self._record.events.append(f"{self._index}/{self._step}")
         for group in self._groups():
             if group.get("lr") is not None and float(group["lr"]) < _LEAST_LR:
                 group["lr"] = _LEAST_LR
@@ -71,7 +71,7 @@ class StepRecording:
 
     def after_update(self, norm: float | None) -> None:
         """Record the norm, updates and states. Collective."""
-        if self.is_over:
+        if self._is_over():
             return
         if norm is not None:
             self._add("norm", "", np.float64(norm))
@@ -84,15 +84,13 @@ class StepRecording:
 
     def end_step(self, loss: float | None) -> None:
         """Record the loss. Raises VerificationEnd when this was the last step of the last engine."""
-        if self.is_over:
+        if self._is_over():
             return
         if loss is not None:
             self._add("loss", "", np.float64(loss))
         self._step += 1
-        if self.is_over:
-            self._record.unfinished -= 1
-            if self._record.unfinished == 0:
-                self._run.end(self._rank)
+        if self._is_over():
+            self._run.end_engine(self._rank)
 
     def _add(self, kind: str, name: str, value: Any) -> None:
         array = np.asarray(value)
@@ -106,7 +104,8 @@ def _in_bins(value: Array, bins: int) -> Array:
         return value
     flat = value.reshape(-1)
     padded = np.pad(flat, (0, -flat.size % bins))
-    return padded.reshape(-1, bins).sum(0, dtype=value.dtype)
+    sums: Array = padded.reshape(-1, bins).sum(0, dtype=value.dtype)
+    return sums
 
 
 def values_of(engine: JaxEngine) -> Values:
@@ -122,7 +121,7 @@ class EngineValues:
         self._names = [spec.fqn for spec in reversed(engine.adapter.param_specs()) if spec.trainable]
 
     def _whole(self, kind_of: Callable[[str], Array | None]) -> dict[str, Array]:
-        """Whole parameters' values of one kind, where the engine has parts of some as parameters of their own."""
+        """Whole parameters' values of one kind, where the engine has layers of some as parameters."""
         adapter = self._engine.adapter
         specs = {spec.fqn: spec for spec in adapter.param_specs()}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -143,7 +142,7 @@ class EngineValues:
             return optimizer.states_by_path()
         if not isinstance(optimizer, OptaxOptimizer):
             names = () if optimizer is None else optimizer.state_names
-            by_state = {state: self._whole(lambda fqn, state=state: self._read(fqn, state)) for state in names}
+            by_state = {state: self._whole(partial(self._read, kind=state)) for state in names}
             return {f"{fqn} {state}": value for state, each in by_state.items() for fqn, value in each.items()}
         found: dict[str, Any] = {}
         paths, layers = optimizer.state_paths, self._engine.adapter.stacking.layers

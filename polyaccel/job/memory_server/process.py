@@ -294,12 +294,12 @@ def _line(descriptor: int) -> bytes:
     return data.rstrip(b"\n")
 
 
-if __name__ == "__main__":
-    main(sys.argv)
-
-
 def default_limit_nbytes() -> int:
     """Three quarters of the memory of this host, or of what a control group leaves of it to this process."""
     total_nbytes = int(Path("/proc/meminfo").read_text().split("\n", 1)[0].split()[1]) * 1024
     limit = memory_limit_nbytes()
     return int(_SHARE_OF_MEMORY * (total_nbytes if limit is None else min(total_nbytes, limit)))
+
+
+if __name__ == "__main__":
+    main(sys.argv)

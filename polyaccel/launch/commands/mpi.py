@@ -38,7 +38,7 @@ class MpiLauncher(CommandLauncher):
 
 
 def _version_of(program: str) -> str:
-    """What the program prints of its version, in a process of its own; "" where it does not end."""
+    """What the program prints of its version, in another process; "" where it does not end."""
     try:
         done = subprocess.run(
             [program, "--version"],

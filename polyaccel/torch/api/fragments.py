@@ -176,11 +176,11 @@ _PLAIN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def serve_plain(parameter: nn.Parameter, tensor_of: Callable[[str], Tensor | None]) -> None:
-    """Let all functions here return and write what plain torch has of a parameter.
+    """Let all functions here answer for a parameter that has no engine.
 
     Args:
-        parameter: Parameter without an engine.
-        tensor_of: Returns the tensor itself of a kind: `param`, `grad`, or the name of an optimizer state.
+        parameter: The parameter, of any shape.
+        tensor_of: Returns the tensor of a kind (`"grad"`, or the name of an optimizer state), None where there is none.
     """
     _PLAIN[parameter] = tensor_of
 

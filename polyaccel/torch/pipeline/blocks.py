@@ -1,8 +1,8 @@
 """The list of blocks along which a model that was not written for a pipeline is cut, and a small micro-batch to try it
 on.
 
-A model names the list itself (Hugging Face's plan of a pipeline, `config.base_model_pp_plan`), or it has one list of
-modules that outweighs all others. Lists of one class come before others: they are what is repeated.
+A model names the list itself (Hugging Face's plan of a pipeline, `config.base_model_pp_plan`), or it is the first of
+its lists along which it can be cut. Lists of one class come before others: they are what is repeated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from polyaccel.pipeline.table import PipelineError
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+_NamedList = tuple[str, nn.ModuleList | nn.Sequential]
 _LEAST_BLOCKS = 2
 _SMALL_SHARE = 0.1
-"""A second list with less than this share of the first one's elements is left in one piece."""
+"""A second list with less than this share of the first one's elements is never cut."""
 _TOKENS = 8
 
 
@@ -37,17 +38,11 @@ class BlockList:
         return tuple(f"{self.name}.{key}" if self.name else key for key, _ in self.modules.named_children())
 
 
-def find_block_list(model: nn.Module) -> BlockList:
-    """The blocks of `model`. Raises PipelineError where there is no list, or where several could be it."""
+def find_block_lists(model: nn.Module) -> tuple[BlockList, ...]:
+    """The lists along which `model` may be cut, the best first: of an encoder and a decoder the encoder's, because all
+    blocks of the decoder take what the encoder gives, and otherwise the largest. Raises PipelineError where there is
+    none."""
     kind = type(model).__name__
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        described = " and ".join(_described(*each) for each in _candidates(model, same_class=True)) or "two stacks"
-        raise PipelineError(
-            f"{kind} cannot be cut into stages: it is an encoder and a decoder ({described}), and every block of the "
-            "decoder takes what the encoder gives",
-            hint="write it as a polyaccel.torch.pipeline.PipelineModule, or shard it by ZeRO",
-            value=kind,
-        )
     found = _planned(model)
     for same_class in (True, False):
         found = found or sorted(_candidates(model, same_class=same_class), key=lambda each: -_numel(each[1]))
@@ -58,22 +53,17 @@ def find_block_list(model: nn.Module) -> BlockList:
             hint="give a torch.nn.Sequential, or a polyaccel.torch.pipeline.PipelineModule of layers",
             value=kind,
         )
-    if len(found) > 1 and _numel(found[1][1]) > _SMALL_SHARE * _numel(found[0][1]):
-        described = " and ".join(_described(*each) for each in found)
-        raise PipelineError(
-            f"{kind} cannot be cut into stages: it has {len(found)} lists of blocks, {described}, and does not define "
-            "which comes after which",
-            hint="write it as a polyaccel.torch.pipeline.PipelineModule",
-            value=kind,
-        )
-    name, modules = found[0]
-    if len({id(block) for block in modules}) < len(modules):
-        raise PipelineError(
-            f"{kind} cannot be cut into stages: the same block stands several times in {name}",
-            hint="write it as a polyaccel.torch.pipeline.PipelineModule, with a TiedLayerSpec for that block",
-            value=name,
-        )
-    return BlockList(name, modules)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        found.sort(key=lambda each: "encoder" not in each[0].split("."))
+    found = [each for each in found if _numel(each[1]) > _SMALL_SHARE * _numel(found[0][1])]
+    for name, modules in found:
+        if len({id(block) for block in modules}) < len(modules):
+            raise PipelineError(
+                f"{kind} cannot be cut into stages: the same block stands several times in {name}",
+                hint="write it as a polyaccel.torch.pipeline.PipelineModule, with a TiedLayerSpec for that block",
+                value=name,
+            )
+    return tuple(BlockList(name, modules) for name, modules in found)
 
 
 def small_inputs(model: nn.Module) -> Any:
@@ -84,6 +74,8 @@ def small_inputs(model: nn.Module) -> Any:
         text = described.get_text_config() if hasattr(described, "get_text_config") else described
         length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
         found: Any = {"input_ids": torch.ones(1, length, dtype=torch.long)}
+        if getattr(described, "is_encoder_decoder", False):
+            found["decoder_input_ids"] = torch.ones(1, length, dtype=torch.long)
     elif described is not None and main == "pixel_values" and hasattr(described, "image_size"):
         size = described.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -101,7 +93,7 @@ def small_inputs(model: nn.Module) -> Any:
     return found
 
 
-def _planned(model: nn.Module) -> list[tuple[str, nn.ModuleList | nn.Sequential]]:
+def _planned(model: nn.Module) -> list[_NamedList]:
     """The list that the model's own plan of a pipeline names."""
     base = getattr(model, "base_model", model)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None) or {}
@@ -110,7 +102,7 @@ def _planned(model: nn.Module) -> list[tuple[str, nn.ModuleList | nn.Sequential]
     return [(names[part], part) for part in parts if isinstance(part, _LISTS) and len(part) >= _LEAST_BLOCKS]
 
 
-def _candidates(model: nn.Module, *, same_class: bool) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+def _candidates(model: nn.Module, *, same_class: bool) -> Iterator[_NamedList]:
     """The lists with at least two modules that have parameters, those inside another left out. `same_class`: and no
     modules but of one class with parameters."""
     inside: list[str] = []
@@ -126,8 +118,3 @@ def _candidates(model: nn.Module, *, same_class: bool) -> Iterator[tuple[str, nn
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _described(name: str, modules: nn.Module) -> str:
-    kinds = dict.fromkeys(type(child).__name__ for child in modules.children())
-    return f"{name or 'itself'} of {len(list(modules.children()))} {' and '.join(kinds)}"

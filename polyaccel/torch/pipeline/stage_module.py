@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.torch.pipeline.blocks import BlockList, find_block_list
+from polyaccel.torch.pipeline.blocks import BlockList, find_block_lists
 from polyaccel.torch.pipeline.module import TiedModule
-from polyaccel.torch.pipeline.trace import ModelTrace, trace_model
+from polyaccel.torch.pipeline.trace import ModelTrace, trace_first
 from polyaccel.torch.sharding.units import has_units, set_parts, set_units
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
@@ -65,11 +65,10 @@ class StageModule:
         self.placement, self.stage, self.num_stages = tuple(placement), stage, max(placement) + 1
         self.loss_fn: Callable[..., Any] | None = getattr(model, "loss_fn", None)
         self.model = model
-        blocks = find_block_list(model)
+        blocks, trial = trace_first(model, find_block_lists(model))
         self.names = blocks.names
         """The full names of all blocks."""
         self._list = blocks.modules
-        trial = trace_model(model, blocks)
         self._outputs = trial.outputs
         if weigh is not None and partition_method.lower() == "profiled":
             weights = weigh(model, blocks)

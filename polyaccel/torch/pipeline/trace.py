@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from logging import getLogger
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +35,7 @@ from polyaccel.torch.pipeline.blocks import BlockList, small_inputs
 from polyaccel.torch.pipeline.trial_state import unchanged
 
 _PLAIN = (bool, int, float, str)
+_log = getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,25 @@ class ModelTrace:
     """Of each block."""
     users: Mapping[nn.Parameter, tuple[int, ...]]
     """The parts that use a parameter, in order; at least one."""
+
+
+def trace_first(model: nn.Module, lists: Sequence[BlockList]) -> tuple[BlockList, ModelTrace]:
+    """The first of `lists` that is a chain, and its trace. Raises PipelineError as the trace of the first one."""
+    failures: list[PipelineError] = []
+    for blocks in lists:
+        try:
+            found = trace_model(model, blocks)
+        except PipelineError as error:
+            failures.append(error)
+            continue
+        if len(lists) > 1:
+            others = " and ".join(one.name for one in lists if one is not blocks)
+            message = (
+                "stages share %s of %s; all compute what is called before it, the last one what is called after it: %s"
+            )
+            _log.warning(message, blocks.name, type(model).__name__, others)
+        return blocks, found
+    raise failures[0]
 
 
 def trace_model(model: nn.Module, blocks: BlockList) -> ModelTrace:

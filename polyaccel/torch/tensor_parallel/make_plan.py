@@ -84,16 +84,18 @@ def make_plan(
     styled = prove(list(chosen.styled(wished or {}, {each.name for region in planned for each in region.modules})))
     for region in styled.regions:
         chosen.add(region.modules, region.heads)
+    whole = {**chosen.whole, **proven.whole, **styled.whole}
     if not chosen.modules:
+        found_whole = next((f"{name} differs where it is cut: {reason}" for name, reason in whole.items()), None)
+        reason = found_whole or "neither has it a tp_plan, nor layers recognised as attention or feed-forward"
         raise ShardingError(
-            f"nothing of {type(model).__name__} can be cut: neither has it a tp_plan, nor layers recognised as "
-            "attention or feed-forward",
+            f"nothing of {type(model).__name__} can be cut: {reason}",
             hint="name its layers in tensor_parallel.partition_config.layer_specs: patterns, and column or row",
             value=type(model).__name__,
         )
     plan = replace(
         chosen.plan(source),
-        whole={**chosen.whole, **proven.whole, **styled.whole},
+        whole=whole,
         unproven={**proven.unproven, **styled.unproven},
     )
     if share_tokens:

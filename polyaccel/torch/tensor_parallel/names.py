@@ -14,9 +14,22 @@ INTERLEAVED = ("query_key_value",)
 ATTENTION_OUT = ("o_proj", "out_proj", "o", "out_lin", "wo", "dense", "c_proj")
 UP = (
     *("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "wi", "wi_0", "wi_1", "dense_h_to_4h"),
-    *("w1", "w3", "lin1", "linear_1", "ff1", "ffn"),
+    *("w1", "w3", "lin1", "linear_1", "ff1", "ffn", "pwconv1"),
 )
-DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "wo", "dense_4h_to_h", "w2", "lin2", "linear_2", "ff2", "ffn_output")
+DOWN = (
+    "down_proj",
+    "fc2",
+    "fc_out",
+    "c_proj",
+    "wo",
+    "dense_4h_to_h",
+    "w2",
+    "lin2",
+    "linear_2",
+    "ff2",
+    "ffn_output",
+    "pwconv2",
+)
 AFTER_ATTENTION = ("LayerNorm",)
 """A norm in a module of attention that comes after its output."""
 ATTENTION_OUTSIDE = ("output", "dense")

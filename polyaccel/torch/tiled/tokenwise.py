@@ -119,10 +119,10 @@ class _OwnTokens(TiledForward):
 
 @contextmanager
 def _drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers of `seed`, and afterwards go on with those of before."""
+    """Draw random numbers of `seed`, and restore the generators at the end."""
     is_host = device.type == "cpu"
     with torch.random.fork_rng([] if is_host else [device], device_type=device.type):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if not is_host:
             getattr(torch, device.type).manual_seed(seed)
         yield

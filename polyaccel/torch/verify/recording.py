@@ -110,7 +110,7 @@ class StepRecording:
         self._record_module()
 
     def _record_module(self) -> None:
-        """Record what the modules keep other than parameters."""
+        """Record what the modules keep apart from parameters."""
         for name, buffer in self._module.named_buffers():
             if buffer.layout is torch.strided and not buffer.is_meta and name not in self._read.foreign_buffers:
                 self._add("buffer", name, buffer)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 SCRIPT = """
 import sys, torch, polyaccel
@@ -22,11 +25,35 @@ for step in range(int(sys.argv[1])):
     engine.step()
 """
 
+OF_JAX = """
+import sys, jax, jax.numpy as jnp, numpy as np, polyaccel
+from polyaccel.jax import replicated
 
-def verify(folder, *words):
-    (folder / "train.py").write_text(SCRIPT)
+def loss(params, batch, rng):
+    return (batch["weights"][batch["kind"]] * jnp.square(batch["x"] @ params["w"]).sum(axis=-1)).mean()
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "jax": {"execution": "native"},
+    "zero_optimization": {"stage": 2},
+}
+engine = polyaccel.initialize(model=loss, params={"w": np.full((5, 3), 0.1, np.float32)}, config=config)
+mark = replicated if sys.argv[1] == "marked" else lambda value: value
+for step in range(3):
+    x = np.random.default_rng(step).standard_normal((8, 5)).astype(np.float32)
+    batch = {"x": x, "kind": np.arange(8) % 8, "weights": mark(np.linspace(1, 4, 8, dtype=np.float32))}
+    engine.train_batch(batch)
+"""
+TWO_DEVICES = "--xla_force_host_platform_device_count=2"
+
+
+def verify(folder, *words, script=SCRIPT, flags=""):
+    (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "polyaccel", "verify", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    environ = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
+    run = {"capture_output": True, "text": True, "timeout": 280, "check": False}
+    return subprocess.run(command, cwd=folder, env=environ, **run)
 
 
 def test_a_script_of_two_ranks_is_proven(tmp_path):
@@ -42,3 +69,14 @@ def test_a_script_that_ends_too_early_is_an_error(tmp_path):
     assert done.returncode == 1
     assert "hint: " in done.stderr
     assert "PROVEN" not in done.stdout
+
+
+@pytest.mark.parametrize("weights", ["marked", "cut"])
+def test_a_function_of_jax_over_two_devices(tmp_path, weights):
+    pytest.importorskip("jax")
+    done = verify(tmp_path, "--steps", "1", "--nproc", "1", "train.py", weights, script=OF_JAX, flags=TWO_DEVICES)
+    verdict, *lines = done.stdout.splitlines() or [done.stderr]
+    assert done.returncode == (0 if weights == "marked" else 1), done.stderr
+    assert verdict.startswith("PROVEN" if weights == "marked" else "DIFFERENT"), done.stderr
+    assert any("jax: changed 2" in line for line in lines)
+    assert weights == "marked" or verdict.endswith(": jax.")

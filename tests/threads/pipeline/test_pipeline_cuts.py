@@ -17,7 +17,7 @@ import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.pipeline.blocks import find_block_list
+from polyaccel.torch.pipeline.blocks import find_block_lists
 from polyaccel.torch.pipeline.stage_module import StageModule
 from polyaccel.torch.pipeline.trace import trace_model
 
@@ -83,10 +83,6 @@ def translating() -> Any:
         (backwards, "gates.3"),
         (lambda: Skips(4), "gates.0"),
         (routed, "model.layers.1"),
-        (
-            translating,
-            "T5ForConditionalGeneration",
-        ),
     ],
 )
 def test_what_cannot_be_cut_is_named(make, value: object):
@@ -97,6 +93,24 @@ def test_what_cannot_be_cut_is_named(make, value: object):
         return True
 
     assert run_threads(2, run) == [True, True]
+
+
+class Unused(Gates):
+    """A larger list than that of the blocks is not called."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.tower = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [(translating, [f"encoder.block.{at}" for at in range(3)]), (lambda: Unused(), [f"gates.{at}" for at in range(3)])],
+)
+def test_of_several_lists_one_that_is_a_chain_is_cut(make, names, caplog):
+    cut = StageModule(make(), (0, 1), 1, "uniform")
+    assert list(cut.names) == names
+    assert any(names[0].rpartition(".")[0] in record.getMessage() for record in caplog.records)
 
 
 def test_a_cut_model_alone_is_not_run():
@@ -157,7 +171,7 @@ def test_the_trial_changes_nothing():
     model = tiny("bert", dtype=torch.float32, num_hidden_layers=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters, state = dict(model.named_parameters()), torch.get_rng_state()
-    trial = trace_model(model, find_block_list(model))
+    trial = trace_model(model, *find_block_lists(model))
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
     assert all(after[name] is parameter and parameter.grad is None for name, parameter in parameters.items())

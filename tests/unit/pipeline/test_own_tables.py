@@ -10,7 +10,7 @@ from polyaccel.pipeline.csv_schedule import read_table, write_table
 from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.pipeline.timeline import OpTimes, simulate
+from polyaccel.pipeline.timing import OpTimes, simulate
 
 HEAD = "slot,stage,op,micro_batch,chunk"
 MINE = f"{HEAD}\n0,0,FORWARD,0,0\n1,0,BACKWARD,0,0\n0,1,FORWARD,0,1\n1,1,BACKWARD,0,1\n"

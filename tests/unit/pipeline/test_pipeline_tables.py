@@ -10,7 +10,8 @@ from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.messages import StageReceive, StageSend
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask, live_counts
-from polyaccel.pipeline.timeline import OpTimes, dependencies, simulate
+from polyaccel.pipeline.timeline import dependencies
+from polyaccel.pipeline.timing import OpTimes, simulate
 
 _FORWARD, _BACKWARD = PipelineOp.FORWARD, PipelineOp.BACKWARD
 _INPUT, _WEIGHT = PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from polyaccel.checkpoint.convert.exporting import BUFFER
-from polyaccel.checkpoint.convert.formats.torch_files import in_tensor
-from polyaccel.checkpoint.convert.formats.torch_state import optimizer_from, with_schedule
+from polyaccel.checkpoint.convert.formats.torch_files import in_tensor, optimizer_from, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.core.tagged_json import is_serializable
 from polyaccel.errors import CheckpointError

@@ -120,8 +120,7 @@ def with_states(incoming: Incoming, files: ModelFiles) -> Incoming:
         incoming = replace(incoming, counters={"global_steps": step, "micro_steps": step})
     if not optimizers and not schedules:
         return incoming
-    from polyaccel.checkpoint.convert.formats.torch_files import load_tree
-    from polyaccel.checkpoint.convert.formats.torch_state import optimizer_from, with_schedule
+    from polyaccel.checkpoint.convert.formats.torch_files import load_tree, optimizer_from, with_schedule
 
     if schedule := _only(schedules):
         incoming = with_schedule(incoming, load_tree(schedule), str(schedule))

@@ -14,8 +14,7 @@ import torch
 
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, file_names, in_files, index_of, mapped
 from polyaccel.checkpoint.convert.formats.model_files import find_files, with_states
-from polyaccel.checkpoint.convert.formats.torch_files import TYPES, in_tensor, load_tree
-from polyaccel.checkpoint.convert.formats.torch_state import optimizer_from, with_schedule
+from polyaccel.checkpoint.convert.formats.torch_files import TYPES, in_tensor, load_tree, optimizer_from, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.checkpoint.storage.base import FileStorage

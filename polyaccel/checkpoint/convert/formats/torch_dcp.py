@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress
 from polyaccel.checkpoint.convert.formats.torch_bin import on_disk
-from polyaccel.checkpoint.convert.formats.torch_files import in_tensor
-from polyaccel.checkpoint.convert.formats.torch_state import NUMBERS, with_schedule
+from polyaccel.checkpoint.convert.formats.torch_files import NUMBERS, in_tensor, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.convert.optimizers import PeerOptimizer
 from polyaccel.checkpoint.convert.optimizers import by_position as names_by_position
