@@ -122,7 +122,7 @@ def _drawing(seed: int, device: torch.device) -> Iterator[None]:
     """Draw random numbers of `seed`, and afterwards go on with those of before."""
     is_host = device.type == "cpu"
     with torch.random.fork_rng([] if is_host else [device], device_type=device.type):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if not is_host:
             getattr(torch, device.type).manual_seed(seed)
         yield
