@@ -7,7 +7,7 @@ from collections import Counter
 from datetime import date
 from typing import Any
 
-from zoo_models import KINDS
+from zoo_models import KINDS, entries
 from zoo_rows import MESHES
 
 _RESULTS = ("equal", "refused", "defect", "no loss")
@@ -27,7 +27,7 @@ def page(rows: list[dict[str, Any]], day: date) -> str:
             "# The zoo",
             "",
             "`make test-zoo` walks the auto classes of transformers. It builds a tiny model of each class with random",
-            "weights and trains it for three steps under each mesh, with two micro-batches of unlike lengths a step.",
+            "weights and trains it for two steps under each mesh, with two micro-batches of unlike lengths a step.",
             "Loss, norm, every gradient, every update and every buffer are compared with plain torch in one process.",
             "The tolerance follows from plain runs whose weights are moved by one unit in the last place. The rewrites",
             "are the same in every precision, so the models train in float32.",
@@ -38,17 +38,22 @@ def page(rows: list[dict[str, Any]], day: date) -> str:
             "",
             f"This page is generated. Rows of {day.isoformat()}, with {' and '.join(versions)}:",
             f"{len(built)} rows of {len(models)} classes: {', '.join(f'{counts[one]} {one}' for one in _RESULTS)}.",
+            f"Of all rows {100 * counts['refused'] / max(1, len(built)):.1f} % are refused.",
             f"{len(missing)} classes could not be built small enough or trained by plain torch, and have no row.",
+            f"{max(0, len(entries()) - len(models) - len(missing))} classes of {len(entries())} were not walked yet.",
             "",
             "## By mesh",
             "",
-            *_table(["mesh", *_RESULTS, "equal, not acted"], [_counts(built, mesh) for mesh in MESHES]),
+            *_table(
+                ["mesh", *_RESULTS, "equal by a hint", "equal, not acted"], [_counts(built, mesh) for mesh in MESHES]
+            ),
             "",
             "## Rows",
             "",
-            "An `=` is equal, and `(=)` equal while the rewrite found nothing to change. `R` is refused and `D` a",
-            "defect, with the number of the reason below. A `-` stands where the mesh needs a loss, and the model has",
-            "none.",
+            "An `=` is equal, and `(=)` equal while the rewrite found nothing to change. An `=h` was refused and is",
+            "equal with what the refusal's hint says: `tiled_compute.mlp` or `loss` false, or the `sequence_parallel`",
+            "method `tokenwise`. `R` is refused and `D` a defect, with the number of the reason below. A `-` stands",
+            "where the mesh needs a loss, and the model has none.",
             "Blank cells do not apply: only text models are cut along the sequence, and only mixtures have experts.",
             "",
             *_table(
@@ -65,7 +70,8 @@ def page(rows: list[dict[str, Any]], day: date) -> str:
 def _counts(rows: list[dict[str, Any]], mesh: str) -> list[str]:
     counts = Counter(row["result"] for row in rows if row["mesh"] == mesh)
     idle = sum(row["mesh"] == mesh and row["result"] == "equal" and not row["acted"] for row in rows)
-    return [mesh, *(str(counts[one]) for one in _RESULTS), str(idle)]
+    hinted = sum(row["mesh"] == mesh and bool(row.get("hint")) for row in rows)
+    return [mesh, *(str(counts[one]) for one in _RESULTS), str(hinted), str(idle)]
 
 
 def _class(rows: list[dict[str, Any]], model: str) -> str:
@@ -75,7 +81,9 @@ def _class(rows: list[dict[str, Any]], model: str) -> str:
 def _cell(row: dict[str, Any], reasons: dict[str, dict[str, tuple[int, int]]]) -> str:
     if row["result"] in reasons:
         return f"{row['result'][0].upper()}{reasons[row['result']][_reason(row)][0]}"
-    return "-" if row["result"] == "no loss" else "=" if row["acted"] else "(=)"
+    if row["result"] == "no loss":
+        return "-"
+    return ("=h" if row.get("hint") else "=") if row["acted"] else "(=)"
 
 
 def _reason(row: dict[str, Any]) -> str:
@@ -85,7 +93,7 @@ def _reason(row: dict[str, Any]) -> str:
         return first.partition("; they stand")[0][:240].replace("|", "at")
     text = re.sub(r" hint: .*", "", first.replace(row["class"], "model").replace("|", "at"))
     text = re.sub(r"(?<![\w.])\w+(\.\w+)+(?![\w(])", lambda one: one[0] if "tiled" in one[0] else "*", text)
-    text = re.sub(r"lists of blocks, .*, and does", "lists of blocks, and does", re.sub(r" \([^()]*\)", "", text))
+    text = re.sub(r" \([^()]*\)", "", text)
     return re.sub(r"-?\b\d+(\.\d+)?(e-?\d+)?\b", "N", text)[:240]
 
 

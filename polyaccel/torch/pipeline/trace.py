@@ -77,13 +77,16 @@ class ModelTrace:
 
 
 def trace_first(model: nn.Module, lists: Sequence[BlockList]) -> tuple[BlockList, ModelTrace]:
-    """The first of `lists` that is a chain, and its trace. Raises PipelineError as the trace of the first one."""
+    """The first of `lists` that is a chain, and its trace; of all but the first nothing is computed between the blocks.
+    Raises PipelineError as the trace of the first one."""
     failures: list[PipelineError] = []
     for blocks in lists:
         try:
             found = trace_model(model, blocks)
         except PipelineError as error:
             failures.append(error)
+            continue
+        if failures and _has_layers_between(blocks, found):
             continue
         if len(lists) > 1:
             others = " and ".join(one.name for one in lists if one is not blocks)
@@ -93,6 +96,13 @@ def trace_first(model: nn.Module, lists: Sequence[BlockList]) -> tuple[BlockList
             _log.warning(message, blocks.name, type(model).__name__, others)
         return blocks, found
     raise failures[0]
+
+
+def _has_layers_between(blocks: BlockList, trace: ModelTrace) -> bool:
+    """Whether a model computes with parameters between the blocks of a list, which is then hardly its main one."""
+    inside = set(blocks.modules.parameters())
+    middle = range(1, len(blocks.names))
+    return any(part in middle for one, parts in trace.users.items() if one not in inside for part in parts)
 
 
 def trace_model(model: nn.Module, blocks: BlockList) -> ModelTrace:

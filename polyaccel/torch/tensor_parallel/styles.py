@@ -85,6 +85,7 @@ _STYLES: dict[str, ParallelStyle] = {
     "replicated_with_grad_allreduce": ParallelStyle("shared weights"),
     "mla_kv_a_proj": ParallelStyle("shared tail"),
     "moe_tp_experts": ParallelStyle("experts"),
+    "moe_identity_expert": ParallelStyle("whole"),
     "replicate": ParallelStyle("whole"),
     "sequence_parallel": ParallelStyle("whole"),
 }
