@@ -1,12 +1,14 @@
 """Seconds of the proof at the first step: of a model of 29 M parameters, and of a shape of 7 B in a small model.
 
 The model is trained on one rank with recomputation. *share* is the proof over the first hundred steps. The large shape
-has no values; its small form is made, and trained over two tensor ranks that are threads.
+has no values; its small form is made, and trained over two tensor ranks that are threads. The model of JAX spends its
+proof on the compilation of programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from threading import get_ident
 from time import perf_counter
@@ -52,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
         proof_s, step_s = _of_gpt(args.size, args.steps, args.micro_batch)
         build_s, large_s, numel = _of_7b()
     share = proof_s / (100 * step_s)
+    jax_s, jax_step_s = _of_jax(args.steps)
     rows = [
+        ("JAX, 29 M, units recomputed", f"{jax_s:.2f}", f"{jax_step_s:.3f}", f"{jax_s / jax_step_s:.2f} %"),
         (f"{args.size}, recomputation", f"{proof_s:.2f}", f"{step_s:.3f}", f"{100 * share:.2f} %"),
         (f"7 B on meta, tensor 2: {numel / 1e6:.1f} M made in {build_s:.2f} s", f"{large_s:.2f}", "-", "-"),
     ]
@@ -73,6 +77,31 @@ def _of_gpt(size: str, steps: int, micro_batch: int) -> tuple[float, float]:
             seconds.append(perf_counter() - began_s)
 
     return _proven(model, config, micro_batch, train), median(seconds[1:])
+
+
+def _of_jax(steps: int) -> tuple[float, float]:
+    """Return the seconds of the proof of the examples' GPT of JAX, and of a step."""
+    from bench.cases.jax import _batch, _load
+    from polyaccel.jax.verify.first_step import FirstStepProof as JaxProof
+
+    model, seconds = _load("gpt_jax"), list[float]()
+    shape = model.SHAPES["medium"]
+    config = {
+        "verify": "always",
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "activation_checkpointing": {"enabled": True},
+    }
+    with patch.object(JaxProof, "_conclude", _conclude):
+        engine = polyaccel.initialize(
+            model=partial(model.loss, heads=shape.heads), params=model.initial_params(shape, 0), config=config
+        )
+        for step in range(steps + 1):
+            began_s = perf_counter()
+            engine.train_batch(_batch(step, 0, 1, shape.context))
+            seconds.append(perf_counter() - began_s)
+        engine.destroy()
+    return _seconds.pop(get_ident()), median(seconds[1:])
 
 
 def _of_7b() -> tuple[float, float, int]:

@@ -94,6 +94,7 @@ class FirstStepProof:
         self._choice = choice
         self._given = replace(given, applied=[])
         self._names: list[str] = []
+        self._digest = ""
 
     @staticmethod
     def prepare(given: RewriteContext, config: Config) -> FirstStepProof | None:
@@ -140,7 +141,7 @@ class FirstStepProof:
         assert engine is not None  # it calls
         began_s = perf_counter()
         try:
-            digest = self._digest(engine, data, is_whole=is_whole)
+            self._digest = digest = self._digest_of(engine, data, is_whole=is_whole)
             is_known = self._choice == "auto" and engine.communicator.rank == 0 and bool(digest) and is_proven(digest)
             if engine.communicator.all_gather_object(is_known)[0]:
                 return
@@ -154,11 +155,11 @@ class FirstStepProof:
             log.debug("a proof failed", exc_info=True)
             self._say(engine, f"the proof failed: {type(error).__name__}: {error}"[:240])
         else:
-            self._conclude(engine, proof, perf_counter() - began_s, digest)
+            self._conclude(engine, proof, perf_counter() - began_s)
         finally:
             self._given.release()
 
-    def _conclude(self, engine: JaxEngine, proof: Proof, seconds: float, digest: str) -> None:
+    def _conclude(self, engine: JaxEngine, proof: Proof, seconds: float) -> None:
         """Log what was shown. Raises VerificationError where a rewrite is to blame."""
         weak = any(engine.communicator.all_gather_object(proof.is_weak))
         idle = [name for name in self._names if not proof.acted.get(name)]
@@ -173,8 +174,8 @@ class FirstStepProof:
         elif engine.communicator.rank == 0:
             summary = f"{proof.quantities} quantities of {STEPS} steps equal plain JAX in float32"
             log.info("proven: %s: %s (%.1f s)", ", ".join(self._names) or "the engine", summary, seconds)
-            if digest:
-                keep_proven(digest, summary)
+            if self._digest:
+                keep_proven(self._digest, summary)
 
     def _prove(self, engine: JaxEngine, data: Any, *, is_whole: bool) -> Proof:
         def run(variant: Variant) -> list[Record]:
@@ -242,7 +243,7 @@ class FirstStepProof:
             record.acted[name] = max(record.acted.get(name, 0), count)
         record.acted = dict(sorted(record.acted.items()))
 
-    def _digest(self, engine: JaxEngine, data: Any, *, is_whole: bool) -> str:
+    def _digest_of(self, engine: JaxEngine, data: Any, *, is_whole: bool) -> str:
         """A digest of the function and the update as JAX traces them, the config, ranks and versions."""
         shapes = jax.tree.map(lambda leaf: (jnp.shape(leaf), str(jnp.result_type(leaf))), as_inputs(data))
         lines = [f"{package} {version(package)}" for package in ("polyaccel", "jax", "numpy")]

@@ -39,9 +39,9 @@ def verdicts(monkeypatch):
         found.append(reason)
         say(self, engine, reason)
 
-    def record_proof(self, engine, proof, *rest):
+    def record_proof(self, engine, proof, seconds):
         found.append(proof)
-        conclude(self, engine, proof, *rest)
+        conclude(self, engine, proof, seconds)
 
     monkeypatch.setattr(FirstStepProof, "_say", record_reason)
     monkeypatch.setattr(FirstStepProof, "_conclude", record_proof)
