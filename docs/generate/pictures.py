@@ -11,7 +11,7 @@ from pathlib import Path
 
 from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import make_table
-from polyaccel.pipeline.timeline import OpTimes, simulate
+from polyaccel.pipeline.timing import OpTimes, simulate
 from polyaccel.registry import PluginGroup
 
 PICTURES = Path(__file__).parents[1] / "pictures"

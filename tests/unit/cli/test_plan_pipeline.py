@@ -65,7 +65,7 @@ def test_what_cannot_be_planned_is_told(
     ("arguments", "said"),
     [
         (["config.json", "1e9", "-n", "2", "--pipeline", "1f1b"], "--pipeline takes no CONFIG"),
-        (["config.json"], "required: MODEL, -n"),
+        (["config.json"], "give MODEL, --ranks"),
         ([*ASKED[1:], "--times", "1,2"], "'1,2' is not three times"),
         ([*ASKED[1:], "--times", "1,2,0"], "'0' is not a number"),
         ([*ASKED[1:], "--transfer", "-1"], "'-1' is not a time"),

@@ -111,7 +111,7 @@ def test_the_tutorials_config_resolves() -> None:
 
 def test_hints_decide_every_auto() -> None:
     config = load_resolved(HUGGING_FACE, world_size=3, hints=HINTS)
-    assert '"auto"' not in config.model_dump_json(exclude={"data_types", "matrix_kernels"})
+    assert '"auto"' not in config.model_dump_json(exclude={"data_types", "matrix_kernels", "verify"})
     assert config.train_batch_size == 4 * 2 * 3
     assert config.gradient_clipping == 0.5
     assert (config.fp16.enabled, config.bf16.enabled) == (False, True)

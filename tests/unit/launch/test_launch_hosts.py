@@ -176,7 +176,7 @@ def test_counts_take_the_first() -> None:
         with pytest.raises(LaunchError) as caught:
             first_hosts(hosts, count)
         assert caught.value.value == count
-        assert "--num_nodes" in str(caught.value)
+        assert "--num-nodes" in str(caught.value)
     with pytest.raises(LaunchError) as caught:
         first_slots(hosts, 0)
     assert caught.value.value == 0

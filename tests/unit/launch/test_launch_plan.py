@@ -94,7 +94,7 @@ def test_zero_ranks_are_refused() -> None:
     with pytest.raises(LaunchError) as caught:
         plan_local(["program"], nproc=0, environment={})
     assert caught.value.value == 0
-    assert "--nproc" in str(caught.value)
+    assert "--ranks" in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])

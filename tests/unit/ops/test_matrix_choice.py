@@ -164,7 +164,7 @@ def test_doctor_says_what_is_known(measured: list[str], monkeypatch: pytest.Monk
     chosen()
     line = examine().machine["matrix kernels"]
     assert "oneDNN's speed over torch's: linear 2.00, linear_input_grad 1.10, linear_weight_grad 1.20" in line
-    assert "taken for linear, linear_weight_grad" in line
+    assert "used for linear, linear_weight_grad" in line
     assert line.startswith(f"{torch.get_num_threads()} thread")
     monkeypatch.setenv(matmul_autotune.VARIABLE, "off")
     assert examine().machine["matrix kernels"] == "off (POLYACCEL_MATRIX_KERNELS)"

@@ -66,7 +66,7 @@ def test_an_instruction_set_can_be_asked_for(wanted: str, expected: str) -> None
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     # A processor has one of the two under test.
-    assert done.stdout.startswith(expected) or (wanted and f"{VARIABLE} = '{wanted}'" in done.stderr)
+    assert done.stdout.startswith(expected) or (wanted and f'{VARIABLE} = "{wanted}"' in done.stderr)
 
 
 @pytest.mark.usefixtures("_fresh")

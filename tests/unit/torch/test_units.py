@@ -194,7 +194,7 @@ def test_a_choice_of_the_config_that_matches_nothing_is_an_error(key):
     def work(communicator):
         with pytest.raises(ConfigError) as caught:
             initialize(Model(), leaf_module={key: ["Missing"]})
-        assert all(part in str(caught.value) for part in ("leaf_module", "'Missing'", key))
+        assert all(part in str(caught.value) for part in ("leaf_module", '"Missing"', key))
 
     run_threads(1, work)
 
