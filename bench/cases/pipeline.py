@@ -77,7 +77,7 @@ def promise(variant: str, micro_batches: int, figures: Any) -> tuple[float, floa
         return None
     from polyaccel.pipeline.schedules import make_table
     from polyaccel.pipeline.table import PipelineOp
-    from polyaccel.pipeline.timeline import OpTimes, simulate
+    from polyaccel.pipeline.timing import OpTimes, simulate
 
     table = make_table(variant.partition("+")[0], _RANKS, micro_batches)
     tasks: dict[str, float] = figures["tasks"]

@@ -12,7 +12,7 @@ from typing import Any
 from polyaccel import comm
 from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.table import PipelineOp, PipelineTable, PipelineTask
-from polyaccel.pipeline.timeline import OpTimes, PipelineTiming, simulate
+from polyaccel.pipeline.timing import OpTimes, PipelineTiming, simulate
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}

@@ -24,7 +24,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "audio/wav2vec2-bert": ("recomputation",),
     "speech/whisper": ("recomputation", "stage 3"),
 }
-HINTED = {"causal/mamba": ("ring 2",), "sequence-to-sequence/t5": ("ring 2",)}
+HINTED = {"causal/mamba": ("ring 2",), "causal/mixtral": ("tiles",), "sequence-to-sequence/t5": ("ring 2",)}
 """Rows that are equal with what the hint of a refusal says."""
 REFUSED = {"masked/flaubert": ("pipeline 2",)}
 """Rows that are refused, with the reasons that docs/zoo.md has."""

@@ -174,7 +174,8 @@ class Comparison:
         acted: dict[str, int] = {}
         for record in records:
             acted |= {name: max(count, acted.get(name, 0)) for name, count in record.acted.items()}
-        return merge(records), acted
+        values = {key: value for key, value in merge(records).items() if key.split("/")[1] != "input"}
+        return values, acted  # gradients of inputs are of one process's mean, or of each rank's own
 
     def _program(self, config: Mapping[str, Any], data_ranks: int) -> Callable[[], None]:
         settings = {**_BASE, **config, "gradient_accumulation_steps": 2 // data_ranks}

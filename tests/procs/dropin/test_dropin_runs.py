@@ -107,7 +107,7 @@ def test_collectives_are_timed() -> None:
 def test_what_the_command_cannot_do_is_one_sentence_and_a_cure() -> None:
     done = run("launch", "--num_nodes", "2", "train.py")
     assert done.returncode == 1
-    assert done.stderr.startswith("deepspeed: error: --num_nodes 2, and 1 host is given")
+    assert done.stderr.startswith("deepspeed: error: --num-nodes 2, and 1 host is given")
     assert "hint" in done.stderr
 
 

@@ -169,10 +169,10 @@ for section in {wrong!r}:
     said = python(code, site, cache=tmp_path).stdout
     assert said.count("1 problem\n") == len(wrong)
     for told in (
-        "checkpoint.storage = 'volt': no storage plugin is called 'volt'; installed: file (polyaccel",
+        "checkpoint.storage = \"volt\": no storage plugin is called 'volt'; installed: file (polyaccel",
         "checkpoint.storage.vault.shelv = 1: is no option",
-        "monitors.lossses = 'lossses': no monitor plugin is called 'lossses'; installed: comet (polyaccel",
+        "monitors.lossses = \"lossses\": no monitor plugin is called 'lossses'; installed: comet (polyaccel",
         "monitors.jsonl.indent = 2: has no such option",
-        "zero_optimization.offload_optimizer.device = 'atic': no tier plugin is called 'atic'; installed: attic (curio",
+        'zero_optimization.offload_optimizer.device = "atic": no tier plugin is called',
     ):
         assert told in said

@@ -302,7 +302,7 @@ def test_parameters_that_cannot_be_grouped(groups, value: object):
     ("arguments", "named"),
     [
         ({}, "args.deepspeed_config"),
-        ({"config": {}, "config_params": {}}, "'config, config_params'"),
+        ({"config": {}, "config_params": {}}, '"config, config_params"'),
     ],
     ids=["none", "two"],
 )

@@ -155,8 +155,8 @@ def test_bf16_masters_follow_the_optimizer(kind):
 @pytest.mark.parametrize(
     ("optimizer", "named"),
     [
-        ({"type": "Adan"}, "'Adan'"),
-        ({"type": "Optimizer"}, "'Optimizer'"),
+        ({"type": "Adan"}, '"Adan"'),
+        ({"type": "Optimizer"}, '"Optimizer"'),
         ({"type": "RMSprop", "params": {"momentun": 1}}, "RMSprop"),
         ({"type": "RMSprop", "params": {"lr": -1.0}}, "RMSprop"),
     ],
