@@ -99,10 +99,10 @@ def trace_first(model: nn.Module, lists: Sequence[BlockList]) -> tuple[BlockList
 
 
 def _has_layers_between(blocks: BlockList, trace: ModelTrace) -> bool:
-    """Whether a model computes with parameters between the blocks of a list, which is then hardly its main one."""
+    """Whether a model has parameters that only stand between blocks of a list, which is then hardly its main one."""
     inside = set(blocks.modules.parameters())
     middle = range(1, len(blocks.names))
-    return any(part in middle for one, parts in trace.users.items() if one not in inside for part in parts)
+    return any(all(part in middle for part in parts) for one, parts in trace.users.items() if one not in inside)
 
 
 def trace_model(model: nn.Module, blocks: BlockList) -> ModelTrace:
