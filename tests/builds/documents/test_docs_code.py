@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from polyaccel.cli.main import _parser
+from polyaccel.cli.main import full_parser
 from polyaccel.config import load_config
 from polyaccel.errors import ConfigError
 
@@ -195,7 +195,7 @@ def test_every_command_is_tried_somewhere() -> None:
     assert all((ROOT / file).exists() for file in ELSEWHERE.values())
     for command in ours - RUN:
         arguments = shlex.split(command)[1:]
-        _parser(arguments).parse_args(arguments)
+        full_parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if RUN.intersection(commands(page))])
