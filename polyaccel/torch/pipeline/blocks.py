@@ -72,7 +72,8 @@ def small_inputs(model: nn.Module) -> Any:
     described, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if described is not None and main == "input_ids":
         text = described.get_text_config() if hasattr(described, "get_text_config") else described
-        length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+        most = getattr(text, "max_position_embeddings", None) or _TOKENS
+        length = min(_TOKENS, most) if most > 0 else _TOKENS  # -1 stands for no limit: XLNet
         found: Any = {"input_ids": torch.ones(1, length, dtype=torch.long)}
         if getattr(described, "is_encoder_decoder", False):
             found["decoder_input_ids"] = torch.ones(1, length, dtype=torch.long)

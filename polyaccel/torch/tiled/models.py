@@ -164,15 +164,17 @@ def find_mlps(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, nn.Mod
 def find_chunks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """The blocks of `model` whose feed-forward layer is a method, for transformers' `apply_chunking_to_forward`, by
     full name with that method. What it calls has linear layers, and otherwise nothing but activations, dropout and
-    norms."""
+    norms. A method that calls one of `find_mlps` is left out: its tokens would be cut twice."""
     found: dict[str, tuple[nn.Module, str]] = {}
+    mlps = set(find_mlps(model).values())
     for block_name, block in find_blocks(model).items():
         for name, module in block.named_modules(prefix=block_name):
             for method in _CHUNKS:
                 parts = parts_of_chunk(module, method)
                 if not parts or _is_mlp(module):
                     continue
-                if _has_only_token_layers([each for part in parts.values() for each in part.modules()]):
+                called = [each for part in parts.values() for each in part.modules()]
+                if mlps.isdisjoint(called) and _has_only_token_layers(called):
                     found[name] = module, method
     return found
 

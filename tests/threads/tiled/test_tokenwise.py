@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration, XLNetConfig, XLNetLMHeadModel
 
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import PolyaccelError
@@ -50,6 +50,12 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
+def xlnet() -> nn.Module:
+    """Its layers compute in a method of a block that calls a layer which is found by itself: they are cut once."""
+    sizes = {"vocab_size": WORDS, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12}
+    return XLNetLMHeadModel(XLNetConfig(**sizes, dropout=0.0))
+
+
 def loss_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     outputs: Any = model(input_ids=IDS, labels=IDS.roll(1, 1))
     outputs["loss"].backward()
@@ -60,6 +66,7 @@ def loss_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     ("make", "world", "names"),
     [
         (Own, 3, [f"blocks.{at}.fc{one}" for at in (0, 1) for one in (1, 2)]),
+        (xlnet, 2, [f"transformer.layer.{at}.ff" for at in (0, 1)]),
         (t5, 2, [f"{one}coder.block.{at}.layer.{n}" for one, n in (("en", 1), ("de", 2)) for at in (0, 1)]),
     ],
 )
