@@ -214,11 +214,11 @@ class FirstStepProof:
             values = {}
         for is_small in (True, False):
             gathered = self._gathered(engine, is_small)
-            told = None
+            outcome = None
             if ranks.rank == 0:
                 with _undisturbed(engine):
-                    told = self._result(engine, values, gathered)
-            result: dict[str, Any] = ranks.broadcast_object(told)
+                    outcome = self._result(engine, values, gathered)
+            result: dict[str, Any] = ranks.broadcast_object(outcome)
             if "proof" in result:
                 return _unpacked(result["proof"])
             if not (is_small and result["is_unfit"]):
