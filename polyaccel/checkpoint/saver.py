@@ -29,6 +29,7 @@ from polyaccel.checkpoint.save.protocol import (
 )
 from polyaccel.checkpoint.save.ranks import CollectiveRanks
 from polyaccel.checkpoint.storage.base import open_storage
+from polyaccel.checkpoint.storage.limited import LimitedStorage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
@@ -43,7 +44,8 @@ class SavePolicy:
     `in_background`: a process next to the rank writes, from a copy in memory of at most `staging_nbytes` (None: half of
     what the host has left, shared by its ranks). `retention` decides which tags stay. `storage` and `options` are the
     plugin and its options. `allows_bytes`: a client state may have bytes. `limit_s` is the longest wait for what writes
-    in the background. With `raises_later` a failure there is raised by the next step or save, else logged there.
+    in the background, and for a call of the storage before it. With `raises_later` a failure there is raised by the
+    next step or save, else logged there.
     """
 
     tag_validation: TagValidation = "Warn"
@@ -99,11 +101,15 @@ class Saver:
         else:
             save_parts(ranks, task, nbytes)
 
-    def _begin_in_process(self, ranks: CollectiveRanks, task: SaveTask, nbytes: Sequence[int]) -> _UnderWay:
-        """Copy every rank's part, and let the processes next to the ranks write them. Collective."""
+    def _begin_in_process(self, ranks: CollectiveRanks, task: SaveTask, nbytes: Sequence[int]) -> _UnderWay | None:
+        """Copy every rank's part, and let the processes next to the ranks write them. Collective.
+
+        Returns None where the storage hangs, and a failure in the background is only logged.
+        """
         owned, pending, tag = ExitStack(), list[async_client.Save](), task.tag
+        storage = LimitedStorage(task.storage, self.policy.limit_s)
         try:
-            folder = begin_save(ranks, task.storage, tag, nbytes, owned, async_client.owner)
+            folder = begin_save(ranks, storage, tag, nbytes, owned, async_client.owner)
 
             def hand_over() -> None:
                 pending.append(
@@ -130,11 +136,14 @@ class Saver:
                     pending[0].give_up()
                     async_client.await_end(pending[0])
                 elif ranks.is_leader:
-                    remove(task.storage, tag, folder)
+                    remove(storage, tag, folder)
                 raise
-        except CheckpointError:
+        except CheckpointError as error:
             owned.close()
-            raise
+            if self.policy.raises_later or not any(self._communicator.all_gather_object(storage.is_hung)):
+                raise
+            self._log_failure(error)
+            return None
         return _UnderWay(self._communicator, tag, pending[0], owned)
 
     def _begin_in_thread(self, ranks: CollectiveRanks, task: SaveTask, nbytes: Sequence[int]) -> _UnderWay:
@@ -186,8 +195,11 @@ class Saver:
         except CheckpointError as error:
             if raises:
                 raise
-            if self._communicator.rank == 0:
-                _log.error("training continues without a checkpoint (checkpoint.on_failure): %s", error)
+            self._log_failure(error)
+
+    def _log_failure(self, error: CheckpointError) -> None:
+        if self._communicator.rank == 0:
+            _log.error("training continues without a checkpoint (checkpoint.on_failure): %s", error)
 
     def _thread_communicator(self) -> Communicator | None:
         """That of the threads that save where hosts have separate storages. Collective the first time."""
