@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from logging import getLogger
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,17 +30,15 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import CustomLoad, OwnTree, contents_of, load_run
 from polyaccel.jax.operations import BatchWork, first_dtype
-from polyaccel.jax.program.batches import as_inputs, is_weak, looked_up, samples_of, split_batch
+from polyaccel.jax.program.batch_checks import BatchChecks, is_iterator
+from polyaccel.jax.program.batches import split_batch
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.function import LossFunction
-from polyaccel.jax.program.homogeneity import require_homogeneous
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
 from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.observability.timing import OUTSIDE
 from polyaccel.zero.plan.policy import Placement
-
-log = getLogger(__name__)
 
 
 class OptimizerGroups:
@@ -99,12 +95,9 @@ class JaxEngine(Engine):
             self._recorder.trace.profile_by(JaxStepProfiler())
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
-        self._cuts: set[Any] = set()
-        """The batches that `_look_at_cut` has seen, by their shapes."""
         self.before_training: Callable[[Any, bool], None] | None = None
         """Called once, before the first training, with its batch, or its micro-batches and False."""
-        self._scaled: set[Any] = set()
-        """The micro-batches that `_require_scalable` has seen, by their shapes."""
+        self._checks = BatchChecks(self._traced, self.loss_scaler)
         rewrites.engine = self
         rewrites.apply([one for one in REWRITES if one.needs_engine])
         rewrites.release()
@@ -198,7 +191,7 @@ class JaxEngine(Engine):
         self._require_own_process()
         loss: jax.Array
         with self.timer(OUTSIDE):
-            loss, self.aux = self._evaluate(next(data_iter) if _is_iterator(data_iter) else data_iter)
+            loss, self.aux = self._evaluate(next(data_iter) if is_iterator(data_iter) else data_iter)
         return loss
 
     @abstractmethod
@@ -248,7 +241,7 @@ class JaxEngine(Engine):
         count = self.gradient_accumulation_steps()
         if data is None:
             raise PolyaccelError("train_batch has no data", hint="pass a batch, or an iterator of micro-batches")
-        if _is_iterator(data):
+        if is_iterator(data):
             with self.timer("data"):
                 parts = [next(data) for _ in range(count)]
             self._look_at_first(parts, is_whole=False)
@@ -256,7 +249,7 @@ class JaxEngine(Engine):
         self._look_at_first(data, is_whole=True)
         hint = "give all arrays a first axis of gradient_accumulation_steps * train_micro_batch_size_per_gpu"
         parts = split_batch(data, count, over="micro-batches", length_cure=hint)
-        self._look_at_cut(data, parts)
+        self._checks.warn_of_lookups(data, parts)
         return parts
 
     def _look_at_first(self, data: Any, *, is_whole: bool) -> None:
@@ -265,54 +258,6 @@ class JaxEngine(Engine):
             call, self.before_training = self.before_training, None
             with self.timer(OUTSIDE):
                 call(data, is_whole)
-
-    def _look_at_cut(self, batch: Any, parts: Sequence[Any]) -> None:
-        """Warn once of an entry of `batch` that was cut into `parts` though the function looks up rows in it."""
-        if len(parts) == 1:
-            return
-        key = _shapes_key(parts[0])
-        if key in self._cuts:
-            return
-        self._cuts.add(key)
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), weak_type=is_weak(leaf)),
-            as_inputs(batch),
-        )
-        try:
-            program = self._traced(shapes)
-        except Exception:  # it will be raised where the function runs
-            return
-        at, first = samples_of(batch), len(program.jaxpr.invars) - len(jax.tree.leaves(shapes)) - 1  # the key is last
-        for index in sorted(looked_up(program, [first + index for index in at])):
-            log.warning(
-                "the function looks up rows of %s, which is cut into %d parts along its first axis: if it is not an "
-                "array of samples, pass polyaccel.jax.replicated(value) in its place",
-                *(at[index - first], len(parts)),
-            )
-
-    @contextmanager
-    def _parts_of(self, whole: Any, count: int) -> Iterator[None]:
-        """Run the function on `count` parts of the batch `whole`.
-
-        Raises PolyaccelError where it takes all of it and fails on a part: an array in it has no axis over samples.
-        """
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            if count == 1 or isinstance(error, PolyaccelError) or _is_iterator(whole) or not self._takes(whole):
-                raise
-            raise PolyaccelError(
-                f"the function takes this batch, but no part of it: {type(error).__name__}: {error}",
-                hint="declare arrays that do not hold samples: polyaccel.jax.replicated(value) in the batch",
-                value=str(error),
-            ) from error
-
-    def _takes(self, batch: Any) -> bool:
-        try:
-            self._traced(as_inputs(batch))
-        except Exception:
-            return False
-        return True
 
     # Scales.
 
@@ -326,13 +271,6 @@ class JaxEngine(Engine):
     def _gradient_scale(self) -> float:
         scaler = self.loss_scaler
         return scaler.loss_scale if scaler.is_active else float(self.gradient_accumulation_steps())
-
-    def _require_scalable(self, batch: Any) -> None:
-        """Raise PolyaccelError for a loss that a loss scale makes wrong, at a micro-batch of new shapes."""
-        if not self.loss_scaler.is_active or (key := _shapes_key(batch)) in self._scaled:
-            return
-        require_homogeneous(self._traced(batch))
-        self._scaled.add(key)
 
     # Checkpoints.
 
@@ -436,12 +374,3 @@ class JaxEngine(Engine):
                 hint='start workers of a data loader with multiprocessing context "spawn" or "forkserver"',
                 value=os.getpid(),
             )
-
-
-def _shapes_key(batch: Any) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, tuple(getattr(leaf, "shape", ()) for leaf in leaves)
-
-
-def _is_iterator(data: Any) -> bool:
-    return hasattr(data, "__next__")

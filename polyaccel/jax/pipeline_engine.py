@@ -164,7 +164,7 @@ class JaxPipelineEngine(ViewsEngine):
             self._follow(self._table_for(len(batches)))
         program = self._training if trains else self._evaluation
         if trains:
-            self._require_scalable(batches[0])
+            self._checks.require_scalable(batches[0])
         shapes = [self._shapes(inputs, labels, trains=trains) for inputs, labels in batches]
         losses: dict[int, Any] = {}
         self._passing.clear()

@@ -73,7 +73,7 @@ class ViewsEngine(JaxEngine):
         self._look_at_first([batch], is_whole=False)
         self._settle_params()
         batch = as_inputs(batch, self._device)
-        self._require_scalable(batch)
+        self._checks.require_scalable(batch)
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         self._work.count(batch, self.global_steps + 1)
         self.zero.begin_backward(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
@@ -96,7 +96,7 @@ class ViewsEngine(JaxEngine):
     def train_batch(self, data_iter: Any = None) -> jax.Array:
         losses = []
         for micro_batch in self._micro_batches(data_iter):
-            with self._parts_of(data_iter, self.gradient_accumulation_steps()):
+            with self._checks.explaining_parts(data_iter, self.gradient_accumulation_steps()):
                 losses.append(self.grad_step(micro_batch))
             self.step()
         return jnp.stack(losses).mean()

@@ -132,7 +132,7 @@ class NativeEngine(JaxEngine):
         *earlier, last = self._micro_batches(data_iter)
         losses = []
         for micro_batch in earlier:
-            with self._parts_of(data_iter, self.gradient_accumulation_steps()):
+            with self._checks.explaining_parts(data_iter, self.gradient_accumulation_steps()):
                 losses.append(self.grad_step(micro_batch))
             self.step()
         if self.counters.is_boundary:
@@ -200,11 +200,11 @@ class NativeEngine(JaxEngine):
             over="devices of this process",
             length_cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
         )
-        self._look_at_cut(batch, parts)
+        self._checks.warn_of_lookups(batch, parts)
         cut = jax.tree.map(self._over_devices, *map(as_inputs, parts))
         arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
-        with self._parts_of(batch, len(parts)):
-            self._require_scalable(as_inputs(parts[0]))
+        with self._checks.explaining_parts(batch, len(parts)):
+            self._checks.require_scalable(as_inputs(parts[0]))
             self._loss_function.check(self._program.differentiate, arguments)
         return cut
 

@@ -244,7 +244,7 @@ def test_a_table_as_long_as_the_batch_by_chance_is_named(name, caplog):
         return jnp.mean(use(p, b) * jnp.sum((b["x"] @ p["w"]) ** 2, -1))
 
     def named():
-        return [record.args for record in caplog.records if record.name == "polyaccel.jax.engine"]
+        return [record.args for record in caplog.records if record.name == "polyaccel.jax.program.batch_checks"]
 
     train(fn, batch, 2, accumulation=4)
     assert named() == ([("batch['cw']", 4)] if name in LOOKUPS else [])
