@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 API_PAGE = ROOT / "docs" / "reference" / "api.md"
 CONTRACTS_PAGE = ROOT / "docs" / "reference" / "contracts.md"
 _OBJECT = re.compile(r"^::: (polyaccel[\w.]*)$", re.MULTILINE)
+_INHERITED = re.compile(
+    r"^::: (polyaccel[\w.]*)\n {4}options:\n(?: {6}.*\n)*? {6}inherited_members:\n((?: {8}- \w+\n)+)", re.M
+)
+"""A class that shows these methods of its bases."""
 _ROW = re.compile(r"^\| `(polyaccel[\w.]*)` \|", re.MULTILINE)
 _IMPLEMENTS = re.compile(r"Implement `\w+Fn`")
 """A kernel, whose parameters the protocol in polyaccel.ops.base describes."""
@@ -61,6 +65,9 @@ def documented(sections: dict[str, tuple[str, ...]]) -> list[Documented]:
     found = {one.name: one for module in modules for one in _of(module, "contracts")}
     for name in _OBJECT.findall(API_PAGE.read_text(encoding="utf-8")):
         for one in _of(name, "api"):
+            found.setdefault(one.name, one)
+    for name, members in _INHERITED.findall(API_PAGE.read_text(encoding="utf-8")):
+        for one in _bases(*name.rpartition(".")[::2], set(re.findall(r"\w+", members))):
             found.setdefault(one.name, one)
     return list(found.values())
 
@@ -124,6 +131,17 @@ def _defined(module: str, name: str) -> tuple[str, ast.ClassDef | Function] | No
                 if (alias.asname or alias.name) == name and node.module:
                     return _defined(node.module, alias.name)
     return None
+
+
+def _bases(module: str, name: str, members: set[str]) -> Iterator[Documented]:
+    """The bases of a class that define any of these methods, and theirs."""
+    found = _defined(module, name)
+    for base in found[1].bases if found is not None and isinstance(found[1], ast.ClassDef) else []:
+        above = _defined(found[0], ast.unparse(base).partition("[")[0])  # type: ignore[index]
+        if above is not None and isinstance(above[1], ast.ClassDef):
+            if members & {item.name for item in above[1].body if isinstance(item, Function)}:
+                yield Documented(*above, "api")
+            yield from _bases(above[0], above[1].name, members)
 
 
 def _class_gaps(module: str, node: ast.ClassDef) -> Iterator[str]:
