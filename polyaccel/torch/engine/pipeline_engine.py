@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from time import perf_counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from zlib import crc32
 
@@ -13,35 +11,21 @@ from torch import Tensor
 
 from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
 from polyaccel.engine.rank_consistency import require_same_training
-from polyaccel.errors import CommError, PolyaccelError
+from polyaccel.errors import PolyaccelError
 from polyaccel.ops.base import LINEAR_WEIGHT_GRAD
 from polyaccel.pipeline.csv_schedule import write_table
-from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
-from polyaccel.pipeline.program import TaskTime, spans_of, with_stages
+from polyaccel.pipeline.program import TaskTime, spans_of
 from polyaccel.pipeline.render import estimated_picture
-from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTask
-from polyaccel.torch.data import call_with
 from polyaccel.torch.engine.pipeline_states import StagedStates
+from polyaccel.torch.engine.stage_executor import StageExecutor
 from polyaccel.torch.pipeline.batches import StageBatches
-from polyaccel.torch.pipeline.exchange import StageExchange, gradients_of
-from polyaccel.torch.pipeline.microbatch import NOTHING, MicroBatchState, Results, mean_of
+from polyaccel.torch.pipeline.exchange import StageExchange
+from polyaccel.torch.pipeline.microbatch import Results, mean_of
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline.programs import StageProgram, StagePrograms, names_by_chunk
 from polyaccel.torch.pipeline.stage_module import StageModule, cut_of
 from polyaccel.torch.pipeline.ties import TiedWeights
-from polyaccel.torch.pipeline.values import (
-    StageValue,
-    UnsendableValue,
-    aliases_of,
-    count_changes,
-    leaves_of,
-    take_apart,
-    unflatten,
-)
 from polyaccel.torch.weight_grad import SplitBackwardLinears
-
-_FORWARD = PipelineOp.FORWARD
-_BACKWARD, _INPUT, _WEIGHT = PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
 
 
 class PipelineEngine(StagedStates):
@@ -77,15 +61,12 @@ class PipelineEngine(StagedStates):
         require_same_training(self.communicator, [told, *parts])
         training = self._programs.training(table.micro_batches)
         self._line = line = self.runtime.process_group_for(("pipe",))
-        self._exchange = StageExchange(line, self.accelerator, self.device)
-        self._ties = TiedWeights(module, line, self.device)
-        self._ties.agree_on_types()
+        exchange = StageExchange(line, self.accelerator, self.device)
+        ties = TiedWeights(module, line, self.device)
+        ties.agree_on_types()
         faster = set(self.accelerator.matrix_kernels("auto")) if training.splits and len(self.linears) else ()
         delays = self._own_module if training.splits else torch.nn.Identity()
         self._delayed = SplitBackwardLinears(delays, adds_in_place=LINEAR_WEIGHT_GRAD not in faster)
-        self._names_of = names_by_chunk(self._own_module, self.adapter.names.values(), module)
-        owned = self._ties.owned_parameters()
-        self._tied_names = {name for parameter, name in self.adapter.names.items() if parameter in owned}
         self.task_times: list[TaskTime] = []
         """When this stage did the tasks of the last batch, in order."""
         if self._recorder.trace is not None:
@@ -95,7 +76,17 @@ class PipelineEngine(StagedStates):
         self._batches = StageBatches(needs, self.device, is_whole=is_whole)
         self._in_batch = self._receives = False
         self._more_losses: dict[str, Tensor] | None = None
-        self._passing: dict[tuple[int, int], MicroBatchState] = defaultdict(MicroBatchState)
+        owned = ties.owned_parameters()
+        self._executor = StageExecutor(
+            module,
+            exchange,
+            ties,
+            self._passes,
+            self._delayed,
+            names_by_chunk=names_by_chunk(self._own_module, self.adapter.names.values(), module),
+            tied_names={name for parameter, name in self.adapter.names.items() if parameter in owned},
+            task_times=self.task_times,
+        )
 
     def _check_accumulation(self, steps: int) -> None:
         super()._check_accumulation(steps)
@@ -154,7 +145,7 @@ class PipelineEngine(StagedStates):
 
     def reset_activation_shape(self) -> None:
         """Describe activations again. It is not needed: they are described wherever they change."""
-        self._exchange.forget()
+        self._executor.forget_shapes()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run this rank's layers.
@@ -266,44 +257,27 @@ class PipelineEngine(StagedStates):
         """Do the steps of a program with new micro-batches."""
         with self.timer("data"):
             batches = self._batches.take(self._source(data_iter), program.micro_batches)
-        trains = torch.is_grad_enabled()
-        ties_come_last = self._ties.is_owner and program.ends_with_message
-        left = program.backward_passes + ties_come_last
-        self._ties.refresh()
-        self._passing.clear()
-        self.task_times.clear()
         self._in_batch = True
-        at = "the first step"
         try:
-            for step, at, begins in program.steps:
-                if isinstance(step, (StageSend, StageReceive)):
-                    self._move(step, at)
-                    continue
-                if begins is not None:
-                    self._begin(*begins)
-                began_s = perf_counter()
-                if step.op is _FORWARD:
-                    self._do_forward(step, *batches[step.micro_batch], results)
-                else:
-                    left -= step.op is not _INPUT
-                    self._do_backward(step, is_last=not left)
-                self.task_times.append(TaskTime(step, began_s, perf_counter()))
-            if trains:
-                self._ties.return_gradients()  # behind the last message of activations
-                if ties_come_last:
-                    self._passes.is_last, self._passes.params_expected = True, self._tied_names
-                    self._run_from(self._ties.take_gradients())
-            self._exchange.settle()
-            self._ties.settle()
-        except CommError as error:
-            raise with_stages(error, at, self._stage, self._line.ranks) from error
+            self._executor.execute(self, program, batches, results)
         finally:
             self._in_batch = False
-            self._passes.is_last = self._passes.params_expected = None
-            self._passing.clear()
-        if trains:
+        if torch.is_grad_enabled():
             for _ in batches[1:]:
                 self.counters.advance()
+
+    def run_chunk(self, value: Any, chunk: int) -> Any:
+        """Run the layers of a chunk, for the executor.
+
+        Args:
+            value: Input of the first layer, or what the chunk before it gave.
+            chunk: Index of the chunk.
+
+        Returns:
+            The output of its last layer.
+        """
+        self._receives = chunk > 0
+        return self(value, chunk=chunk)
 
     def _source(self, data_iter: Any) -> Iterator[Any] | None:
         """Where micro-batches come from; None where the stage needs none or makes its own."""
@@ -312,129 +286,6 @@ class PipelineEngine(StagedStates):
         if has_none and (self._batches.batch_fn is not None or not self._batches.are_needed):
             return None
         return self._data(given)
-
-    def _begin(self, message: StageMessage, label: str) -> None:
-        """Begin a receive."""
-        if message.op is _FORWARD:
-            self._exchange.begin_outputs(message, label, trains=torch.is_grad_enabled())
-        else:
-            outputs = self._passing[message.micro_batch, message.chunk - 1].outputs
-            self._exchange.begin_gradients(message, outputs.tensors, label)
-
-    def _move(self, step: StageSend | StageReceive, label: str) -> None:
-        message, trains = step.message, torch.is_grad_enabled()
-        forward = message.op is _FORWARD
-        if isinstance(step, StageSend):
-            here = self._passing[message.micro_batch, message.chunk]
-            if forward:
-                self._exchange.send_outputs(message, here.outputs, label, trains=trains)
-            else:
-                self._exchange.send_gradients(message, gradients_of(here.inputs.tensors), label)
-                here.inputs = NOTHING
-        elif forward:
-            here = self._passing[message.micro_batch, message.chunk + 1]
-            here.inputs = self._exchange.receive_outputs(message, label, trains=trains)
-        else:
-            here = self._passing[message.micro_batch, message.chunk - 1]
-            here.gradients = self._exchange.receive_gradients(message, here.outputs.tensors, label)
-
-    def _is_here(self, chunk: int) -> bool:
-        return 0 <= chunk < len(self._placement) and self._placement[chunk] == self._stage
-
-    def _do_forward(self, task: PipelineTask, inputs: Any, labels: Any, results: Results) -> None:
-        _, micro_batch, chunk = task
-        here, trains = self._passing[micro_batch, chunk], torch.is_grad_enabled()
-        before = self._passing[micro_batch, chunk - 1] if chunk and self._is_here(chunk - 1) else None
-        if before is not None:
-            here.inputs = leaves_of(before.outputs, needs_grad=trains)
-        received = aliases_of(here.inputs)
-        outputs = self._outputs_of(chunk, inputs, received)
-        if before is not None:
-            count_changes(received, before.outputs)
-        if chunk + 1 < len(self._placement):
-            here.outputs = self._taken_apart(chunk, outputs)
-        else:
-            if results.wants_losses:
-                here.loss = results.add_loss(self._loss_of(outputs, labels))
-                module = self._own_module
-                if isinstance(module, PipelineModule) and (more := module.get_additional_losses()) is not None:
-                    results.more.append(more)
-            if results.wants_outputs:
-                results.outputs.append(outputs if self._cut is None else getattr(outputs, "logits", outputs))
-        if not trains:
-            self._passing.pop((micro_batch, chunk - 1), None)  # what it made was sent, or used
-            here.inputs = NOTHING
-
-    def _outputs_of(self, chunk: int, inputs: Any, received: StageValue) -> Any:
-        """Run a chunk on `received` values; the first, or all of a block model, gets `inputs`."""
-        try:
-            before = unflatten(received) if chunk else None
-        except UnsendableValue as error:
-            raise self._refused(chunk - 1, error) from error
-        if self._cut is not None:
-            return self._cut.run(lambda: call_with(self, inputs), chunk, before or ())
-        self._receives = chunk > 0
-        return self(before if chunk else inputs, chunk=chunk)
-
-    def _taken_apart(self, chunk: int, outputs: Any) -> StageValue:
-        """What a chunk gave, as it is sent. Raises PipelineError, with the layer, where it cannot be."""
-        try:
-            return take_apart(outputs, self.device)
-        except UnsendableValue as error:
-            raise self._refused(chunk, error) from error
-
-    def _refused(self, chunk: int, error: UnsendableValue) -> PipelineError:
-        """What to raise where the output of a chunk cannot pass to the next stage."""
-        module = self._own_module if self._cut is None else self._cut
-        assert isinstance(module, (PipelineModule, StageModule))  # see `compose_pipeline`
-        place = module.last_layer_of(chunk)
-        return PipelineError(
-            f"{place} gives {error.message}, which cannot pass to the next stage",
-            hint=error.hint or "give tensors and plain values, in tuples, lists, dicts and dataclasses of a module",
-            value=place,
-        )
-
-    def _loss_of(self, outputs: Any, labels: Any) -> Any:
-        return outputs if self._loss_fn is None else self._loss_fn(outputs, labels)
-
-    def _do_backward(self, task: PipelineTask, *, is_last: bool) -> None:
-        """`is_last`: of the step. The update counts that one."""
-        here = self._passing[task.micro_batch, task.chunk]
-        self._passes.is_last = is_last
-        if self._names_of is not None:
-            self._passes.params_expected = self._names_of[task.chunk] | (self._tied_names if is_last else set())
-        if task.op is _INPUT:
-            with self._passes.defer_weight_grads(here.left), self._delayed.defer_weight_grads(here.products):
-                self._run_chunk(task, here, [])
-            return
-        ties = self._ties.take_gradients() if is_last else []
-        if task.op is _WEIGHT:
-            left, here.left = here.left, []
-            products, here.products = here.products, []
-            self._passes.run_products(products, [*left, *ties])
-        else:
-            self._run_chunk(task, here, ties)
-
-    def _run_chunk(self, task: PipelineTask, here: MicroBatchState, ties: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Run a chunk's backward pass, from the loss or outgoing gradients, and those of `ties`."""
-        _, micro_batch, chunk = task
-        if chunk + 1 == len(self._placement):
-            assert here.loss is not None  # the forward pass was before
-            loss, here.loss = here.loss, None
-            self.backward(loss)
-            return
-        if self._is_here(chunk + 1):
-            behind = self._passing[micro_batch, chunk + 1]
-            here.gradients, behind.inputs = gradients_of(behind.inputs.tensors), NOTHING
-        roots = [output for output in here.outputs.tensors if output.requires_grad]
-        pairs = list(zip(roots, here.gradients, strict=True))
-        here.outputs, here.gradients = NOTHING, []
-        self._run_from([*pairs, *ties])
-
-    def _run_from(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """A backward pass from tensors with their gradients."""
-        if pairs:
-            self._passes.run_from(*zip(*pairs, strict=True))
 
     def _from_last_stage(self, results: Results, count: int) -> Tensor:
         """The losses of `count` micro-batches, on every stage, and what else the model reports."""

@@ -90,13 +90,13 @@ class _Begun:
 
 
 class StageExchange:
-    """Sends and receives tensors between this stage and others; `ranks` are the stages in order. A `label` describes a
+    """Sends and receives tensors between this stage and others; `line` are the stages in order. A `label` describes a
     message in records and errors. `trains` is whether a message is of training, the same on all stages."""
 
-    def __init__(self, ranks: Communicator, accelerator: Accelerator, device: torch.device) -> None:
-        self._ranks = ranks
+    def __init__(self, line: Communicator, accelerator: Accelerator, device: torch.device) -> None:
+        self.line = line
         self._accelerator = accelerator
-        self._device = device
+        self.device = device
         self._sent_shapes: defaultdict[tuple[int, bool], _Known] = defaultdict(
             _Known
         )  # by chunk, which is on one stage
@@ -127,9 +127,9 @@ class StageExchange:
         begun = self._begun[message] = _Begun(early)
         begun.number = self._accelerator.allocate(1, DType.INT64)
         label_of_number = f"shapes of the {label}"
-        begun.works.append(self._ranks.recv(begun.number, message.source, async_op=early, label=label_of_number))
+        begun.works.append(self.line.recv(begun.number, message.source, async_op=early, label=label_of_number))
         for one in self._received_shapes[message.chunk, trains].expected:
-            begun.add(self._ranks, message.source, self._empty(one), label)
+            begun.add(self.line, message.source, self._empty(one), label)
 
     def receive_outputs(self, message: StageMessage, label: str, *, trains: bool) -> StageValue:
         """What `send_outputs` sent: its tensors are leaves that require a gradient where the sent ones do, in
@@ -145,7 +145,7 @@ class StageExchange:
                 known.read(self._receive_numbers(message.source, count, label))
             begun = _Begun(False)
             for one in known.shapes:
-                begun.add(self._ranks, message.source, self._empty(one), label)
+                begun.add(self.line, message.source, self._empty(one), label)
         assert known.structure is not None  # the first output comes with a description
         pairs = zip(begun.tensors, known.shapes, strict=True)
         return StageValue(known.structure, [tensor.requires_grad_(bool(one[1]) and trains) for tensor, one in pairs])
@@ -162,8 +162,8 @@ class StageExchange:
         begun = self._begun[message] = _Begun(early)
         for tensor in outputs:
             if tensor.requires_grad:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-                begun.add(self._ranks, message.source, empty, label)
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                begun.add(self.line, message.source, empty, label)
 
     def receive_gradients(self, message: StageMessage, outputs: Sequence[Tensor], label: str) -> list[Tensor]:
         """The gradients of those `outputs` that have one."""
@@ -192,20 +192,20 @@ class StageExchange:
     def _send(self, target: int, tensor: Tensor, label: str) -> None:
         if tensor.numel():
             flat = tensor.contiguous().view(-1)
-            self._keep(self._ranks.send(wrap_torch(flat), target, async_op=True, label=label), flat)
+            self._keep(self.line.send(wrap_torch(flat), target, async_op=True, label=label), flat)
 
     def _empty(self, described: tuple[int, ...]) -> Tensor:
         kind, _, *shape = described
-        return torch.empty(shape, dtype=torch_dtype(_TYPES[kind]), device=self._device)
+        return torch.empty(shape, dtype=torch_dtype(_TYPES[kind]), device=self.device)
 
     def _send_numbers(self, target: int, numbers: list[int], label: str) -> None:
         buffer = self._accelerator.allocate(len(numbers), DType.INT64)
         buffer.from_bytes(torch.tensor(numbers, dtype=torch.int64).numpy().tobytes())
-        self._keep(self._ranks.send(buffer, target, async_op=True, label=f"shapes of the {label}"), buffer)
+        self._keep(self.line.send(buffer, target, async_op=True, label=f"shapes of the {label}"), buffer)
 
     def _receive_numbers(self, source: int, count: int, label: str) -> list[int]:
         buffer = self._accelerator.allocate(count, DType.INT64)
-        self._ranks.recv(buffer, source, label=f"shapes of the {label}")
+        self.line.recv(buffer, source, label=f"shapes of the {label}")
         return _numbers_in(buffer)
 
 
