@@ -69,11 +69,11 @@ class OffloadedStates:
         zero.params.wait_all_gathers()
         for kind in self._kinds(include):
             if kind is StateKind.LP_PARAMS:
-                self._adapter.suspend()
+                self._adapter.residency.suspend(zero)
             if kind is StateKind.CONTIGUOUS_GRAD_BUFFER:
                 zero.trim()
             self._away[kind] = list(self._copies(kind, pin_memory and self._is_foreign_device, non_blocking))
-        self._adapter.away = ", ".join(kind.value for kind in self._away)
+        self._adapter.residency.away = ", ".join(kind.value for kind in self._away)
         self._zero.accelerator.synchronize()
         for moved in self._moved():
             moved.storage.resize_(0)
@@ -86,9 +86,9 @@ class OffloadedStates:
             _bytes_of(moved.storage).copy_(moved.copy, non_blocking=non_blocking)
         self._zero.accelerator.synchronize()
         away, self._away = self._away, {}
-        self._adapter.away = ""
+        self._adapter.residency.away = ""
         if StateKind.LP_PARAMS in away:
-            self._adapter.resume()
+            self._adapter.residency.resume(self._zero)
 
     def _kinds(self, include: Iterable[StateKind | str] | None) -> list[StateKind]:
         try:

@@ -322,7 +322,7 @@ class TorchEngine(nn.Module, TorchStates):
             return
         self._is_closed = True
         self._close_saving()
-        if self.adapter.away:
+        if self.adapter.residency.away:
             self.reload_states()
         self.zero.params.wait_all_gathers()
         self._rewrites.remove()

@@ -25,7 +25,7 @@ from polyaccel.torch.sharding.leaf_modules import set_configured_leaves
 from polyaccel.torch.sharding.module_sharding import ModuleSharding
 from polyaccel.torch.sharding.ownership import OwnedParameters, bind
 from polyaccel.torch.sharding.pending import expect
-from polyaccel.torch.sharding.sharded import hide, show
+from polyaccel.torch.sharding.residency import ParamResidency
 from polyaccel.torch.sharding.specs import in_gradient_order, parameter_specs
 from polyaccel.torch.sharding.tensor_shard import Blocks
 from polyaccel.torch.sharding.units import find_units, parts_of_parameters, units_of_parameters
@@ -55,14 +55,14 @@ class TorchAdapter(EngineParameters, ModelAdapter):
     ) -> None:
         self.module = module
         self.checks_contents = checks_contents
-        self.away = ""
-        """Names of the states that are offloaded now (`OffloadedStates`)."""
         self._accelerator = accelerator
         self._passes = passes
         self.engine_number = passes.number
         self._specs = parameter_specs(module, groups, param_dtype, trained)
         self.blocks = Blocks(self._specs, along)
         self._owned = OwnedParameters(module, self, {fqn for fqn, spec in self._specs.items() if spec.trainable})
+        dtypes = {fqn: torch_dtype(spec.dtype) for fqn, spec in self._specs.items()}
+        self.residency = ParamResidency(self._owned, dtypes, torch_device_of(accelerator))
         members = {member for group in groups for member in group}
         self.frozen_members = {fqn: member for fqn, member in self._owned.frozen.items() if member in members}
         """The members of the optimizer's groups that are laid out as frozen, by name."""
@@ -79,12 +79,12 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         return self._accelerator.wrap(value_of(self.parameter(fqn)).contiguous())
 
     def on_bound(self, fqn: str, view: Buffer) -> None:
-        self._show(fqn, view.raw)
+        self.residency.show(fqn, view.raw)
         self.sharding.on_bound(fqn, view)
 
     def on_freed(self, fqn: str) -> None:
         self._owned.before_freed(fqn, differs=partial(self._differs, fqn))
-        self._hide(fqn)
+        self.residency.hide(fqn)
         self.sharding.on_freed(fqn)
 
     def unit_names(self) -> dict[str, str]:
@@ -141,7 +141,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             if place.is_sharded:
                 with self._step.params.unsharded_view(place.bucket.index) as full:
                     for slot in place.bucket.slots:
-                        self._show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
+                        self.residency.show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
 
     # What users ask of a parameter (`ParameterOwner`).
 
@@ -176,7 +176,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
     @property
     def unsharded_access_hint(self) -> tuple[str, str]:
         """Explain why a parameter is unavailable and how to access it."""
-        if self._is_suspended:
+        if self._step is not None and self._step.params.gathered.is_suspended:
             return "is offloaded", "call engine.reload_states() first"
         hint = "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks"
         return "is sharded over the ranks now", hint
@@ -269,39 +269,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         """Begin with rank 0's buffers on every rank."""
         broadcast_buffers(self.module, self._accelerator, communicator)
 
-    # Parameters away from the device.
-
     def require_nothing_away(self) -> None:
         """Raise ShardingError while states are offloaded, and where the parameters were handed over."""
         self.require_not_handed_over()
-        if self.away:
-            raise ShardingError(f"{self.away} are offloaded", hint="call engine.reload_states() first", value=self.away)
-
-    def suspend(self) -> None:
-        """Parameters are about to be offloaded: a use of one raises."""
-        self.step.params.gathered.suspend()
-        for fqn in self._specs:
-            self._hide(fqn)
-
-    def resume(self) -> None:
-        """Parameters are back; the sharded ones are sharded still."""
-        params = self.step.params
-        params.gathered.is_suspended = False
-        for fqn in self._specs:
-            place, slot = params.locate(fqn)
-            if place.private_view is not None:
-                self._show(fqn, place.private_view.view(slot.offset, slot.param.numel).raw)
-
-    @property
-    def _is_suspended(self) -> bool:
-        return self._step is not None and self._step.params.gathered.is_suspended
-
-    def _show(self, fqn: str, values: Tensor) -> None:
-        show(self.parameter(fqn), self._owned.homes[fqn], values)
-
-    def _hide(self, fqn: str) -> None:
-        hide(self.parameter(fqn), self._owned.homes[fqn], torch_dtype(self._specs[fqn].dtype), self._device)
-
-    @cached_property
-    def _device(self) -> torch.device:
-        return torch_device_of(self._accelerator)
+        self.residency.require()
