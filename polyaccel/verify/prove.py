@@ -68,8 +68,6 @@ def prove(run: Run, *, steps: int = 2, variant: Variant | None = None, all_findi
     of_plain = run(base)
     plain = merge(of_plain)
     names, events = _forward_order(of_plain, plain), of_plain[0].events if of_plain else []
-    below, above = replace(base, name="plain-1", moved=-1), replace(base, name="plain+1", moved=1, reorders=True)
-    tolerances = Tolerances.of_runs(plain, [merge(run(below)), merge(run(above))])
     engine = replace(base, name="engine", is_plain=False)
     records = run(engine)
     values = merge(records)
@@ -77,11 +75,19 @@ def prove(run: Run, *, steps: int = 2, variant: Variant | None = None, all_findi
     def found_in(values: Mapping[str, Array]) -> list[Finding]:
         return in_order(all_findings(tolerances.findings(values, names, events)), names, events)
 
-    findings = found_in(values)
+    def differing_in(records: Sequence[Record]) -> list[str]:
+        return differing_ranks(records, tolerances.limit, tolerances.spreads)
+
+    below, above = replace(base, name="plain-1", moved=-1), replace(base, name="plain+1", moved=1, reorders=True)
+    moved: list[Mapping[str, Array]] = []
+    tolerances = Tolerances.of_runs(plain, moved)
+    while ((findings := found_in(values)) or differing_in(records)) and len(moved) < 2:
+        moved.append(merge(run((below, above)[len(moved)])))
+        tolerances = Tolerances.of_runs(plain, moved)
     if findings:
         tolerances = _widened(tolerances, run, base)
         findings = found_in(values)
-    differing = differing_ranks(records, tolerances.limit, tolerances.spreads)
+    differing = differing_in(records)
     acted: dict[str, int] = {}
     for record in records:
         for name, count in record.acted.items():

@@ -1,11 +1,12 @@
 """`Variant`: how a program runs in one of the runs of a verification, and what it records.
 
 [Note: Shadow runs]
-A verification runs the user's whole program several times for a few optimizer steps: as plain torch, twice as plain
-torch with weights moved by one unit in the last place, and with the engine. Every run has the same ranks and batches,
-in float32, because the rewrites are the same there. The plain runs hold the whole model on each rank and average whole
-gradients, so no rewrite acts in them. Their spread is the tolerance of each quantity. Where the engine differs, further
-runs with one rewrite off find the one to blame.
+A verification runs the user's whole program several times for a few optimizer steps: as plain torch, with the engine,
+and at most twice as plain torch with weights moved by one unit in the last place. Every run has the same ranks and
+batches, in float32, because the rewrites are the same there. The plain runs hold the whole model on each rank and
+average whole gradients, so no rewrite acts in them. Their spread is the tolerance of each quantity. Each moved run only
+widens it, so none is made once nothing differs. Where the engine differs, further runs with one rewrite off find the
+one to blame.
 """
 
 from __future__ import annotations
