@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from importlib import metadata
 from itertools import zip_longest
@@ -129,6 +130,7 @@ def run_metadata(config: Mapping[str, Any], storage: str, accelerator: Accelerat
     }
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -140,6 +142,7 @@ def _python() -> str:
     return f"{platform.python_implementation()} {platform.python_version()}"
 
 
+@cache
 def _source(group: PluginGroup, name: str) -> str:
     """A plugin's name, package and version; its name alone where it is not an installed one."""
     try:

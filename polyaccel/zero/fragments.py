@@ -31,10 +31,9 @@ def fragment(step: ZeroEngine, fqn: str, kind: str) -> Fragment | None:
     A gradient must have been settled (`flush_reductions`). Raises ShardingError for a kind that does not exist.
     """
     place, slot = step.params.locate(fqn)
-    for piece in place.slices():
-        if piece.fqn == fqn:
-            source = _source(step, place.bucket.index, fqn, kind)
-            return Fragment(piece.start, source.view(piece.shard_offset, piece.length))
+    if (piece := place.slice_of(slot)) is not None:
+        source = _source(step, place.bucket.index, fqn, kind)
+        return Fragment(piece.start, source.view(piece.shard_offset, piece.length))
     if slot.param.numel == 0:
         return Fragment(0, _source(step, place.bucket.index, fqn, kind).view(0, 0))
     return None
@@ -52,10 +51,13 @@ def flush_reductions(step: ZeroEngine, fqn: str) -> bool:
     return step.reducer.gradients_of(fqn)[0].holds_result and fqn in step.agree_on_arrivals().params
 
 
-def read_whole(step: ZeroEngine, fqn: str, kind: str, agreed: DType | None = None) -> Buffer:
+def read_whole(
+    step: ZeroEngine, fqn: str, kind: str, agreed: DType | None = None, *, may_be_view: bool = False
+) -> Buffer:
     """All of a parameter's state of one kind, flat, in float32 (or float64). Collective where it is sharded.
 
-    `agreed` is the type of an optimizer state that all ranks know to be there."""
+    `agreed` is the type of an optimizer state that all ranks know to be there. `may_be_view`: the result may be the
+    engine's own memory, to be read before the next update."""
     place, slot = step.params.locate(fqn)
     holders = step.holders(fqn)
     is_complete = place.master.numel == place.bucket.numel or not slot.param.numel
@@ -66,7 +68,10 @@ def read_whole(step: ZeroEngine, fqn: str, kind: str, agreed: DType | None = Non
     else:
         dtype = _agreed_type(step, place.bucket.index, fqn, kind)
     own = fragment(step, fqn, kind)
-    whole = holders.allocate(slot.param.numel, dtype if dtype is DType.FLOAT64 else DType.FLOAT32)
+    wide = dtype if dtype is DType.FLOAT64 else DType.FLOAT32
+    if may_be_view and is_complete and own is not None and own.values.dtype is wide:
+        return own.values
+    whole = holders.allocate(slot.param.numel, wide)
     if own is not None:
         whole.view(own.start, own.values.numel).copy_from(own.values)
     if not is_complete:

@@ -220,14 +220,21 @@ def _plain(param: nn.Parameter, kind: str) -> Tensor | None:
     return None if found is None else found.detach().clone()
 
 
-def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:
+def _get_full(param: nn.Parameter, kind: str, *, may_be_view: bool = False) -> Tensor | None:
     if param in _PLAIN:
         return _plain(param, kind)
     place = _find(param)
     if place is None or not _is_there(place, kind):
         return None
-    whole: Tensor = read_whole(place.owner.step, place.fqn, kind).raw.view(param.shape)
-    return whole / place.owner.gradient_scale if kind == GRAD else whole
+    whole: Tensor = read_whole(place.owner.step, place.fqn, kind, may_be_view=may_be_view).raw.view(param.shape)
+    scale = place.owner.gradient_scale
+    return whole / scale if kind == GRAD and scale != 1 else whole
+
+
+def peek_full(param: nn.Parameter, kind: str) -> Tensor | None:
+    """Return what `safe_get_full_*` return, or the engine's own memory: to be read before the next update, on whatever
+    device it is. Collective."""
+    return _get_full(param, kind, may_be_view=True)
 
 
 def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:

@@ -15,7 +15,7 @@ from polyaccel.torch.data import loss_of
 from polyaccel.torch.verify.untouched import NotProvenError
 
 _SAMPLES = 4
-_TOKENS = 32
+_TOKENS, _TOKENS_OF_LARGE = 32, 16
 """More of them cost time and show nothing else: thresholds are lowered (`shadow_config`)."""
 
 
@@ -85,9 +85,13 @@ class MicroBatch:
         tensors = [one for one in tree_leaves((self.inputs, self.named)) if _is_tensor(one)]
         return min((one.shape[1] for one in tensors if one.dim() > 1), default=0)
 
-    def small(self, multiple: int) -> tuple[MicroBatch, MicroBatch]:
-        """Return two small batches, the second of half the length of the first; lengths are multiples of `multiple`."""
-        tokens = min(_TOKENS, self._length()) // (2 * multiple) * 2 * multiple
+    def small(self, multiple: int, *, is_large: bool) -> tuple[MicroBatch, MicroBatch]:
+        """Return two small batches, the second of half the length of the first; lengths are multiples of `multiple`.
+
+        A model that `is_large` gets fewer tokens.
+        """
+        most = max(_TOKENS_OF_LARGE if is_large else _TOKENS, 2 * multiple)
+        tokens = min(most, self._length()) // (2 * multiple) * 2 * multiple
         return self.first(_SAMPLES, tokens), self.first(_SAMPLES, tokens // 2)
 
 

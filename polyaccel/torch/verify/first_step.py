@@ -213,7 +213,7 @@ class FirstStepProof:
         if ranks.rank:
             values = {}
         for is_small in (True, False):
-            gathered = self._gathered(engine, is_small)
+            gathered = self._gathered(engine, is_small, is_large=self._numel > _LARGE and not is_shrunk)
             outcome = None
             if ranks.rank == 0:
                 with _undisturbed(engine):
@@ -225,14 +225,17 @@ class FirstStepProof:
                 break
         raise NotProvenError(result["reason"])
 
-    def _gathered(self, engine: TorchEngine, is_small: bool) -> dict[int, tuple[MicroBatch, MicroBatch]]:
+    def _gathered(
+        self, engine: TorchEngine, is_small: bool, *, is_large: bool
+    ) -> dict[int, tuple[MicroBatch, MicroBatch]]:
         """Two micro-batches of each rank whose samples the proof takes, on rank 0. Collective."""
         rank = engine.communicator.rank
         wanted = {source for one in self._ranks for source in one.plain().sources}
         mine = None
         if self._taken and (rank in wanted or rank == 0):
             taken = [one.in_float32() for one in self._taken]
-            mine = taken[0].small(engine.mesh.size_of(("sequence",))) if is_small else (taken[0], taken[-1])
+            multiple = engine.mesh.size_of(("sequence",))
+            mine = taken[0].small(multiple, is_large=is_large) if is_small else (taken[0], taken[-1])
         sent = [one.packed() for one in mine] if mine is not None and rank else []
         packed = engine.communicator.gather_object(sent)
         if packed is None or mine is None:

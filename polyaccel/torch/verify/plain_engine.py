@@ -43,6 +43,7 @@ from polyaccel.zero.update.optimizer_step import StepResult
 _TORCH = {"adagrad": "Adagrad", "adam": "Adam", "adamax": "Adamax", "adamw": "AdamW", "sgd": "SGD"}
 _SHARE = "share of the accumulation in the loss of this pass"
 _SHARED_AXES = ("pipe", "sequence", "tensor")
+_CHUNK = 1 << 16
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
@@ -226,8 +227,7 @@ class PlainEngine(TorchEngine):
                 one.grad *= len(self.mesh.group(("data",), self.communicator.rank))
         self._recording.before_update()
         clipping = self.runtime.config.gradient_clipping
-        grads = [one.grad.double() for one in trained]  # as the engine adds up
-        norm = nn.utils.get_total_norm(grads).float() if grads else torch.tensor(0.0)
+        norm = torch.stack([_squares(one.grad) for one in trained]).sum().sqrt().float() if trained else torch.zeros(())
         if clipping:
             nn.utils.clip_grads_with_norm_(trained, clipping, norm)
         self.torch_optimizer.step()
@@ -245,6 +245,8 @@ class PlainEngine(TorchEngine):
 
         What is averaged already stays as it is, so it may be called after each of several passes.
         """
+        if self.communicator.world_size == 1:
+            return False
         trained = [one for one in self._own_module.parameters() if one.requires_grad]
         facts = torch.tensor([float(not is_in_step), *(float(one.grad is not None) for one in trained)])
         facts = facts.to(self.device)
@@ -299,6 +301,13 @@ class PlainEngine(TorchEngine):
 
     def reload_states(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
+
+
+def _squares(gradient: Tensor) -> Tensor:
+    """The sum of the squares of a gradient in float64, as the engine adds up, in parts that fit a cache."""
+    flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    wide = (one.double() for one in flat.reshape(-1).split(_CHUNK))
+    return torch.stack([torch.dot(one, one) for one in wide]).sum().cpu() if flat.numel() else torch.zeros(()).double()
 
 
 def _tensor_of(

@@ -31,7 +31,8 @@ States = Mapping[str, Mapping[str, Tensor | float]]
 class Quantities:
     """Where the quantities of an engine are read.
 
-    `gradient_of` and `value_of` are called for all trained parameters in the order of `module.named_parameters`.
+    `gradient_of` and `value_of` are called for all trained parameters in the order of `module.named_parameters`. They
+    may return what the engine goes on writing to: it is read before its next call.
     Buffers that another stage of a pipeline changes are not recorded.
     """
 
@@ -101,8 +102,10 @@ class StepRecording:
             self._add("norm", "", torch.tensor(norm, dtype=torch.float64))
         for name, parameter in self._trained():
             if (value := self._read.value_of(name, parameter)) is not None and name in self._before:
-                self._add("update", name, value.detach() - self._before.pop(name))
-                self._add(MAGNITUDE, name, value.detach().abs().amax() if value.numel() else torch.zeros(()))
+                value = value.detach()
+                self._add("update", name, self._before.pop(name).neg_().add_(value))
+                largest = value.abs().amax() if value.numel() else torch.zeros(())
+                self._add(MAGNITUDE, name, largest)
         for name, states in self._read.states().items():
             for key, state in states.items():
                 value = state if isinstance(state, Tensor) else torch.tensor(state, dtype=torch.float64)
@@ -150,12 +153,13 @@ class StepRecording:
         return ((name, one) for name, one in self._module.named_parameters() if one.requires_grad)
 
     def _add(self, kind: str, name: str, value: Tensor) -> None:
-        value = value.detach().to("cpu", copy=True)
+        value = value.detach()
         if value.is_complex():
             value = torch.view_as_real(value)
         if value.dtype in (torch.bfloat16, torch.float16):
             value = value.float()
-        self._record.add(self._step, kind, f"{self._prefix}{name}", _in_bins(value, self._run.variant.bins).numpy())
+        binned = _in_bins(value, self._run.variant.bins).cpu()
+        self._record.add(self._step, kind, f"{self._prefix}{name}", binned.numpy())
 
 
 def _in_bins(value: Tensor, bins: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.config import Config
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.engine.runtime import EngineBuilder
-from polyaccel.torch.api.fragments import safe_get_full_fp32_param, safe_get_full_grad
+from polyaccel.torch.api.fragments import peek_full, safe_get_full_fp32_param, safe_get_full_grad
 from polyaccel.torch.api.optimizer import schedule_class
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
 from polyaccel.torch.engine.torch_engine import TorchEngine
@@ -29,6 +30,7 @@ from polyaccel.torch.verify.shadow import OtherOrder, WithoutDropout, quiet_conf
 from polyaccel.torch.verify.states import engine_states
 from polyaccel.torch.verify.whole_pipeline import whole_optimizer, whole_pipeline
 from polyaccel.verify.variant import ActiveRun, Variant
+from polyaccel.zero.fragments import GRAD, PARAM
 
 __all__ = ["ALWAYS_ON", "plain_run", "record_engine", "record_steps", "shares_samples", "unstaged", "verified_config"]
 
@@ -147,12 +149,15 @@ def record_steps(
     shapes = {fqn: torch.Size(spec.shape) for fqn, spec in specs.items() if spec.trainable}
     cut = cut_of(engine.module)
 
-    def whole(name: str, value: Tensor | None) -> Tensor | None:
+    def whole(name: str, parameter: nn.Parameter, kind: str) -> Tensor | None:
+        if not blocks.is_cut(name):
+            return peek_full(parameter, kind)
+        value = safe_get_full_grad(parameter) if kind == GRAD else safe_get_full_fp32_param(parameter)
         return None if value is None else blocks.gather_full(name, value)
 
     read = Quantities(
-        gradient_of=lambda name, parameter: whole(name, safe_get_full_grad(parameter)),
-        value_of=lambda name, parameter: whole(name, safe_get_full_fp32_param(parameter)),
+        gradient_of=partial(whole, kind=GRAD),
+        value_of=partial(whole, kind=PARAM),
         states=lambda: engine_states(engine.zero, blocks, shapes),
         groups=lambda: engine.optimizer.param_groups,
         shares_samples=shares_samples(runtime),

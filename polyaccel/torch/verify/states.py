@@ -45,7 +45,7 @@ def engine_states(step: ZeroEngine, blocks: Blocks, shapes: Mapping[str, torch.S
         for each, _ in gathered:
             types |= each.get(fqn, {})
         for name, kind in sorted(types.items()):
-            flat = read_whole(step, fqn, name, DType.parse(kind)).raw
+            flat = read_whole(step, fqn, name, DType.parse(kind), may_be_view=not blocks.is_cut(fqn)).raw
             states[name] = blocks.gather_full(fqn, flat.view(shape))
     for fqn, wholes in ({} if client is None else client.states_of_wholes()).items():
         for name, value in _comparable(wholes).items():

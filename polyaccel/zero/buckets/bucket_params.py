@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.zero.plan.bucket_plan import BucketPlan, TrainedBucketPlan
-from polyaccel.zero.plan.layout import Bucket, Slice
+from polyaccel.zero.plan.layout import Bucket, Slice, Slot
 from polyaccel.zero.resources import Tiers
 
 
@@ -59,12 +59,13 @@ class BucketParams:
 
     def slices(self) -> tuple[Slice, ...]:
         """The parameters' parts of `master`."""
+        return tuple(piece for slot in self.bucket.slots if (piece := self.slice_of(slot)) is not None)
+
+    def slice_of(self, slot: Slot) -> Slice | None:
+        """The part of `master` that a parameter of the bucket has; None where it has none."""
         low, high = self.origin, self.origin + self.master.numel
-        return tuple(
-            Slice(slot.param.fqn, begin - slot.offset, end - begin, begin - low)
-            for slot in self.bucket.slots
-            if (begin := max(low, slot.offset)) < (end := min(high, slot.end))
-        )
+        begin, end = max(low, slot.offset), min(high, slot.end)
+        return Slice(slot.param.fqn, begin - slot.offset, end - begin, begin - low) if begin < end else None
 
 
 @dataclass(frozen=True, slots=True)
