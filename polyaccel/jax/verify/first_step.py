@@ -34,7 +34,7 @@ from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.program.batches import as_inputs
 from polyaccel.jax.pytree import named_leaves
 from polyaccel.jax.rewrites import RewriteContext
-from polyaccel.jax.verify.plain_engine import PlainJaxEngine
+from polyaccel.jax.verify.plain_engine import PlainJaxEngine, PlainPrograms
 from polyaccel.jax.verify.runs import (
     SLICES,
     acted_of,
@@ -178,8 +178,10 @@ class FirstStepProof:
                 keep_proven(self._digest, summary)
 
     def _prove(self, engine: JaxEngine, data: Any, *, is_whole: bool) -> Proof:
+        shared: dict[bool, PlainPrograms] = {}
+
         def run(variant: Variant) -> list[Record]:
-            return self._run(engine, variant, data, is_whole=is_whole)
+            return self._run(engine, variant, data, shared, is_whole=is_whole)
 
         def merge(findings: Sequence[Finding]) -> list[Finding]:
             own = [[one.key, one.found, one.wanted, one.spreads] for one in findings[:_MOST_FINDINGS]]
@@ -195,12 +197,14 @@ class FirstStepProof:
             random.setstate(states[0])
             np.random.set_state(states[1])
 
-    def _run(self, engine: JaxEngine, variant: Variant, data: Any, *, is_whole: bool) -> list[Record]:
+    def _run(
+        self, engine: JaxEngine, variant: Variant, data: Any, shared: dict[bool, PlainPrograms], *, is_whole: bool
+    ) -> list[Record]:
         """This rank's record of a run. Raises NotProvenError on all ranks where one failed."""
         active, failure, made = ActiveRun(variant), "", None
         try:
             given = self._context(engine, variant)
-            made = PlainJaxEngine(active, given) if variant.is_plain else self._compose(given)
+            made = PlainJaxEngine(active, given, shared) if variant.is_plain else self._compose(given)
             if isinstance(made, JaxEngine):
                 record_engine(active, made)
             for _ in range(STEPS):

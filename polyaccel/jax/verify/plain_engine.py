@@ -32,7 +32,7 @@ from polyaccel.jax.program.batches import as_inputs, split_batch
 from polyaccel.jax.program.function import LossFn, loss_and_aux
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.rewrites import RewriteContext
-from polyaccel.jax.verify.plain_update import Array, PlainUpdate
+from polyaccel.jax.verify.plain_update import Array, PlainUpdate, transform
 from polyaccel.jax.verify.recording import StepRecording
 from polyaccel.jax.views import CopyCount
 from polyaccel.verify.variant import ActiveRun
@@ -41,18 +41,15 @@ _OTHER_KERNELS = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes":
 """Options of XLA by which a program rounds otherwise, as the engine's programs do."""
 
 
-class PlainJaxEngine:
-    """The engine of a plain run; the arguments are those of an engine, before any rewrite."""
+class PlainPrograms:
+    """The compiled programs of plain runs, which those with the same kernels share: compilation is most of their cost.
 
-    def __init__(self, run: ActiveRun, given: RewriteContext) -> None:
-        if run.variant.is_double:
-            raise PolyaccelError("functions of JAX are not compared in float64", hint="compare in float32")
-        runtime = given.runtime
-        self.runtime, self.config = runtime, runtime.config
-        self.communicator, self.mesh = runtime.communicator, runtime.mesh
-        self.global_steps = self.micro_steps = 0
-        self.aux: Any = None
+    `kernels` compiles a function.
+    """
+
+    def __init__(self, given: RewriteContext, kernels: Callable[..., Any]) -> None:
         model, params = given.model, given.params
+        self._kernels = kernels
         self._as_drawn: Callable[[], tuple[Any, Any]]
         self._function: LossFn
         if isinstance(model, (list, tuple)):
@@ -61,17 +58,76 @@ class PlainJaxEngine:
             self._function, params = as_function(model, given.params, with_units=False)
             self._as_drawn = partial(as_function, model, given.params)
         self._model = model
-        leaves, self._structure = named_leaves(params)
-        self._names = list(leaves)
+        self.params = params
+        self.leaves, self.structure = named_leaves(params)
+        self.names = list(self.leaves)
+        self.with_gradients = kernels(jax.value_and_grad(self._loss, has_aux=True))
+        self.without = kernels(lambda leaves, batch: self._loss(leaves, {}, batch, None))
+        self._updates: dict[Any, Any] = {}
+        self._draws: bool | None = None
+
+    @staticmethod
+    def of(run: ActiveRun, given: RewriteContext, shared: dict[bool, PlainPrograms]) -> PlainPrograms:
+        """Return the programs for `run`, and keep them in `shared`."""
+        reorders = run.variant.reorders
+        if reorders not in shared:
+            is_other = reorders and jax.default_backend() == "cpu"
+            kernels = partial(jax.jit, compiler_options=_OTHER_KERNELS if is_other else None)
+            shared[reorders] = PlainPrograms(given, kernels)
+        return shared[reorders]
+
+    def update_of(self, update: Callable[..., Any]) -> Any:
+        """Return the program of a transformation's `update` of whole parameters."""
+        if update not in self._updates:
+            self._updates[update] = self._kernels(partial(transform, update))
+        return self._updates[update]
+
+    def _loss(self, trained: Mapping[str, Any], frozen: Mapping[str, Any], batch: Any, rng: Any) -> tuple[Any, Any]:
+        leaves = [trained[name] if name in trained else frozen[name] for name in self.names]
+        return loss_and_aux(self._function(jax.tree.unflatten(self.structure, leaves), batch, rng))
+
+    def draws(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
+        """Return whether the function uses its random key. Called before its first gradient."""
+        if self._draws is None:
+            self._draws = self._looks_at_key(leaves, inputs)
+            linen = sys.modules.get("flax.linen")
+            if self._draws and linen is not None and isinstance(self._model, linen.Module):
+                self._function, _ = self._as_drawn()  # a block of linen draws from one key, at every stage
+        return self._draws
+
+    def _looks_at_key(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), inputs)
+        whole = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in leaves.items()}
+        traced = jax.make_jaxpr(lambda own, batch, key: self._loss(own, {}, batch, key))
+        program = traced(whole, shapes, jax.random.key(0)).jaxpr
+        live = {id(atom) for atom in program.outvars}
+        for equation in reversed(program.eqns):
+            if any(id(variable) in live for variable in equation.outvars):
+                live |= {id(atom) for atom in equation.invars}
+        return id(program.invars[-1]) in live
+
+
+class PlainJaxEngine:
+    """The engine of a plain run; the arguments are those of an engine, before any rewrite.
+
+    `shared` keeps compiled programs for later runs with the same arguments.
+    """
+
+    def __init__(self, run: ActiveRun, given: RewriteContext, shared: dict[bool, PlainPrograms] | None = None) -> None:
+        if run.variant.is_double:
+            raise PolyaccelError("functions of JAX are not compared in float64", hint="compare in float32")
+        runtime = given.runtime
+        self.runtime, self.config = runtime, runtime.config
+        self.communicator, self.mesh = runtime.communicator, runtime.mesh
+        self.global_steps = self.micro_steps = 0
+        self.aux: Any = None
+        self._programs = programs = PlainPrograms.of(run, given, {} if shared is None else shared)
+        self._structure, self._names, leaves = programs.structure, programs.names, programs.leaves
         self._trained = [dtype_of(fqn, leaf).is_floating for fqn, leaf in leaves.items()]
         self._leaves = {fqn: self._first_value(leaf, run.variant.moved) for fqn, leaf in leaves.items()}
         self._own_devices, self._world_size = given.own_devices, self.communicator.world_size * given.own_devices
-        is_cpu = jax.default_backend() == "cpu"
-        compiled = partial(jax.jit, compiler_options=_OTHER_KERNELS if run.variant.reorders and is_cpu else None)
-        self._with_gradients = compiled(jax.value_and_grad(self._loss, has_aux=True))
-        self._without = compiled(lambda leaves, batch: self._loss(leaves, {}, batch, None))
-        self._update = PlainUpdate(given.client, runtime, self._structure, self._names, compiled)
-        self._update.hold_frozen(params)
+        self._update = PlainUpdate(given.client, runtime, self._structure, self._names, programs.update_of)
+        self._update.hold_frozen(programs.params)
         self.optimizer = OptimizerGroups([self._update.group])
         self._key = jax.random.key(given.seed)
         section = self.config.scheduler
@@ -81,7 +137,6 @@ class PlainJaxEngine:
         self._sum: dict[str, Array] = {}
         self._losses: list[float] = []
         self._norm: float | None = None
-        self._draws: bool | None = None
         self._recording = StepRecording(run, self.communicator.rank, self, lambda: self.optimizer.param_groups)
 
     def _first_value(self, leaf: Any, moved: int) -> Array:
@@ -164,7 +219,7 @@ class PlainJaxEngine:
     def eval_batch(self, data_iter: Any) -> jax.Array:
         """Compute the loss of a micro-batch without gradients."""
         batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
-        loss, self.aux = self._without(self._named_leaves(), as_inputs(batch))
+        loss, self.aux = self._programs.without(self._named_leaves(), as_inputs(batch))
         return loss
 
     def zero_grad(self) -> None:
@@ -174,13 +229,9 @@ class PlainJaxEngine:
     def _differentiate(self, batch: Any, count: int) -> jax.Array:
         """The loss of `count` micro-batches in one batch, whose gradients are added. See [Note: Whole batches]."""
         inputs = as_inputs(batch)
-        if self._draws is None:
-            self._draws = self._looks_at_key(inputs)
-            linen = sys.modules.get("flax.linen")
-            if self._draws and linen is not None and isinstance(self._model, linen.Module):
-                self._function, _ = self._as_drawn()  # a block of linen draws from one key, at every stage
+        draws = self._programs.draws(self._leaves, inputs)
         found = [self._of_part(part, key, weight) for part, key, weight in self._parts(batch, count)]
-        if len(found) > 1 and not self._draws:
+        if len(found) > 1 and not draws:
             whole = self._of_part(inputs, self._key_of(self.micro_steps, 0), count)
             found = found if _is_combination(whole[1], [of_part for _, of_part in found]) else [whole]
         for _, gradients in found:
@@ -193,7 +244,7 @@ class PlainJaxEngine:
     def _of_part(self, inputs: Any, key: Any, weight: float) -> tuple[Any, dict[str, Array]]:
         """The loss and gradients of a part of a batch, with a weight."""
         trained = {name: jnp.asarray(value) for name, value in self.weights().items()}
-        (loss, self.aux), found = self._with_gradients(trained, self._frozen(), inputs, key)
+        (loss, self.aux), found = self._programs.with_gradients(trained, self._frozen(), inputs, key)
         return weight * loss, {name: np.asarray(one, np.float32) * np.float32(weight) for name, one in found.items()}
 
     def _parts(self, batch: Any, count: int) -> list[tuple[Any, Any, float]]:
@@ -213,10 +264,6 @@ class PlainJaxEngine:
         key = jax.random.fold_in(self._key, rank * self._own_devices + device)
         return jax.random.fold_in(key, micro_steps)
 
-    def _loss(self, trained: Mapping[str, Any], frozen: Mapping[str, Any], batch: Any, rng: Any) -> tuple[Any, Any]:
-        leaves = [trained[name] if name in trained else frozen[name] for name in self._names]
-        return loss_and_aux(self._function(jax.tree.unflatten(self._structure, leaves), batch, rng))
-
     def _frozen(self) -> dict[str, Any]:
         return {
             name: jnp.asarray(self._leaves[name])
@@ -226,18 +273,6 @@ class PlainJaxEngine:
 
     def _named_leaves(self) -> dict[str, Any]:
         return {name: jnp.asarray(value) for name, value in self._leaves.items()}
-
-    def _looks_at_key(self, inputs: Any) -> bool:
-        """Whether the function uses its random key."""
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), inputs)
-        leaves = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in self._named_leaves().items()}
-        traced = jax.make_jaxpr(lambda own, batch, key: self._loss(own, {}, batch, key))
-        program = traced(leaves, shapes, jax.random.key(0)).jaxpr
-        live = {id(atom) for atom in program.outvars}
-        for equation in reversed(program.eqns):
-            if any(id(variable) in live for variable in equation.outvars):
-                live |= {id(atom) for atom in equation.invars}
-        return id(program.invars[-1]) in live
 
     def _average(self) -> None:
         """Average the sums over micro-batches and ranks. Collective."""

@@ -25,12 +25,12 @@ Arrays = Mapping[str, Array]
 class PlainUpdate:
     """The script's transformation on the tree of parameters, or the formula of the config's optimizer on each.
 
-    `structure` has the leaves `names`, and those that are not trained are zeros to a transformation. `kernels` compiles
-    a function.
+    `structure` has the leaves `names`, and those that are not trained are zeros to a transformation. `compiled` returns
+    the program of a transformation's update.
     """
 
     def __init__(
-        self, client: Any, runtime: EngineBuilder, structure: Any, names: list[str], kernels: Callable[..., Any]
+        self, client: Any, runtime: EngineBuilder, structure: Any, names: list[str], compiled: Callable[..., Any]
     ) -> None:
         self._client, self._structure, self._names = client, structure, names
         self.group: dict[str, Any] = {}
@@ -39,7 +39,7 @@ class PlainUpdate:
         self._states: dict[str, list[Any]] = {}
         self._tree_state: Any = None
         if client is not None:
-            self._apply = kernels(self._transform)
+            self._apply = compiled(client.update)
             return
         native = native_optimizer_of(runtime.config)
         if native is None or not isinstance(native[0], RowOptimizer) or isinstance(native[0], TrustRatioOptimizer):
@@ -98,6 +98,8 @@ class PlainUpdate:
         """Take zeros in the shapes of `params` for what is not trained."""
         self._zeros = {name: jnp.zeros(jnp.shape(leaf), jnp.float32) for name, leaf in named_leaves(params)[0].items()}
 
-    def _transform(self, gradients: Any, state: Any, params: Any) -> Any:
-        updates, state = self._client.update(gradients, state, params)
-        return jax.tree.map(lambda one, by: (one + by).astype(one.dtype), params, updates), state
+
+def transform(update: Callable[..., Any], gradients: Any, state: Any, params: Any) -> Any:
+    """Return parameters and states after an `update` of a transformation."""
+    updates, state = update(gradients, state, params)
+    return jax.tree.map(lambda one, by: (one + by).astype(one.dtype), params, updates), state
