@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from polyaccel.engine.base import Engine
-from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.torch.checkpoint.custom_loading import CustomLoading
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.zero.update.optimizer_step import StepResult
@@ -96,6 +96,15 @@ class DeepSpeedEngine(Settings, TorchEngine):
         if self.monitor.enabled and self.metrics is not None:
             scales = self.fp16_enabled()
             self.monitor.write_events(step_events(self.metrics, scales=scales, with_times=self.wall_clock_breakdown()))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `TorchEngine.zero_grad`. Raises ShardingError for a destroyed engine, which a Trainer holds on to."""
+        if self._is_closed:
+            raise ShardingError(
+                "a destroyed engine cannot train: Accelerate's free_memory destroys it as Trainer.train() begins",
+                hint="set trainer.model_wrapped = trainer.model before trainer.train(), or make another Trainer",
+            )
+        super().zero_grad(set_to_none)
 
     # The whole model.
 

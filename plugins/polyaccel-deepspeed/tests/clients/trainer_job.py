@@ -94,6 +94,10 @@ def main() -> None:
     unseen = Tokens(8, are_classes=given.classify)
     trainer = Trainer(model=build(classifies=given.classify), args=arguments, train_dataset=data, eval_dataset=unseen,
                       compute_metrics=accuracy if given.classify else None)  # fmt: skip
+    stage = json.loads(Path(given.config).read_text())["zero_optimization"]["stage"] if given.config else 0
+    if stage == 3 and not given.resume:
+        trainer.evaluate()  # the Trainer refuses it at other stages; `train` destroys its engine
+        trainer.model_wrapped = trainer.model
     trainer.train(resume_from_checkpoint=given.resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     evaluated = trainer.evaluate()
