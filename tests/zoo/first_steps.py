@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from torch.nn import functional
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # where no pytest has done so
 from planted_change import plant
+from proof_verdicts import pass_on_verdicts
 from zoo_models import TEXTS, Entry, NotBuilt, build, entries, loss_of
 
 import polyaccel
@@ -193,20 +193,8 @@ _found: dict[int, list[Proof | str]] = {}
 @contextmanager
 def watching() -> Iterator[None]:
     """Keep what proofs come to, for `run`."""
-    say, conclude = FirstStepProof._say, FirstStepProof._conclude
-
-    def note_reason(self: FirstStepProof, engine: Any, reason: str) -> None:
-        _found.setdefault(threading.get_ident(), []).append(reason)
-        say(self, engine, reason)
-
-    def note_proof(self: FirstStepProof, engine: Any, proof: Proof, seconds: float) -> None:
-        _found.setdefault(threading.get_ident(), []).append(proof)
-        conclude(self, engine, proof, seconds)
-
-    with (
-        patch.object(FirstStepProof, "_say", note_reason),
-        patch.object(FirstStepProof, "_conclude", note_proof),
-    ):
+    with pytest.MonkeyPatch.context() as patches:
+        pass_on_verdicts(patches, FirstStepProof, lambda one: _found.setdefault(threading.get_ident(), []).append(one))
         yield
 
 

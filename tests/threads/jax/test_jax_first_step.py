@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax_models import leaves
+from proof_verdicts import pass_on_verdicts, prove_as_users_do
 
 import polyaccel
 from polyaccel.errors import VerificationError
@@ -25,26 +26,14 @@ WIDTH = 4
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    monkeypatch.delenv("POLYACCEL_VERIFY", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prove_as_users_do(monkeypatch, tmp_path)
 
 
 @pytest.fixture
 def verdicts(monkeypatch):
     """The proofs of all ranks, and the reasons for what was not proven."""
     found = []
-    say, conclude = FirstStepProof._say, FirstStepProof._conclude
-
-    def record_reason(self, engine, reason):
-        found.append(reason)
-        say(self, engine, reason)
-
-    def record_proof(self, engine, proof, seconds):
-        found.append(proof)
-        conclude(self, engine, proof, seconds)
-
-    monkeypatch.setattr(FirstStepProof, "_say", record_reason)
-    monkeypatch.setattr(FirstStepProof, "_conclude", record_proof)
+    pass_on_verdicts(monkeypatch, FirstStepProof, found.append)
     return found
 
 

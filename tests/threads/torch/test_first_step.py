@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from planted_change import plant
+from proof_verdicts import pass_on_verdicts, prove_as_users_do
 from torch import nn
 
 import polyaccel
@@ -81,26 +82,14 @@ class Still(Net):
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("POLYACCEL_VERIFY")
+    prove_as_users_do(monkeypatch, tmp_path)
 
 
 @pytest.fixture
 def verdicts(monkeypatch):
     """The proofs of all ranks, and the reasons for what was not proven."""
     found = []
-    say, conclude = FirstStepProof._say, FirstStepProof._conclude
-
-    def record_reason(self, engine, reason):
-        found.append(reason)
-        say(self, engine, reason)
-
-    def record_proof(self, engine, proof, seconds):
-        found.append(proof)
-        conclude(self, engine, proof, seconds)
-
-    monkeypatch.setattr(FirstStepProof, "_say", record_reason)
-    monkeypatch.setattr(FirstStepProof, "_conclude", record_proof)
+    pass_on_verdicts(monkeypatch, FirstStepProof, found.append)
     return found
 
 
@@ -124,7 +113,7 @@ def living(copies):
     return [one for one in copies if one() is not None]
 
 
-def train(world=1, make_model=Net, *, optimizer=None, has_loss=True, steps=2, **config):
+def train(world=1, make_model=Net, *, optimizer=None, has_loss=True, steps=2, load="", save="", **config):
     """Train, and return the state of each rank."""
 
     def program(_):
@@ -133,6 +122,8 @@ def train(world=1, make_model=Net, *, optimizer=None, has_loss=True, steps=2, **
             model = make_model()
             model.dummy_inputs = {"x": torch.zeros(2, 8), "y": torch.zeros(2, dtype=torch.long)}
         engine, *_ = polyaccel.initialize(model=model, optimizer=optimizer, config={**BASE, **config})
+        if load:
+            engine.load_checkpoint(load)
         data = engine.mesh.coordinates(default_communicator().rank)["data"]
         draw = torch.Generator().manual_seed(data)
         for _ in range(steps * BASE["gradient_accumulation_steps"]):
@@ -144,6 +135,8 @@ def train(world=1, make_model=Net, *, optimizer=None, has_loss=True, steps=2, **
             engine.step()
         hooks = [len(one._forward_pre_hooks) + len(one._forward_hooks) for one in (engine, *engine.module.modules())]
         state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        if save:
+            engine.save_checkpoint(save)
         state |= {"calls": torch.tensor(getattr(engine.module, "calls", 0)), "hooks": torch.tensor(hooks)}
         engine.destroy()
         return state
@@ -182,6 +175,15 @@ def test_a_plain_engine_is_compared_only_always(verdicts):
     assert verdicts == []
     train(verify="always")
     train(verify="always")
+    assert [one.is_proven for one in verdicts] == [True, True]
+
+
+def test_a_resumed_run_is_not_compared_again(monkeypatch, tmp_path, verdicts):
+    train(save=str(tmp_path / "saved"), **RECOMPUTED)
+    train(load=str(tmp_path / "saved"), **RECOMPUTED)
+    assert [one.is_proven for one in verdicts] == [True]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    train(load=str(tmp_path / "saved"), **RECOMPUTED)  # from the weights and states of the checkpoint
     assert [one.is_proven for one in verdicts] == [True, True]
 
 
