@@ -32,7 +32,7 @@ class Quantities:
     """Where the quantities of an engine are read.
 
     `gradient_of` and `value_of` are called for all trained parameters in the order of `module.named_parameters`. They
-    may return what the engine goes on writing to: it is read before its next call.
+    may return what the engine keeps writing to: it is read before its next call.
     Buffers that another stage of a pipeline changes are not recorded.
     """
 
