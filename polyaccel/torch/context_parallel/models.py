@@ -33,6 +33,7 @@ from polyaccel.torch.context_parallel.loss_shift import loss_form
 from polyaccel.torch.context_parallel.losses import IGNORED, mean_of_ranks
 from polyaccel.torch.context_parallel.settings import OTHER_METHOD, SequenceSettings
 from polyaccel.torch.context_parallel.shares import TokenShares
+from polyaccel.torch.context_parallel.token_mixing import find_mixer
 
 _log = getLogger(__name__)
 
@@ -58,6 +59,10 @@ class SequenceParallel:
         self._transformer.set_attn_implementation(name)
         if theirs._attn_implementation != name:
             raise _refusal(self._transformer, "its attention is not chosen by name (AttentionInterface)")
+        if (mixer := find_mixer(model)) is not None:
+            self._transformer.set_attn_implementation(self._before)
+            reason = f"{mixer or 'its forward'} joins tokens without attention, or counts their places itself"
+            raise _refusal(self._transformer, reason, mixer)
         self._has_logged = False
         self._signature = inspect.signature(model.forward)
         self._loss = _loss_of(self._transformer)
@@ -269,10 +274,10 @@ def _require_attention_only(model: PreTrainedModel) -> None:
             raise _refusal(model, f"{name} is a convolution along the sequence")
 
 
-def _refusal(model: PreTrainedModel, reason: str) -> PolyaccelError:
+def _refusal(model: PreTrainedModel, reason: str, value: str = "") -> PolyaccelError:
     kind = type(model).__name__
     return PolyaccelError(
         f"the sequences of a {kind} cannot be cut over ranks: {reason}",
         hint=OTHER_METHOD,
-        value=kind,
+        value=value or kind,
     )

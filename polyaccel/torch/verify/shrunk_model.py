@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.torch.random_copy import HOOKS, unchanged_generators
+from polyaccel.torch.shrunk_config import TOKENS, shrunk
 from polyaccel.torch.verify.batches import MicroBatch
-from polyaccel.torch.verify.shrunk_config import TOKENS, shrunk
 from polyaccel.torch.verify.untouched import NotProvenError
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

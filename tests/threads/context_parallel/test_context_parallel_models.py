@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import SIZES, VOCABULARY, tiny
+from mixing_models import CASES, mixing
 from pairwise import combinations
 from parity_models import drawn_from
 from transformers import (
@@ -30,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.context_parallel import SequenceSettings, apply_context_parallel
+from polyaccel.torch.tiled.tokenwise import TokenwiseLayers
 
 ROWS = 2
 RING = SequenceSettings("ring")
@@ -361,6 +363,29 @@ def test_labels_are_shifted_as_the_models_own_loss_does(kind, settings):
     states = torch.get_rng_state()
     assert_one_rank(model, 2, settings, batch, 1e-5)
     assert torch.equal(torch.get_rng_state(), states)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_that_interact_outside_of_attention_are_refused_or_computed_whole(case):
+    model, batch = mixing(case).train(), batch_of("plain", "bert", 14)
+    expected_loss, expected = loss_and_gradients(copy.deepcopy(model), batch)
+
+    def run(communicator):
+        own = copy.deepcopy(model)
+        with pytest.raises(PolyaccelError) as caught:
+            apply_context_parallel(own, communicator, SequenceSettings())
+        assert str(caught.value.value).startswith(CASES[case][1])
+        assert "tokenwise" in caught.value.hint
+        layers = TokenwiseLayers(own, communicator)
+        assert layers.module_names
+        return loss_and_gradients(own, batch)
+
+    found = run_threads(2, run)
+    for loss, _ in found:
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
+    for name, gradient in expected.items():
+        mean = (found[0][1][name] + found[1][1][name]) / 2
+        torch.testing.assert_close(mean, gradient, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_a_loss_of_neither_labels_is_refused():
