@@ -18,6 +18,7 @@ from polyaccel.torch.tensor_parallel.cross_entropy import VocabularyLoss
 from polyaccel.torch.tensor_parallel.layers import ColumnLayer
 from polyaccel.torch.tiled.functions import tiled_map
 from polyaccel.torch.tiled.logits import LazyLogits, TiledHead, TiledLoss
+from polyaccel.torch.tiled.tokens_alone import treats_tokens_alone
 
 _LEAST_TOKENS = 256
 _LEAST_LINEARS = 2
@@ -149,14 +150,22 @@ def find_mlps(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, nn.Mod
     """The feed-forward layers in the blocks of `model`, by full name; none lies inside another.
 
     They are modules of one argument, with at least two linear layers and otherwise nothing but activations, dropout and
-    norms, so that tokens do not interact in them. `names` choose modules by class or full name instead.
+    norms, and their tokens do not interact. `names` choose modules by class or full name instead.
+
+    Raises ConfigError for a chosen module whose tokens interact.
     """
+    are_alone = _Alone()
     if names:
-        return find_blocks(model, names)
+        chosen = find_blocks(model, names)
+        if joined := [name for name, one in chosen.items() if not are_alone(one, "forward")]:
+            expected = f"tokens interact in {joined[0]}, so it cannot be computed in tiles"
+            raise ConfigError([Problem(f"{_KEY}.mlps", list(names), expected, "leave it out")])
+        return chosen
     found: dict[str, nn.Module] = {}
     for block_name, block in find_blocks(model).items():
         for name, module in block.named_modules(prefix=block_name):
-            if module is not block and not any(name.startswith(f"{outer}.") for outer in found) and _is_mlp(module):
+            is_inside = module is block or any(name.startswith(f"{outer}.") for outer in found)
+            if not is_inside and _is_mlp(module) and are_alone(module, "forward"):
                 found[name] = module
     return found
 
@@ -166,6 +175,7 @@ def find_chunks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     full name with that method. What it calls has linear layers, and otherwise nothing but activations, dropout and
     norms. A method that calls one of `find_mlps` is left out: its tokens would be cut twice."""
     found: dict[str, tuple[nn.Module, str]] = {}
+    are_alone = _Alone()
     mlps = set(find_mlps(model).values())
     for block_name, block in find_blocks(model).items():
         for name, module in block.named_modules(prefix=block_name):
@@ -174,7 +184,7 @@ def find_chunks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
                 if not parts or _is_mlp(module):
                     continue
                 called = [each for part in parts.values() for each in part.modules()]
-                if mlps.isdisjoint(called) and _has_only_token_layers(called):
+                if mlps.isdisjoint(called) and _has_only_token_layers(called) and are_alone(module, method):
                     found[name] = module, method
     return found
 
@@ -186,6 +196,19 @@ def parts_of_chunk(module: nn.Module, method: str) -> dict[str, nn.Module]:
         return {}
     function: Any = inspect.unwrap(found)
     return {name: child for name, child in module.named_children() if name in function.__code__.co_names}
+
+
+class _Alone:
+    """Whether layers treat each token by itself, found once for all layers that look alike."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], bool] = {}
+
+    def __call__(self, layer: nn.Module, method: str) -> bool:
+        key = f"{type(layer).__module__} {layer}", method
+        if key not in self._found:
+            self._found[key] = treats_tokens_alone(layer, method)
+        return self._found[key]
 
 
 def _is_mlp(module: nn.Module) -> bool:

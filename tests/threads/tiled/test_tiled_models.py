@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import SIZES, VOCABULARY, tiny
+from mixing_models import mixing
 from pairwise import combinations
 from parity_models import SMALL_BUCKET, drawn_from, make_config, snapshot
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from transformers import (
     Gemma2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    MobileViTConfig,
 )
+from transformers.models.mobilevit.modeling_mobilevit import MobileViTAttention
 
 import polyaccel
 from polyaccel.comm.init.threads import run_threads
@@ -208,6 +211,17 @@ def test_feed_forward_layers_are_found_by_structure():
     assert {name: method for name, (_, method) in chunks.items()} == {
         f"bert.encoder.layer.{at}": "feed_forward_chunk" for at in (0, 1)
     }
+
+
+def test_layers_whose_tokens_interact_are_left_whole_or_refused_by_name():
+    model = mixing("shift in a feed-forward layer")
+    assert list(find_mlps(model)) == ["model.layers.1.mlp"]
+    with pytest.raises(ConfigError) as caught:
+        find_mlps(model, ("*.mlp",))
+    assert [one.key for one in caught.value.problems] == ["tiled_compute.mlps"]
+    config = MobileViTConfig(num_attention_heads=2)
+    attention = nn.ModuleList(nn.Sequential(MobileViTAttention(config, 8)) for _ in range(2))
+    assert find_mlps(attention) == {}  # linear layers of one argument alone, as a feed-forward layer has them
 
 
 def labelled_words(masked: bool) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixing_models import ShiftedMlp
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, XLNetConfig, XLNetLMHeadModel
 
@@ -44,6 +45,23 @@ class Own(nn.Module):
         return {"loss": (x - self.words(labels)).square().mean()}
 
 
+class Shifted(Mixing):
+    """A block with a layer that adds each token's neighbour: of two linear layers and an activation, by its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifted = ShiftedMlp(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shifted(x)
+
+
+class OwnShifted(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shifted() for _ in range(2))
+
+
 def t5() -> nn.Module:
     sizes = {"vocab_size": WORDS, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2}
     config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
@@ -66,6 +84,11 @@ def loss_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     ("make", "world", "names"),
     [
         (Own, 3, [f"blocks.{at}.fc{one}" for at in (0, 1) for one in (1, 2)]),
+        (
+            OwnShifted,
+            2,
+            [f"blocks.{at}.{one}" for at in (0, 1) for one in ("fc1", "fc2", "shifted.down", "shifted.up")],
+        ),
         (xlnet, 2, [f"transformer.layer.{at}.ff" for at in (0, 1)]),
         (t5, 2, [f"{one}coder.block.{at}.layer.{n}" for one, n in (("en", 1), ("de", 2)) for at in (0, 1)]),
     ],
