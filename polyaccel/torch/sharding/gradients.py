@@ -6,7 +6,8 @@ them after the backward pass: a view of the reduced bucket where this rank has a
 stage), a `ShardedGradient` where it has a slice. Both stand on the memory that the update reads, so what is written
 there counts, in the norm and in the check for overflow too. Nothing is computed for it until it is read. A gradient
 that is not reduced yet, of an accumulation that continues or inside a backward pass, is refused by name where there are
-several ranks: it is this rank's own sum, and neither its norm nor its value is the gradient's.
+several ranks: it is this rank's own sum, and neither its norm nor its value is the gradient's. `Module.to` finds none,
+for the engine's gradients stay where they are: forwards of transformers call it (Switch Transformers' router).
 
 [Note: Parameter aliases]
 An in-place operation on a parameter, or on a view of it, raises its version counter. What is written through `p.data`
@@ -42,6 +43,7 @@ from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, write_sums
 AUTOGRAD_S: Any = Tensor.grad
 """torch's own attribute, in which autograd accumulates and from which the engine's hook takes."""
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
+_CONVERTS_MODULES = nn.Module._apply.__code__
 _log = getLogger(__name__)
 _KIND = "_polyaccel_kind"
 """The attribute of a class that `install_grad_property` made with the class that it was made of."""
@@ -99,7 +101,9 @@ class ShowsGradient(TracksAliases):
         own: Tensor | None = AUTOGRAD_S.__get__(self)
         home = record_of(self) if own is None else None  # type: ignore[arg-type]
         owner = None if home is None else home.owner
-        return own if home is None or owner is None else owner.gradient(home.fqn)
+        if home is None or owner is None or sys._getframe(1).f_code is _CONVERTS_MODULES:
+            return own
+        return owner.gradient(home.fqn)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
+from polyaccel.zero import GatheredParameters
 
 STEPS = 2
 BF16 = {"bf16": {"enabled": True}}
@@ -163,6 +164,25 @@ def test_before_the_last_micro_batch(stage, alone):
     wanted = plainly(world, 0.5 if stage == "stage 2" or alone else 1.0)
     for params in on_threads(world, look, parity_model):
         assert_close(params, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_may_convert_its_modules_to_the_type_that_they_have(stage):
+    """It reads gradients for nothing (Switch Transformers' router), also within an accumulation and backward pass."""
+
+    def trained(communicator, model, converts):
+        engine = engine_at(model, stage, accumulation=2, activation_checkpointing={"enabled": True, "blocks": ["wide"]})
+        if converts:
+            model.wide.register_forward_pre_hook(lambda module, _: module.to(torch.float32) and None)
+        for micro in (0, 1):
+            run(engine, micro=micro)
+            engine.step()
+        with GatheredParameters(list(model.parameters())):
+            return snapshot(model)
+
+    wanted, found = (on_threads(2, trained, parity_model, converts) for converts in (False, True))
+    for own, theirs in zip(found, wanted, strict=True):
+        assert_bitwise(own, theirs)
 
 
 @pytest.mark.parametrize("stage", STAGES)
