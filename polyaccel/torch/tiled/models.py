@@ -18,7 +18,7 @@ from polyaccel.torch.tensor_parallel.cross_entropy import VocabularyLoss
 from polyaccel.torch.tensor_parallel.layers import ColumnLayer
 from polyaccel.torch.tiled.functions import tiled_map
 from polyaccel.torch.tiled.logits import LazyLogits, TiledHead, TiledLoss
-from polyaccel.torch.tiled.tokens_alone import treats_tokens_alone
+from polyaccel.torch.tiled.tokens_alone import chooses_modules, treats_tokens_alone
 
 _LEAST_TOKENS = 256
 _LEAST_LINEARS = 2
@@ -146,15 +146,16 @@ class TiledForward:
         return getattr, (self.layer, self._method)  # whose attributes are not there yet when this is called
 
 
-def find_mlps(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, nn.Module]:
+def find_mlps(model: nn.Module, names: tuple[str, ...] = (), *, one_way: bool = False) -> dict[str, nn.Module]:
     """The feed-forward layers in the blocks of `model`, by full name; none lies inside another.
 
     They are modules of one argument, with at least two linear layers and otherwise nothing but activations, dropout and
-    norms, and their tokens do not interact. `names` choose modules by class or full name instead.
+    norms, and their tokens do not interact. With `one_way` all tokens pass the same modules in them, so experts are
+    found one by one. `names` choose modules by class or full name instead.
 
     Raises ConfigError for a chosen module whose tokens interact.
     """
-    are_alone = _Alone()
+    are_alone = _Alone(one_way=one_way)
     if names:
         chosen = find_blocks(model, names)
         if joined := [name for name, one in chosen.items() if not are_alone(one, "forward")]:
@@ -170,13 +171,13 @@ def find_mlps(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, nn.Mod
     return found
 
 
-def find_chunks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+def find_chunks(model: nn.Module, *, one_way: bool = False) -> dict[str, tuple[nn.Module, str]]:
     """The blocks of `model` whose feed-forward layer is a method, for transformers' `apply_chunking_to_forward`, by
     full name with that method. What it calls has linear layers, and otherwise nothing but activations, dropout and
     norms. A method that calls one of `find_mlps` is left out: its tokens would be cut twice."""
     found: dict[str, tuple[nn.Module, str]] = {}
-    are_alone = _Alone()
-    mlps = set(find_mlps(model).values())
+    are_alone = _Alone(one_way=one_way)
+    mlps = set(find_mlps(model, one_way=one_way).values())
     for block_name, block in find_blocks(model).items():
         for name, module in block.named_modules(prefix=block_name):
             for method in _CHUNKS:
@@ -199,15 +200,17 @@ def parts_of_chunk(module: nn.Module, method: str) -> dict[str, nn.Module]:
 
 
 class _Alone:
-    """Whether layers treat each token by itself, found once for all layers that look alike."""
+    """Whether layers treat each token by itself, found once for all layers of one description."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_way: bool) -> None:
+        self._one_way = one_way
         self._found: dict[tuple[str, str], bool] = {}
 
     def __call__(self, layer: nn.Module, method: str) -> bool:
         key = f"{type(layer).__module__} {layer}", method
         if key not in self._found:
-            self._found[key] = treats_tokens_alone(layer, method)
+            is_routed = self._one_way and chooses_modules(layer, method)
+            self._found[key] = not is_routed and treats_tokens_alone(layer, method)
         return self._found[key]
 
 

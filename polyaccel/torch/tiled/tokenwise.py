@@ -131,7 +131,8 @@ def _drawing(seed: int, device: torch.device) -> Iterator[None]:
 def _layers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """The feed-forward layers in the blocks of `model`, by full name with the method that computes them. Where those
     are not modules of one argument, the linear layers of the blocks, without those of attention if others are left."""
-    found = {name: (module, "forward") for name, module in find_mlps(model).items()} | find_chunks(model)
+    mlps = find_mlps(model, one_way=True)  # ranks on different ways would unshard different parameters
+    found = {name: (module, "forward") for name, module in mlps.items()} | find_chunks(model, one_way=True)
     if found:
         return found
     linears: dict[str, tuple[nn.Module, str]] = {}
