@@ -50,11 +50,11 @@ class SmallVocabulary:
         return self._special.get(word, word if word < 0 else word % (self.size // 2))
 
 
-def shrunk(config: Any) -> tuple[Any, SmallVocabulary]:
-    """Return a small config of the class of `config`, and its vocabulary."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+def shrunk(whole: Any) -> tuple[Any, SmallVocabulary]:
+    """Return a small config of the class of a `whole` one, and its vocabulary."""
+    text = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
     vocabulary = SmallVocabulary(getattr(text, "vocab_size", None) or _WORDS)
-    return type(config)(**_fields(config, _factor(config), vocabulary)), vocabulary
+    return type(whole)(**_fields(whole, _factor(whole), vocabulary)), vocabulary
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -79,17 +79,17 @@ def _factor(config: Any) -> int:
     return 1 << (factor.bit_length() - 1)
 
 
-def _fields(config: Any, factor: int, vocabulary: SmallVocabulary) -> dict[str, Any]:
+def _fields(whole: Any, factor: int, vocabulary: SmallVocabulary) -> dict[str, Any]:
     """The fields of the small config."""
-    parts = getattr(config, "sub_configs", None) or {}
-    fields = {name: value for name, value in config.to_dict().items() if name not in _DROPPED}
+    parts = getattr(whole, "sub_configs", None) or {}
+    fields = {name: value for name, value in whole.to_dict().items() if name not in _DROPPED}
     depth = max((int(value) for name, value in fields.items() if _DEPTH.match(name) and type(value) is int), default=1)
     layers = _layers(fields, depth)
     small: dict[str, Any] = {}
     for name, value in fields.items():
         if name not in parts:
             small[name] = _field(name, value, factor, vocabulary, (depth, layers))
-        elif (part := getattr(config, name, None)) is not None and hasattr(part, "to_dict"):
+        elif (part := getattr(whole, name, None)) is not None and hasattr(part, "to_dict"):
             small[name] = {**_fields(part, factor, vocabulary), "model_type": part.model_type}
     return small
 

@@ -44,8 +44,7 @@ def find_mixer(model: nn.Module) -> str | None:
     with unchanged_generators(), torch.no_grad(), torch.device("cpu"):
         for make in (_whole_copy, _small_copy):
             try:
-                own, prefix = make(model)
-                return _mixer_of(own, prefix)
+                return _mixer_of(*make(model))
             except Exception as error:  # of a model that cannot be copied, or be called with words alone
                 reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
     kind = type(model).__name__
@@ -81,9 +80,10 @@ def _mixer_of(own: nn.Module, prefix: str) -> str | None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(_ALONE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
         ALL_ATTENTION_FUNCTIONS.register(_ALONE, _attend_alone)
     transformer.set_attn_implementation(_ALONE)
-    theirs = transformer.config.get_text_config()
+    whole = transformer.config
+    theirs = whole.get_text_config()
     length = min(_LENGTH, getattr(theirs, "max_position_embeddings", None) or _LENGTH)
-    words = _words_of(transformer.config, theirs.vocab_size, length)
+    words = _words_of(whole.to_dict(), theirs.vocab_size, length)
     places = torch.tensor([*range(2, 7), *range(length - 6, length - 2)])
     assert len(places) < length
 
@@ -102,9 +102,9 @@ def _mixer_of(own: nn.Module, prefix: str) -> str | None:
     return None
 
 
-def _words_of(config: Any, vocabulary: int, length: int) -> Tensor:
-    """Words of which none has a meaning of its own."""
-    special = {one for one in tree_leaves(config.to_dict()) if type(one) is int}
+def _words_of(fields: dict[str, Any], vocabulary: int, length: int) -> Tensor:
+    """Words of which none is special to the model."""
+    special = {one for one in tree_leaves(fields) if type(one) is int}
     words = [one for one in range(vocabulary) if one not in special] or [0]
     generator = torch.Generator().manual_seed(1)
     return torch.tensor(words)[torch.randint(0, len(words), (length,), generator=generator)]
