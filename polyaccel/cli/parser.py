@@ -66,7 +66,10 @@ class JobParser(argparse.ArgumentParser):
             found.words = tuple(args or ())
         if left:
             word = next((word for word in left if word.startswith("-")), left[0])
-            self.error(f"unrecognized argument: {word}{near(word.partition('=')[0], self._option_string_actions)}")
+            found_name = nearest(word.partition("=")[0], self._option_string_actions)
+            # The alias of another program is known, and the name that the help shows is taught.
+            names = self._option_string_actions[found_name].option_strings if found_name else [""]
+            self.error(f"unrecognized argument: {word}{_hint(max(names, key=len))}")
         return found, left
 
     def format_help(self) -> str:
@@ -140,10 +143,18 @@ def add_hidden_aliases(
     container._option_string_actions.update(dict.fromkeys(names, action))
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known word nearest to `word`; "" without one."""
+    return next(iter(get_close_matches(word, list(known), 1, _NEAR)), "")
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """Return the hint that names the known word nearest to `word`; "" without one."""
-    found = get_close_matches(word, list(known), 1, _NEAR)
-    return f"\n  hint: did you mean {found[0]}?" if found else ""
+    return _hint(nearest(word, known))
+
+
+def _hint(name: str) -> str:
+    return f"\n  hint: did you mean {name}?" if name else ""
 
 
 def _takes(action: argparse.Action, word: str) -> bool:

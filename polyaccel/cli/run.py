@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print(manifest(args, os.environ), end="")
         return 0
     check_not_nested(os.environ)
+    if args.verbose:
+        os.environ["POLYACCEL_DEBUG"] = "1"  # the launcher shows all tracebacks in full
     job = job_of(args, os.environ, count_ranks)
     code = run_job(job, args)
     if not args.dry_run:

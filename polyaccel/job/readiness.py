@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 READY_FD_VARIABLE = "POLYACCEL_READY_FD"
-WAITS, JOINED, STEP = "waits", "met", "step"
+WAITS, JOINED, STEP, FAILS = "waits", "met", "step", "fails"
 SHOW_STACK = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """The signal at which a rank that has written to the pipe shows what its main thread does."""
 _MOST_NBYTES = 1 << 16

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -29,6 +30,7 @@ from typing import IO
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, LaunchPlan, RankSpec
 from polyaccel.launch.process import RankProcess
+from polyaccel.launch.tracebacks import TracebackFold, exception_lines
 
 _CHUNK_NBYTES = 1 << 16
 _UNFINISHED_S = 1.0  # after this much silence, an unfinished line is shown; a busy machine may stop its writer for less
@@ -46,13 +48,14 @@ _BREAK = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 @dataclass(eq=False)
 class _Stream:
     """One pipe of one rank. `tail` holds the last bytes read, `log` is the file that the rank's two share, `merged`
-    writes to the file that all ranks share."""
+    writes to the file that all ranks share. `fold` shows tracebacks of standard error; files have them in full."""
 
     pipe: IO[bytes]
     writer: LineWriter
     merged: LineWriter | None
     filter_output: Callable[[bytes], bytes]
     log: IO[bytes] | None
+    fold: TracebackFold | None = None
     tail: bytes = b""
     fed_s: float = field(default_factory=monotonic)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -66,7 +69,7 @@ class _Stream:
                 self.log.write(data)
             except OSError:  # a full disk must not end the training
                 self.log = None
-        self.writer.feed(data)
+        (self.writer if self.fold is None else self.fold).feed(data)
         if self.merged is not None:
             self.merged.feed(data)
 
@@ -115,6 +118,9 @@ class JobOutput:
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._is_closing = False
+        self._is_verbose = os.environ.get("POLYACCEL_DEBUG", "0") not in ("", "0")
+        self._first_failed: int | None = None
+        self._is_settled = False
         self._thread = threading.Thread(target=self._show, name="polyaccel-output", daemon=True)
 
     def owns(self, spec: RankSpec) -> tuple[bool, bool]:
@@ -133,7 +139,10 @@ class JobOutput:
                 filter_output = partial(rank.filter_output, is_error=pipe is rank.stderr)
                 merged = None if self._merged is None else LineWriter(self._merged, rank.prefix)
                 log = self._logs.get(rank.spec.rank)
-                stream = _Stream(pipe, LineWriter(sink, rank.prefix), merged, filter_output, log)
+                writer = LineWriter(sink, rank.prefix)
+                is_folded = pipe is rank.stderr and not self._is_verbose
+                fold = TracebackFold(writer.feed) if is_folded else None
+                stream = _Stream(pipe, writer, merged, filter_output, log, fold)
                 self._selector.register(pipe, selectors.EVENT_READ, stream)
                 streams.append(stream)
 
@@ -151,7 +160,18 @@ class JobOutput:
     def last_lines(self, rank: int) -> list[str]:
         """Return a rank's last lines of standard error, else of standard output. Call `drain` first."""
         tails = [stream.tail.decode(errors="backslashreplace").strip() for stream in reversed(self._streams[rank])]
-        return next((tail.splitlines()[-_TAIL_LINES:] for tail in tails if tail), [])
+        return next((exception_lines(tail)[-_TAIL_LINES:] for tail in tails if tail), [])
+
+    def settle(self, first_failed: int) -> None:
+        """Show tracebacks of this rank in full, and one line for each of another rank. The first call decides."""
+        if self._first_failed is None:
+            self._first_failed = first_failed
+            self._wake()
+
+    @property
+    def folded(self) -> int:
+        """Tracebacks that were not shown in full. Call `drain` first."""
+        return sum(stream.fold.folded for streams in self._streams.values() for stream in streams if stream.fold)
 
     @property
     def waited_s(self) -> float:
@@ -184,7 +204,9 @@ class JobOutput:
         while len(self._selector.get_map()) > 1 or not self._is_closing:
             streams = [key.data for key in self._selector.get_map().values() if key.data is not None]
             unfinished = [stream for stream in streams if stream.writer.has_unfinished]
-            for key, _ in self._selector.select(_UNFINISHED_S if unfinished else None):
+            folds = self._folds()
+            is_holding = any(fold.is_holding for fold in folds.values())
+            for key, _ in self._selector.select(_UNFINISHED_S if unfinished or is_holding else None):
                 if key.data is not None:
                     self._read(key.data)
                 else:
@@ -194,11 +216,34 @@ class JobOutput:
                 # Where the rest waits in the pipe already, it is this thread that was late.
                 if stream not in waiting and monotonic() - stream.fed_s >= _UNFINISHED_S:
                     stream.flush()
+            self._settle_folds()
+            for fold in folds.values():
+                fold.look()
             self._show_sentences()
             if self._is_closing:
                 for stream in streams:
                     self._read_rest(stream)
+        self._settle_folds()
+        for stream in chain.from_iterable(self._streams.values()):
+            if stream.fold is not None:
+                stream.fold.flush()
+                stream.flush()
         self._show_sentences()
+
+    def _folds(self) -> dict[int, TracebackFold]:
+        return {
+            rank: stream.fold
+            for rank, streams in self._streams.items()
+            for stream in streams
+            if stream.fold is not None
+        }
+
+    def _settle_folds(self) -> None:
+        if self._first_failed is not None and not self._is_settled:
+            self._is_settled = True
+            folds = self._folds()
+            for rank, fold in folds.items():
+                fold.settle(is_in_full=rank == self._first_failed or len(folds) == 1)
 
     def _read(self, stream: _Stream) -> bool:
         """Whether there was something to read; a stream at its end is dropped."""

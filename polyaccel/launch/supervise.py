@@ -20,7 +20,7 @@ from math import inf
 from time import monotonic
 from typing import ClassVar, Protocol
 
-from polyaccel.job.readiness import JOINED, SHOW_STACK, STEP, WAITS, ReadinessPipe
+from polyaccel.job.readiness import FAILS, JOINED, SHOW_STACK, STEP, WAITS, ReadinessPipe
 from polyaccel.launch.base import JobResult, LaunchPlan, RankSpec, noop
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
@@ -106,6 +106,7 @@ class Supervisor:
         self._arrivals = ReadinessPipe()
         self._words: dict[int, str] = {}
         self._steps: dict[int, int] = {}
+        self._raised: RankProcess | None = None
         self._moved_s = monotonic()
         self._hang: JobFailure | None = None
 
@@ -237,13 +238,20 @@ class Supervisor:
                 self._fail(JobFailure(code, f"ended by {name}, which was passed on to the ranks", was_asked=True))
             else:
                 killed = sum((each.returncode or 0) < 0 for each in self._ranks)
-                self._fail(JobFailure(code, describe_end(rank), rank, killed))
+                sentence = describe_end(rank)
+                if code < 128 and self._raised not in (rank, None):
+                    sentence = f"{self._raised.name} raised an exception first; {sentence}"
+                    rank = self._raised
+                self._fail(JobFailure(code, sentence, rank, killed))
 
     def _read_ranks(self) -> None:
         for rank, word in self._arrivals.poll():
             self._moved_s, self._hang = monotonic(), None
             if word == STEP:
                 self._steps[rank] = self._steps.get(rank, 0) + 1
+            elif word == FAILS:
+                self._raised = self._raised or next((each for each in self._ranks if each.spec.rank == rank), None)
+                self._output.settle(rank)
             else:
                 self._words[rank] = word
 
@@ -281,6 +289,8 @@ class Supervisor:
             self._verdict = verdict
             if self._orders is not None:
                 self._orders.report(verdict.code, verdict.sentence)
+            if verdict.rank is not None:
+                self._output.settle(verdict.rank.spec.rank)
             if verdict.rank is not None and any(rank.state is not ProcessState.ENDED for rank in self._ranks):
                 self._output.say(f"{verdict.sentence}; ending the other ranks")
             self._end(is_asked=verdict.was_asked)
@@ -315,6 +325,8 @@ class Supervisor:
 
     def _conclude(self) -> None:
         if self._output.drain(_DRAIN_S) and (verdict := self._verdict):
+            if folded := self._output.folded:
+                self._output.say(f"tracebacks of other ranks shown as one line: {folded}; `polyaccel -v run` shows all")
             lines = self._output.last_lines(verdict.rank.spec.rank) if verdict.rank else []
             self._output.say(with_last_lines(verdict.sentence, lines))
         self._output.close()

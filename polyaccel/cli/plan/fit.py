@@ -60,7 +60,8 @@ def _print(found: FitResult, args: argparse.Namespace, model: ModelShape) -> Non
     parts: list[Any] = [Text(f"No setting of {count} fits {limit} of a rank's device.")]
     if fitting:
         best = fitting[0]
-        verdict = f"Fastest of {len(fitting)} settings that fit {limit}: {best.candidate}, {size(best.device_nbytes)}"
+        most = "Fastest" if found.counts_passes else "Least communication and update time"
+        verdict = f"{most} of {len(fitting)} settings that fit {limit}: {best.candidate}, {size(best.device_nbytes)}"
         parts = [Text(f"{verdict} of a rank's device. {len(too_large)} more would not fit.", style="bold")]
     parts.append(Text(head))
     if assumed:

@@ -36,6 +36,7 @@ from polyaccel.comm.flight_recorder.watchdog import uncaught
 from polyaccel.comm.host_address import start_of
 from polyaccel.core.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 from polyaccel.errors import CommError
+from polyaccel.job.readiness import FAILS, report_to_launcher
 
 _log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class FlightRecorderDumper:
         left = self._folder / _file_name(self._rank)
         with suppress(OSError):  # as a rule there is nothing
             left.replace(left.with_suffix(".earlier"))
-        self._recorder.on_failure = self.write
+        self._recorder.on_failure = self._record_failure
         self._watch_exceptions()
         if _is_main_thread():
             self._watch_signals()
@@ -182,17 +183,24 @@ class FlightRecorderDumper:
 
     def write(self, reason: str, *, level: int = logging.WARNING) -> Path | None:
         """Write the dump and log where; None, and a log line, when that is not possible. Raises nothing."""
+        return self._write_and_log(reason, level)[0]
+
+    def _record_failure(self, reason: str) -> str:
+        """Write the dump; return the sentence on it, which the caller logs."""
+        return self._write_and_log(reason, logging.DEBUG)[1]
+
+    def _write_and_log(self, reason: str, level: int) -> tuple[Path | None, str]:
         is_main = _is_main_thread()
         self._main_is_writing = self._main_is_writing or is_main
         with self._writing:
             path, said = self._write(reason)
-            _log.log(level if path is not None else logging.WARNING, said)
+            _log.log(level, said)
         if is_main:
             self._main_is_writing = False
             after, self._after_writing = self._after_writing, None
             if after is not None:
                 after()
-        return path
+        return path, said
 
     def _write(self, reason: str) -> tuple[Path | None, str]:
         """Write the dump. Returns its path and a sentence on it; None where it could not be written."""
@@ -229,9 +237,12 @@ class FlightRecorderDumper:
 
         def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if not (hasattr(sys, "ps1") or sys.flags.interactive):  # where a prompt follows, the process continues
+                if not issubclass(kind, CommError):  # which follows a failure elsewhere, as a rule
+                    report_to_launcher(os.environ, self._rank, FAILS)  # before peers can notice
                 self._leave(uncaught(error))
             if not issubclass(kind, KeyboardInterrupt):
-                self.write(f"uncaught {kind.__name__}")
+                is_logged = issubclass(kind, CommError)  # with the collective that failed
+                self.write(f"uncaught {kind.__name__}", level=logging.DEBUG if is_logged else logging.WARNING)
             of_main(kind, error, trace)
 
         def on_thread(args: threading.ExceptHookArgs) -> None:

@@ -80,7 +80,7 @@ class FlightRecorder:
         self.last: dict[tuple[int, ...], Entry] = {}
         self.kept: list[Entry] | None = None
         """Where all calls go, the last and those before; None: they are not wanted."""
-        self.on_failure: Callable[[str], object] | None = None
+        self.on_failure: Callable[[str], str] | None = None
         """Called when a call has failed, with a sentence about it, before its error is raised."""
 
     def start(self, group: tuple[int, ...], collective: Collective, sent_numel: float) -> Entry:
@@ -224,8 +224,8 @@ class RecordingCommunicator(WrappedCommunicator):
 
     def explain(self, entry: Entry, error: CommError) -> CommError:
         """`error` with what the board has about the ranks that did not take part in `entry`'s call."""
-        if self.recorder.on_failure is not None:
-            self.recorder.on_failure(f"a collective {'timed out' if isinstance(error, CommTimeout) else 'failed'}")
+        record = self.recorder.on_failure
+        where = record(f"a collective {'timed out' if isinstance(error, CommTimeout) else 'failed'}") if record else ""
         known, is_late = error.missing_ranks, isinstance(error, CommTimeout)
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
         if not is_late:
@@ -242,14 +242,14 @@ class RecordingCommunicator(WrappedCommunicator):
             is_late=is_late,
         )
         if not places and not known:
+            if where:
+                _log.warning(where)
             return error
         said = error.message if str(entry.collective) in error.message else f"{entry.collective}: {error.message}"
         message = "; ".join([said, *places.values()])
         missing = tuple(sorted({*known, *(places if is_late else have_ended(notes, entry.group))}))
-        if (
-            self.recorder.on_failure is not None and missing
-        ):  # at once: a launcher may end this rank before its traceback
-            _log.warning("rank %d: %s", self.ranks[self.rank], message)
+        if where:  # at once: a launcher may end this rank before its traceback
+            _log.warning("rank %d: %s; %s", self.ranks[self.rank], message, where)
         if is_late:
             return CommTimeout(message, missing_ranks=missing, hint=error.hint)
         return CommError(message, missing_ranks=missing, hint=error.hint, value=error.value)

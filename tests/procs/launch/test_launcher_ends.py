@@ -44,6 +44,66 @@ while True:
     assert not any(map(is_alive, ranks))
 
 
+RAISES_WHEN_ASKED_TO_END = """
+def fails(*_):
+    try:
+        {}["lost"]
+    except KeyError:
+        raise RuntimeError("connection lost")
+signal.signal(signal.SIGTERM, fails)
+print("caught\\nTraceback (most recent call last):\\n  of an earlier attempt\\nKeyError: 7\\nretried", file=sys.stderr)
+ready()
+if rank == 1:
+    wait()
+    fails()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("is_verbose", [False, True])
+def test_only_the_first_failing_rank_shows_its_traceback_in_full(tmp_path: Path, is_verbose: bool) -> None:
+    with Job(tmp_path, RAISES_WHEN_ASKED_TO_END, *["-v"][: int(is_verbose)], "--log-dir", "logs") as job:
+        ranks, _ = job.pids()
+        let_go(ranks[1])
+        code, _, stderr = job.finish()
+    lines = {rank: [line for line in stderr.splitlines() if line.startswith(f"[rank {rank}] ")] for rank in (0, 1)}
+    assert code == 1
+    for rank, has_all in ((0, is_verbose), (1, True)):
+        shown = lines[rank][lines[rank].index(f"[rank {rank}] retried") + 1 :]
+        assert sum("Traceback" in line for line in shown) == 2 * has_all, stderr
+        assert has_all or shown == ["[rank 0] RuntimeError: connection lost"]
+        assert f"[rank {rank}]   of an earlier attempt" in lines[rank]  # the rank lived on
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("Traceback") == 3
+
+
+def test_a_rank_that_raised_first_is_quoted_although_another_ends_before_it(tmp_path: Path) -> None:
+    script = """
+import traceback
+from polyaccel.job.readiness import FAILS, report_to_launcher
+if rank == 1:
+    report_to_launcher(os.environ, 1, FAILS)
+    try:
+        raise ValueError("bad sample")
+    except ValueError:
+        traceback.print_exc()
+ready()
+wait()
+raise RuntimeError("connection lost")
+"""
+    with Job(tmp_path, script) as job:
+        ranks, _ = job.pids()
+        let_go(ranks[0])
+        code, _, stderr = job.finish()
+    assert code == 1
+    assert "[rank 1] Traceback (most recent call last):" in stderr
+    assert [line for line in stderr.splitlines() if line.startswith("[rank 0]")] == [
+        "[rank 0] RuntimeError: connection lost"
+    ]
+    assert stderr.rstrip().splitlines()[-1] == "polyaccel:   | ValueError: bad sample"
+
+
 def test_the_first_failing_rank_decides_the_exit_code(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: (print("asked to end"), sys.exit(9)))

@@ -259,3 +259,8 @@ def test_a_dry_run_shows_what_would_run(jobs: list[Job], capsys: pytest.CaptureF
     assert first.endswith(f"{sys.executable} train.py 'it'\"'\"'s'")
     assert "SECRET" not in first
     assert jobs == []
+
+
+def test_a_mistyped_option_gets_the_name_that_the_help_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--nprocs", "2", "train.py"]) == 2
+    assert "did you mean --ranks?" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_a_person_reads_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     said = " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
-    assert said.startswith("Fastest of ")
+    assert said.startswith("Least communication and update time of ")
     assert "setting update s device states host" in said, "no pass is timed: that is not the time of a step"
     assert "does not fit: " in said
     assert "Assumed: collectives are not measured, 1 GB/s a rank is assumed" in said
