@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,7 @@ from torch.nn import functional
 VOCABULARY = 256
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     layers: int
     width: int
     heads: int
@@ -23,9 +21,9 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(layers=2, width=64, heads=2, context=64),  # 0.1 M parameters, for tests
+    "mini": Shape(layers=4, width=256, heads=4, context=128),  # 3.3 M
     "small": Shape(layers=6, width=384, heads=6, context=256),  # 10.8 M
     "medium": Shape(layers=9, width=512, heads=8, context=256),  # 28.6 M
-    "large": Shape(layers=16, width=800, heads=10, context=256),  # 123.4 M
 }
 
 
@@ -61,25 +59,22 @@ class Gpt(nn.Module):
 
     into_residual: ClassVar[tuple[str, ...]] = ("attention_out.weight", "mlp_out.weight")
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, block: Callable[[Shape], Block] = Block) -> None:
         super().__init__()
         self.shape = shape
         self.tokens = nn.Embedding(VOCABULARY, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
-        self.initialize()
-
-    def initialize(self) -> None:
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
                 # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
                 starts_smaller = name.endswith(self.into_residual)
-                nn.init.normal_(parameter, std=0.02 / (2 * self.shape.layers) ** 0.5 if starts_smaller else 0.02)
+                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if starts_smaller else 0.02)
 
     @property
     def numel(self) -> int:
@@ -97,14 +92,12 @@ class Gpt(nn.Module):
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, shape: Shape, prompt: bytes, numel: int, *, seed: int, device: torch.device
-) -> Iterator[int]:
-    """`numel` bytes that follow `prompt`, drawn at temperature 0.7. `model` is in evaluation mode."""
-    generator = torch.Generator().manual_seed(seed)
+def generate(model: nn.Module, prompt: bytes, numel: int, *, context: int, device: torch.device) -> Iterator[int]:
+    """`numel` bytes that follow `prompt`, drawn at temperature 0.6. `model` is in evaluation mode."""
+    generator = torch.Generator().manual_seed(1)
     tokens = torch.tensor([list(prompt)], dtype=torch.int64)
     for _ in range(numel):
-        logits = model(tokens[:, -shape.context :].to(device))[0, -1].cpu()
-        drawn = torch.multinomial(torch.softmax(logits / 0.7, dim=-1), 1, generator=generator)
+        logits = model(tokens[:, -context:].to(device))[0, -1].cpu()
+        drawn = torch.multinomial(torch.softmax(logits / 0.6, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.view(1, 1)], dim=1)
         yield int(drawn)

@@ -42,9 +42,7 @@ class MixtureGpt(Gpt):
     into_residual = (*Gpt.into_residual, "experts.2_weight")
 
     def __init__(self, shape: Shape, experts: int) -> None:
-        super().__init__(shape)
-        self.blocks = nn.ModuleList(MixtureBlock(shape, experts) for _ in range(shape.layers))
-        self.initialize()
+        super().__init__(shape, partial(MixtureBlock, experts=experts))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         loss = super().forward(tokens, targets)

@@ -1,6 +1,6 @@
 """Train a mixture of experts and a dense model with as many active parameters on the same bytes, and compare them.
 
-    polyaccel run --nproc 2 examples/mixture/train.py
+    polyaccel run --ranks 2 examples/mixture/train.py
 
 The data and the dense model are those of examples/gpt. Ranks share the experts of each layer. The report is
 runs/mixture/report.html.
@@ -24,7 +24,7 @@ from polyaccel import PolyaccelError, TorchEngine, comm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))  # the dense model, and its data
 
-from corpus import Corpus, Windows, open_corpus, validation_share
+from corpus import Corpus, Windows, open_corpus
 from model import Gpt, Shape
 
 SHAPES = {
@@ -103,7 +103,7 @@ def trained(name: str, model: Gpt, corpus: Corpus, config: dict[str, Any], args:
 
 def validated(engine: TorchEngine, windows: Windows, count: int) -> float:
     """The mean loss over `count` windows that are nobody's training data. Collective."""
-    share = validation_share(windows, count=count, rank=comm.get_rank(), world_size=comm.get_world_size())
+    share = windows.share(count, comm.get_rank(), comm.get_world_size())
     size = engine.train_micro_batch_size_per_gpu()
     parts = [share[begin : begin + size] for begin in range(0, len(share), size)]
     total = torch.zeros(1, device=engine.device)

@@ -35,10 +35,10 @@ class Progress(ABC):
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Print a line above the progress.
+        """Print text above the progress.
 
         Args:
-            text: The line.
+            text: One line or several. Control characters in it, as a model may generate, are replaced.
         """
 
     def close(self) -> None:  # noqa: B027 - only the bar has something to put away
@@ -93,7 +93,7 @@ class BarProgress(Progress):
         self._bar.update(self._task, completed=metrics.step, figures=describe(metrics))
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False)
+        self._bar.console.print(printable(text), markup=False)
 
     def close(self) -> None:
         self._bar.stop()
@@ -119,7 +119,12 @@ class LineProgress(Progress):
         self.say(f"step {metrics.step:{width}}/{self._total}  {describe(metrics)}  {clock(left_s)} left")
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Replace what would control a terminal in `text`."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
 
 
 def describe(metrics: StepMetrics) -> str:

@@ -88,7 +88,7 @@ def test_a_run_leaves_everything_there_is_to_see(whole: Path) -> None:
     assert sample.startswith("def ")
     assert not any(line.endswith(" ") for line in sample.splitlines())
     resolved = json.loads((run / "run.json").read_text())["config"]
-    assert (resolved["train_batch_size"], resolved["zero_optimization"]["stage"]) == (12, 2)
+    assert (resolved["train_batch_size"], resolved["zero_optimization"]["stage"]) == (16, 2)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "tag" not in record]
     assert [record["step"] for record in steps] == list(STEPS)

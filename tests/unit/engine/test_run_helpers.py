@@ -132,13 +132,13 @@ def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatc
     with progress_view.open_progress(5, rank=0, console=console) as progress:
         for step in (1, 2, 3, 4, 5):
             progress.step(metrics(step))
-        progress.say("[bold]as it is[/bold]")
+        progress.say("[bold]as it is[/bold]\x1b[31m")
     first, later, last, said = written.getvalue().splitlines()
     assert first == "step 1/5  loss 5.000  lr 1.0e-03  norm 0.50  9,000 tokens/s  0:16 left"
     assert later.startswith("step 4/5  loss 1.250")
     assert last.startswith("step 5/5  loss 1.000")
     assert last.endswith("0:00 left")
-    assert said == "[bold]as it is[/bold]"
+    assert said == "[bold]as it is[/bold]\ufffd[31m"
 
 
 def test_a_terminal_that_an_mpirun_made_shows_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
