@@ -6,5 +6,5 @@
 set -eu
 
 exec polyaccel run --emit "${KIND:-k8s-jobset}" --image "${IMAGE:?the container image}" --name "${NAME:-gpt}" \
-    --num-nodes "${NODES:-2}" --nproc "${RANKS_PER_NODE:-2}" ${RESOURCE:+--resource "$RESOURCE"} \
+    --num-nodes "${NODES:-2}" --ranks "${RANKS_PER_NODE:-2}" ${RESOURCE:+--resource "$RESOURCE"} \
     examples/gpt/train.py "$@"

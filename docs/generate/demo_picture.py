@@ -2,7 +2,7 @@
 
 `python docs/generate/demo_picture.py` runs `make train`, shows its report in a headless Chromium, and writes
 docs/pictures/demo.svg. Other arguments are another command that writes below runs/, such as a short one for a try:
-`python docs/generate/demo_picture.py polyaccel run --nproc 2 examples/gpt/train.py --size tiny`.
+`python docs/generate/demo_picture.py polyaccel run --ranks 2 examples/gpt/train.py --size tiny`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a small convolutional net on CIFAR-10, or on scikit-learn's digits where no data is given.
 
-polyaccel run --nproc 2 examples/cifar10/train.py --data cifar-10-batches-bin
+polyaccel run --ranks 2 examples/cifar10/train.py --data cifar-10-batches-bin
 python examples/cifar10/train.py
 """
 

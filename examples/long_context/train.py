@@ -1,7 +1,7 @@
 """Train a small Llama of transformers on sequences of 16,384 bytes, each of which all ranks share.
 
-polyaccel run --nproc 2 examples/long_context/train.py
-polyaccel run --nproc 2 examples/long_context/train.py --method ring --length 32768
+polyaccel run --ranks 2 examples/long_context/train.py
+polyaccel run --ranks 2 examples/long_context/train.py --method ring --length 32768
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a small Llama of transformers over the stages of a pipeline, and see when each stage did what.
 
-    polyaccel run --nproc 2 examples/pipeline/train.py
-    polyaccel run --nproc 4 examples/pipeline/train.py --stages 2 --schedule zb-v
+    polyaccel run --ranks 2 examples/pipeline/train.py
+    polyaccel run --ranks 4 examples/pipeline/train.py --stages 2 --schedule zb-v
 
 The model is the library's own, unchanged. The report is runs/pipeline/report.html.
 """

@@ -160,7 +160,7 @@ def choose_launcher(name: str) -> Launcher:
 
 
 def count_ranks() -> int:
-    """Return the ranks of `--nproc auto`: one a device; on CPUs one a NUMA node, whose memory is near."""
+    """Return the ranks of `--ranks auto`: one a device; on CPUs one a NUMA node, whose memory is near."""
     from polyaccel.accelerators.detect import (
         choose_accelerator,
     )  # may import torch, which an explicit --ranks has no use for

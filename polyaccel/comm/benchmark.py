@@ -58,7 +58,7 @@ class SpeedMeter:
         if communicator.world_size < 2:
             raise CommError(
                 "a single rank has no peer to send to",
-                hint="start several: polyaccel comm bench --nproc 2, or --hostfile FILE",
+                hint="start several: polyaccel comm bench --ranks 2, or --hostfile FILE",
                 value=communicator.world_size,
             )
         self._communicator = communicator

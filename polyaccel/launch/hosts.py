@@ -98,7 +98,7 @@ def first_slots(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
     """Return slots 0 to `count` - 1 of every host."""
     if not 1 <= count <= MOST_SLOTS:
         hint = f"give a number from 1 to {MOST_SLOTS}, or leave it out"
-        raise LaunchError(f"--nproc {count}: ranks on each host cannot be so many", hint=hint, value=count)
+        raise LaunchError(f"--ranks {count}: ranks on each host cannot be so many", hint=hint, value=count)
     return {host: tuple(range(count)) for host in hosts}
 
 

@@ -193,7 +193,7 @@ def _launch(name: str, ranks: int, timeout_s: float) -> None:
         script.write_text(_JOB)
         written = Path(folder, "ranks")
         written.mkdir()
-        command = [sys.executable, "-m", "polyaccel", "run", "--launcher", name, "--nproc", str(ranks)]
+        command = [sys.executable, "-m", "polyaccel", "run", "--launcher", name, "--ranks", str(ranks)]
         done = subprocess.run(
             [*command, str(script), str(written)],
             env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},

@@ -17,7 +17,7 @@ KINDS: Mapping[str, tuple[PluginGroup, str]] = MappingProxyType(
     {
         "accelerator": (PluginGroup.ACCELERATORS, "`DS_ACCELERATOR=$name python train.py`"),
         "comm": (PluginGroup.COMM, "`POLYACCEL_COMM=$name`, or `comm.backend` in the config"),
-        "launcher": (PluginGroup.LAUNCHERS, "`polyaccel run --launcher $name --nproc 2 train.py`"),
+        "launcher": (PluginGroup.LAUNCHERS, "`polyaccel run --launcher $name --ranks 2 train.py`"),
         "monitor": (PluginGroup.MONITORS, "`monitors` in the config"),
         "storage": (PluginGroup.STORAGE, "`checkpoint.storage` in the config"),
     }

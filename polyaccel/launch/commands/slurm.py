@@ -49,7 +49,7 @@ class SlurmLauncher(CommandLauncher):
             shown = ", ".join(f"{host}: {len(slots)}" for host, slots in job.hosts.items())
             raise LaunchError(
                 f"srun starts equally many ranks on every node, and the job has {shown}",
-                hint="choose as many slots of each: --nproc N",
+                hint="choose as many slots of each: --ranks N",
                 value=shown,
             )
         hosts = tuple(job.hosts)

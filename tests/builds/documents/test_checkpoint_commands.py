@@ -1,4 +1,4 @@
-"""The guide to checkpoints: its script runs, then every command, in order, on what the script has saved. What starts
+"""The guides to checkpoints: their script runs, then every command, in order, on what the script has saved. What starts
 ranks is a dry run: a test of its own starts such a job (`tests/procs/launch/test_elastic_job.py`)."""
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "guide" / "checkpoints.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guide"
+PAGES = [GUIDE / name for name in ("checkpoints.md", "crashes.md", "formats.md")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_every_command_of_the_page_works_after_its_script(tmp_path: Path) -> None:
-    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+def test_every_command_of_the_pages_works_after_the_script(tmp_path: Path) -> None:
+    blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text(encoding="utf-8"))]
     for name in ("page.py", "train.py"):
         (tmp_path / name).write_text("\n".join(text for language, text in blocks if language == "python"))
     lines = [line for language, text in blocks if language == "sh" for line in text.splitlines()]

@@ -35,20 +35,20 @@ BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILIN
 RUN = {
     "polyaccel doctor",
     "polyaccel config schema > ds_config.schema.json",
-    "polyaccel plan ds_config.json 1.3B -n 8 --limit-device 16G",
+    "polyaccel plan ds_config.json 1.3B -n 8 --memory 16GiB",
     "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json",
     "python train.py",
     "python flax_model.py",
     "python plain.py",
     "polyaccel ckpt import plain.pt imported --from bin",
-    "polyaccel run --nproc 2 continued.py",
-    "polyaccel run --emit k8s --image registry.example/train:1 --num-nodes 2 --nproc 8 train.py",
-    "polyaccel run --nproc 2 train.py",
-    "polyaccel run --nproc 2 equinox_model.py",
-    "polyaccel run --nproc 2 flax_model.py",
-    "polyaccel run --nproc 2 stages.py",
-    "polyaccel run --nproc 2 model_stages.py",
-    "polyaccel run --nproc 2 jax_stages.py",
+    "polyaccel run --ranks 2 continued.py",
+    "polyaccel run --emit k8s --image registry.example/train:1 --num-nodes 2 --ranks 8 train.py",
+    "polyaccel run --ranks 2 train.py",
+    "polyaccel run --ranks 2 equinox_model.py",
+    "polyaccel run --ranks 2 flax_model.py",
+    "polyaccel run --ranks 2 stages.py",
+    "polyaccel run --ranks 2 model_stages.py",
+    "polyaccel run --ranks 2 jax_stages.py",
     "torchrun --standalone --nproc-per-node 2 train.py",
     "mpirun -n 2 python train.py",
 }
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "pip install -e '.[jax]'": "Makefile",
     "pip install ./plugins/polyaccel-deepspeed": "tests/builds/dropin/test_dropin_installed.py",
     "pip install --no-build-isolation ./plugins/polyaccel-simdev": "tests/builds/plugins/test_simdev_plugin.py",
-    "DS_ACCELERATOR=simdev polyaccel run --nproc 2 train.py": "plugins/polyaccel-simdev/tests/test_training.py",
+    "DS_ACCELERATOR=simdev polyaccel run --ranks 2 train.py": "plugins/polyaccel-simdev/tests/test_training.py",
     "export POLYACCEL_JOB_SECRET=$(cat job-secret)  # the same on every host": (
         "tests/procs/hosts/test_torchelastic_hosts.py"
     ),
@@ -75,7 +75,7 @@ ELSEWHERE = {
 PLUGIN = (
     "polyaccel plugins new acme --kind accelerator",
     "pip install ./polyaccel-acme",
-    "DS_ACCELERATOR=acme polyaccel run --nproc 2 train.py",
+    "DS_ACCELERATOR=acme polyaccel run --ranks 2 train.py",
     "DS_ACCELERATOR=acme torchrun --standalone --nproc-per-node 3 train.py",
     "DS_ACCELERATOR=acme mpirun -n 2 python train.py",
 )

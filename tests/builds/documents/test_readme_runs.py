@@ -16,7 +16,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 RUN = {
     "polyaccel doctor",
     "python train.py",
-    "polyaccel run --nproc 2 train.py",
+    "polyaccel run --ranks 2 train.py",
     "torchrun --standalone --nproc-per-node 2 train.py",
 }
 """Commands that are run here, next to README's loop as train.py."""

@@ -77,7 +77,7 @@ def test_slurm_gets_nodes_with_equally_many_tasks() -> None:
     with pytest.raises(LaunchError) as caught:
         SlurmLauncher().plan(JOB)
     assert caught.value.value == "a: 2, b: 1"
-    assert "--nproc" in str(caught.value)
+    assert "--ranks" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "place"), [(0, (0, 0)), (1, (0, 1)), (2, (1, 0))])

@@ -180,7 +180,7 @@ def test_counts_take_the_first() -> None:
     with pytest.raises(LaunchError) as caught:
         first_slots(hosts, 0)
     assert caught.value.value == 0
-    assert "--nproc" in str(caught.value)
+    assert "--ranks" in str(caught.value)
 
 
 @pytest.mark.parametrize(
