@@ -42,6 +42,7 @@ from polyaccel.torch.tensor_parallel.structure import (
     row,
 )
 from polyaccel.torch.tensor_parallel.styles import ParallelStyle, wishes_of_hugging_face, wishes_of_specs
+from polyaccel.torch.tensor_parallel.trial_inputs import weights_read_by_others
 
 
 def make_plan(
@@ -283,6 +284,9 @@ class _Chosen:
                 is_wanted = any(wished.get(name, ParallelStyle("whole")).style != "whole" for name in owners)
                 is_wanted = is_wanted and (bool(embeddings) or parameter.shape[0] == _length(words))
             if not is_wanted or parameter.shape[0] < self._ranks:
+                continue
+            if readers := weights_read_by_others(self._model, owners):
+                self.whole.update({name: f"{reader} reads its weight" for name, reader in readers.items()})
                 continue
             runs = even_runs(parameter.shape[0], self._ranks)
             self.add(self._of_words(modules, runs, gather_logits))

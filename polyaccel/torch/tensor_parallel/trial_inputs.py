@@ -1,10 +1,11 @@
-"""Arguments with which the blocks of a model are called, recorded in one pass of a copy: `recorded_calls`."""
+"""What modules are called with and which weights they read, recorded in a pass of a copy of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from functools import partial
+from inspect import Parameter, signature, unwrap
 from logging import getLogger
 from typing import Any
 
@@ -73,6 +74,74 @@ def recorded_calls(model: nn.Module, names: Sequence[str], widths: Mapping[str, 
         if name not in found and _takes_one(modules[name]):
             found[name] = Call((torch.empty(_ROWS, _TOKENS, widths[name]),), {}, frozenset([0]))
     return found
+
+
+class _WatchedWeight(nn.Parameter):
+    """A weight whose uses are noted."""
+
+    note: Callable[[], None] | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            for one in _tensors((args, kwargs or {})):
+                if isinstance(one, cls) and one.note is not None:
+                    one.note()
+            return func(*args, **(kwargs or {}))
+
+
+def weights_read_by_others(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Find modules whose weight another module's forward reads, with that one's name, in a pass of a copy.
+
+    Empty where no class of the model mentions a weight of another module, or no copy can be called.
+    """
+    found: dict[str, str] = {}
+    if not any(map(_mentions_weights, {type(one) for one in model.modules()})):
+        return found
+    for args, kwargs in _inputs(model, 8):
+        found.clear()
+        try:
+            own = random_copy(model, thin=sum(one.numel() for one in model.parameters()) > _LARGE)
+            _watch(own, names, found)
+            with torch.no_grad():
+                own(*args, **kwargs)
+        except Exception as error:
+            _log.debug("a trial of %s failed: %s: %s", type(model).__name__, type(error).__name__, error)
+            continue
+        return found
+    return {}
+
+
+def _mentions_weights(kind: type[nn.Module]) -> bool:
+    """Whether a class reads an attribute `weight` of what is no layer by itself."""
+    if issubclass(kind, (nn.Linear, nn.Embedding)) or kind.__module__.startswith("torch."):
+        return False
+    codes = [code for one in vars(kind).values() if (code := getattr(unwrap(one), "__code__", None)) is not None]
+    return any("weight" in code.co_names and "init" not in code.co_name for code in codes)
+
+
+def _watch(model: nn.Module, names: Collection[str], found: dict[str, str]) -> None:
+    """Note in `found` which of `names` have a weight that others read."""
+    running: list[str] = []
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+        module.register_forward_hook(lambda *_: running.pop() and None)
+    for name in names:
+        weight = modules[name].weight
+        assert isinstance(weight, nn.Parameter)
+        if not isinstance(weight, _WatchedWeight):
+            watched = _WatchedWeight(weight.detach())
+            watched.note = partial(_note, running, names, name, found)
+            for module in modules.values():
+                for own, one in module._parameters.items():
+                    if one is weight:
+                        module._parameters[own] = watched
+
+
+def _note(running: Sequence[str], owners: Collection[str], name: str, found: dict[str, str]) -> None:
+    if running and running[-1] not in owners:
+        found.setdefault(name, running[-1])
 
 
 def _run_recorded(
