@@ -199,7 +199,8 @@ class SharedWeights(SharedModule):
 
 class HeadBiases(SharedModule):
     """Attention that gets biases of all heads in some of its arguments `share.names`, and takes those of its heads.
-    They are (batch, heads, queries, keys), or with batch and heads as one dimension."""
+    They are (batch, heads, queries, keys), or with batch and heads as one dimension. Learned ones (MPNet) get their whole
+    gradient on each rank."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own gives."""
@@ -213,9 +214,9 @@ class HeadBiases(SharedModule):
         ranks, sizes = self.share.ranks, self.share.sizes
         assert sizes is not None
         if biases.dim() == _BY_HEAD:
-            return ranks.part(biases, 1, sizes) if biases.shape[1] == sum(sizes) else biases
+            return part_of(biases, ranks, 1, sizes) if biases.shape[1] == sum(sizes) else biases
         by_head = biases.reshape(-1, sum(sizes), *biases.shape[1:])
-        return ranks.part(by_head, 1, sizes).reshape(-1, *biases.shape[1:])
+        return part_of(by_head, ranks, 1, sizes).reshape(-1, *biases.shape[1:])
 
 
 class SharedExperts(SharedWeights):
