@@ -144,8 +144,8 @@ class StepMetrics:
             if each.name == "lr":
                 yield from (("lr" if not at else f"lr_{at}", float(lr), self.step) for at, lr in enumerate(value))
             elif each.name in ("experts", "collectives"):
-                for part, told in value.items():
-                    numbers = {name: one for name, one in asdict(told).items() if isinstance(one, (int, float))}
+                for part, figures in value.items():
+                    numbers = {name: one for name, one in asdict(figures).items() if isinstance(one, (int, float))}
                     yield from ((f"{each.name}/{part}/{name}", float(one), self.step) for name, one in numbers.items())
             elif isinstance(value, Mapping):
                 yield from ((f"{each.name}/{name}", float(one), self.step) for name, one in value.items())

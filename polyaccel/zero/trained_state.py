@@ -90,4 +90,4 @@ def over_stages(beyond: Communicator | None, own: Mapping[str, T]) -> dict[str, 
     other parameters of the same model, None where there are none. Collective where there are some."""
     if beyond is None:
         return dict(own)
-    return {name: value for told in beyond.all_gather_object(dict(own)) for name, value in told.items()}
+    return {name: value for of_rank in beyond.all_gather_object(dict(own)) for name, value in of_rank.items()}

@@ -83,9 +83,9 @@ class RenamedReader:
         for fqn, source in self._sources.items():
             taken.setdefault(source.name, []).append(fqn)
         if clashes := {name: fqns for name, fqns in taken.items() if len(fqns) > 1}:
-            told = "; ".join(f"{' and '.join(map(repr, fqns))} to {name!r}" for name, fqns in clashes.items())
+            text = "; ".join(f"{' and '.join(map(repr, fqns))} to {name!r}" for name, fqns in clashes.items())
             raise CheckpointError(
-                f"several parameters are mapped to one: {told}",
+                f"several parameters are mapped to one: {text}",
                 hint="let name_map give each parameter its own name",
                 value=sorted(clashes),
             )
@@ -207,12 +207,12 @@ class _Patterns:
         """Raise CheckpointError for names that patterns rename in different ways, listing all of them."""
         found = {fqn: {name: pattern for pattern, name, _ in self._matches(fqn)} for fqn in fqns}
         if apart := {fqn: names for fqn, names in found.items() if len(names) > 1}:
-            told = "; ".join(
+            text = "; ".join(
                 f"{fqn!r} to {' or '.join(f'{name!r} (by {pattern!r})' for name, pattern in names.items())}"
                 for fqn, names in apart.items()
             )
             raise CheckpointError(
-                f"name_map: patterns rename {len(apart)} parameters in different ways: {told}",
+                f"name_map: patterns rename {len(apart)} parameters in different ways: {text}",
                 hint="let one pattern match each name: '^' and '$' bind it to the ends",
                 value=sorted(apart),
             )

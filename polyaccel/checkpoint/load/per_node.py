@@ -41,11 +41,11 @@ def select_checkpoint(storage: Storage, tag: str | None, communicator: Communica
     """Select a checkpoint as `open_checkpoint` does, over hosts' separate storages. Collective."""
     places = StorageNodes.found(storage, communicator, may_write=False)
     is_leader = places.is_leader(communicator.rank)
-    told = run_on_all(communicator, _STEP, lambda: _look(storage, tag) if is_leader else ("", {}))
-    commits = _by_tag([found for _, found in told])
+    gathered = run_on_all(communicator, _STEP, lambda: _look(storage, tag) if is_leader else ("", {}))
+    commits = _by_tag([found for _, found in gathered])
     problems: list[str] = []
     try:
-        wanted = _wanted(tag, [latest for latest, _ in told], commits, places)
+        wanted = _wanted(tag, [latest for latest, _ in gathered], commits, places)
     except CheckpointError as error:
         problems.append(error.message)
         wanted = ()
@@ -111,11 +111,11 @@ def _had(storage: Storage, places: StorageNodes, commit: Commit, communicator: C
     """The save that a marker names. Raises CheckpointError, on every rank, unless every file is on some place."""
     rank = communicator.rank
     is_leader = places.is_leader(rank)
-    told = run_on_all(communicator, _STEP, lambda: _files(storage, commit) if is_leader else {})
+    gathered = run_on_all(communicator, _STEP, lambda: _files(storage, commit) if is_leader else {})
     leaders = [places.members(place)[0] for place in range(places.count)]
     data = b""
     for leader in leaders:
-        if told[leader].get(MANIFEST) == commit.manifest_nbytes and not data:
+        if gathered[leader].get(MANIFEST) == commit.manifest_nbytes and not data:
             read = partial(_manifest, storage, commit) if rank == leader else bytes
             data = run_on_all(communicator, _STEP, read)[leader]
     if not data:
@@ -123,7 +123,7 @@ def _had(storage: Storage, places: StorageNodes, commit: Commit, communicator: C
     manifest = Manifest.from_json(data, f"{commit.folder}/{MANIFEST}")
     manifest.check()
     here = tuple(
-        frozenset(name for name, nbytes in manifest.files.items() if told[leader].get(name) == nbytes)
+        frozenset(name for name, nbytes in manifest.files.items() if gathered[leader].get(name) == nbytes)
         for leader in leaders
     )
     missing = list(_missing(commit, manifest, here))

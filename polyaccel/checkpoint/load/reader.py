@@ -394,6 +394,6 @@ def _inventory(storage: Storage, tags: Sequence[TagStatus]) -> str:
     complete = ", ".join(status.tag for status in tags if status.is_good) or "none"
     broken = ", ".join(status.tag for status in tags if status.problem)
     sick = ", ".join(status.tag for status in tags if status.not_finite)
-    told = f"complete checkpoints there, newest first: {complete}"
-    told += f"; not complete: {broken}" if broken else ""
-    return told + (f"; of parameters that are not finite: {sick}" if sick else "")
+    text = f"complete checkpoints there, newest first: {complete}"
+    text += f"; not complete: {broken}" if broken else ""
+    return text + (f"; of parameters that are not finite: {sick}" if sick else "")

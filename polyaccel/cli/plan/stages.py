@@ -85,10 +85,10 @@ def _print(plan: PipelinePlan) -> None:
     for number, stage in enumerate(plan.stages):
         each, state = stage.needs, stage.own.memory.peak_nbytes(Place.DEVICE)
         taken = each.peak_nbytes
-        told = ("-", "-") if taken is None else (short_bytes(taken), short_bytes(state + taken))
+        cells = ("-", "-") if taken is None else (short_bytes(taken), short_bytes(state + taken))
         shown.add_row(
             *(str(number), ",".join(each.blocks), short_count(each.model.numel)),
-            *(str(each.kept), short_bytes(state), *told),
+            *(str(each.kept), short_bytes(state), *cells),
         )
     names = ", ".join(f"{one.stage} {one.offload}/{one.offload_param}" for one in plan.fitting) or "none"
     verdict = Text(f"Settings (ZeRO stage, offload of states/parameters) that fit on every stage: {names}.")

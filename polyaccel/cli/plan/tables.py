@@ -126,8 +126,8 @@ def _head(plan: TrainingPlan) -> Text:
         kept.append(f"{size(plan.copies.staging_nbytes)} while a checkpoint is written next to training")
     if plan.copies.replica_nbytes:
         kept.append(f"{size(plan.copies.replica_nbytes)} for replicas, twice that on several hosts")
-    told = f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together."
-    return Text(f"{told} Not in the tables, in a rank's host memory: {' and '.join(kept)}." if kept else told)
+    text = f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together."
+    return Text(f"{text} Not in the tables, in a rank's host memory: {' and '.join(kept)}." if kept else text)
 
 
 def _assumed(plan: TrainingPlan) -> list[Text]:

@@ -137,8 +137,7 @@ def _events(rank: int, number: int, span: Span, shift_s: float) -> Iterator[dict
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """Rank 0's clock is `ahead_s` before a rank's own, give or take `error_s`: half the journey of the fastest of a few
-    messages there and back."""
+    """Lead of rank 0's clock before a rank's, within `error_s`: half the shortest round trip of a few messages."""
 
     ahead_s: float
     error_s: float

@@ -60,15 +60,15 @@ class FitResult:
 def fit_settings(request: FitRequest) -> FitResult:
     """Predict every candidate and compare it with the limits."""
     config, speeds, notes = request.planned.config, request.speeds, list[str]()
-    records, told = ([], None) if request.trials is None else read_trials(request.trials)
-    is_remote = True if told is None else told.is_remote
+    records, shape = ([], None) if request.trials is None else read_trials(request.trials)
+    is_remote = True if shape is None else shape.is_remote
     known = _known_pass(request, notes, has_trials=bool(records))
     cost_model = CostModel(
         config,
-        request.model if told is None else ModelShape("the model of the trials", told.specs, told.units),
+        request.model if shape is None else ModelShape("the model of the trials", shape.specs, shape.units),
         request.world_size,
         is_remote=is_remote,
-        base_nbytes=0 if told is None else max(0, told.nbytes_before - told.nbytes),
+        base_nbytes=0 if shape is None else max(0, shape.nbytes_before - shape.nbytes),
         speeds=speeds,
         rates=_rates(is_remote=is_remote),
         known=known,

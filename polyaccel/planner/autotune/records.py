@@ -86,10 +86,10 @@ class TrialLog:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(record.to_line() + "\n")
 
-    def keep_model(self, told: TrialModel) -> None:
+    def keep_model(self, trial_model: TrialModel) -> None:
         """Keep what a trial's model is made of."""
         if self.model() is None:
-            (self.folder / MODEL_FILE).write_text(told.to_json() + "\n", encoding="utf-8")
+            (self.folder / MODEL_FILE).write_text(trial_model.to_json() + "\n", encoding="utf-8")
 
     def model(self) -> TrialModel | None:
         """The model, once a trial has recorded it."""
@@ -103,8 +103,8 @@ def read_trials(folder: Path) -> tuple[list[TrialRecord], TrialModel]:
     """Read the trials and the model from a tuner's folder."""
     try:
         lines = (folder / TRIALS_FILE).read_text(encoding="utf-8").splitlines()[1:]
-        told = TrialModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))
-        return [TrialRecord.from_tree(json.loads(line)) for line in lines], told
+        trial_model = TrialModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))
+        return [TrialRecord.from_tree(json.loads(line)) for line in lines], trial_model
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise PolyaccelError(
             f"{folder} has no trials: {type(error).__name__}: {error}",

@@ -81,7 +81,7 @@ def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[Tria
             peak_nbytes=max(step["peak_memory_nbytes"] for each in _figures(folder) for step in _steps(each)),
             wall_s=monotonic() - began,
         )
-    return record, _told(folder)
+    return record, _trial_model(folder)
 
 
 def _keep_files_inside(changes: dict[str, Any], candidate: Candidate, folder: Path) -> None:
@@ -210,7 +210,7 @@ def _last_step(folder: Path) -> int:
     return max((step["step"] for step in _steps(_figures(folder)[0])), default=0)
 
 
-def _told(folder: Path) -> TrialModel | None:
+def _trial_model(folder: Path) -> TrialModel | None:
     with suppress(OSError, ValueError, LookupError):
         return TrialModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))
     return None

@@ -88,10 +88,10 @@ class _Search:
         self._limit_nbytes = question.limit_nbytes
 
     def run(self) -> TuneResult:
-        told = self._log.model()
-        if told is None or not any(record.is_good for record in self._log.records):
-            told = self._probe()
-        self._know(told)
+        trial_model = self._log.model()
+        if trial_model is None or not any(record.is_good for record in self._log.records):
+            trial_model = self._probe()
+        self._know(trial_model)
         chosen, why = self._next()
         while chosen is not None:
             self._try(chosen.candidate, chosen)
@@ -114,9 +114,9 @@ class _Search:
             if candidate in tried:
                 continue
             record = self._try(candidate, None)
-            told = self._log.model()
-            if record.is_good and told is not None:
-                return told
+            trial_model = self._log.model()
+            if record.is_good and trial_model is not None:
+                return trial_model
         failure = next((record.failure for record in self._log.records if record.failure), "nothing was recorded")
         raise PolyaccelError(
             f"neither {own} nor {self._least(own)} could be tried: {failure}",
@@ -133,21 +133,21 @@ class _Search:
         )
         return replace(least, stage=max(section.stages), recomputes=True in section.checkpointing)
 
-    def _know(self, told: TrialModel) -> None:
+    def _know(self, trial_model: TrialModel) -> None:
         """Make everything that follows from the model."""
         question = self._question
-        if self._limit_nbytes is None and told.is_remote and told.total_nbytes:
-            self._limit_nbytes = told.total_nbytes
+        if self._limit_nbytes is None and trial_model.is_remote and trial_model.total_nbytes:
+            self._limit_nbytes = trial_model.total_nbytes
         self._cost_model = CostModel(
             question.config,
-            ModelShape("the script's model", told.specs, told.units),
+            ModelShape("the script's model", trial_model.specs, trial_model.units),
             question.world_size,
-            is_remote=told.is_remote,
-            base_nbytes=max(0, told.nbytes_before - told.nbytes),
+            is_remote=trial_model.is_remote,
+            base_nbytes=max(0, trial_model.nbytes_before - trial_model.nbytes),
             speeds=question.speeds,
             rates=question.rates,
         )
-        self._every = candidates(question.config, question.world_size, is_remote=told.is_remote)
+        self._every = candidates(question.config, question.world_size, is_remote=trial_model.is_remote)
 
     def _next(self) -> tuple[CostEstimate | None, str]:
         """The candidate to try next, or None and why there is none."""
@@ -236,11 +236,11 @@ class _Search:
 
     def _try(self, candidate: Candidate, estimate: CostEstimate | None) -> TrialRecord:
         number = len(self._log.records) + 1
-        record, told = run_trial(self._question.plan, candidate, self._question.trials_folder / f"trial{number}")
+        record, trial_model = run_trial(self._question.plan, candidate, self._question.trials_folder / f"trial{number}")
         if estimate is not None:
             record = replace(record, foretold_s=estimate.step_s, foretold_nbytes=estimate.device_nbytes)
-        if told is not None and record.is_good:
-            self._log.keep_model(told)
+        if trial_model is not None and record.is_good:
+            self._log.keep_model(trial_model)
         self._log.add(record)
         self._tell(f"trial {number}: {candidate}: {in_words(record)}")
         return record

@@ -154,10 +154,10 @@ class GatheredParameters:
         else."""
         step = opening.owner.step
         may_change = set() if self._modifier_rank is None else set(opening.fqns)
-        told = step.communicator.all_gather_object((opening.changed(), opening.handed_out()))
-        suspects = dict.fromkeys(fqn for _, names in told for fqn in names if fqn not in may_change)
+        changes = step.communicator.all_gather_object((opening.changed(), opening.handed_out()))
+        suspects = dict.fromkeys(fqn for _, names in changes for fqn in names if fqn not in may_change)
         written = step.user_writes.writers(list(suspects))
-        for rank, (changed, _) in enumerate(told):
+        for rank, (changed, _) in enumerate(changes):
             strangers = sorted({*changed, *written[rank]} - may_change)
             if strangers:
                 raise _changed_in_vain(strangers, rank, asked_for=strangers[0] in opening.fqns)

@@ -57,8 +57,8 @@ class PipelineEngine(StagedStates):
             f"chunk {chunk} on stage {stage} with layers {list(part)}"
             for chunk, (stage, part) in enumerate(zip(module.placement, module.parts, strict=True))
         ]
-        told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
-        require_same_training(self.communicator, [told, *parts])
+        schedule_text = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
+        require_same_training(self.communicator, [schedule_text, *parts])
         training = self._programs.training(table.micro_batches)
         self._line = line = self.runtime.process_group_for(("pipe",))
         exchange = StageExchange(line, self.accelerator, self.device)
@@ -292,12 +292,12 @@ class PipelineEngine(StagedStates):
         more = results.mean_of_more()
         losses = results.stacked()
         if self._stages > 1:
-            told = torch.zeros(count + 1, device=self.device)
+            sent = torch.zeros(count + 1, device=self.device)
             if losses is not None:
-                told[:count], told[count] = losses, len(more)
-            self._line.broadcast(wrap_torch(told), self._placement[-1], label="losses")
-            losses = told[:count]
-            if told[count]:
+                sent[:count], sent[count] = losses, len(more)
+            self._line.broadcast(wrap_torch(sent), self._placement[-1], label="losses")
+            losses = sent[:count]
+            if sent[count]:
                 more = self._line.broadcast_object(more, self._placement[-1])
         assert losses is not None  # there is one stage, or the last one has them
         self._more_losses = {name: torch.tensor(one, device=self.device) for name, one in more.items()} or None

@@ -72,9 +72,9 @@ class GatherConsensus:
         whole, own = self._buffers
         own.from_bytes(mine.tobytes())
         self._communicator.all_gather(whole, own, label="what ranks need next")
-        told = array("q")
-        told.frombytes(whole.to_bytes())
-        return list(told[::2]), max(told[1::2])
+        gathered = array("q")
+        gathered.frombytes(whole.to_bytes())
+        return list(gathered[::2]), max(gathered[1::2])
 
 
 class OrderChangeLog:
@@ -266,7 +266,7 @@ class Unsharder:
         mine = self._record
         if self._communicator.world_size == 1:
             return () if mine is None else merge_schedules(self._schedule.segments, [mine])
-        records = [_unpacked(told) for told in self._communicator.all_gather_object(_packed(mine))]
+        records = [_unpacked(packed) for packed in self._communicator.all_gather_object(_packed(mine))]
         known = [record for record in records if record is not None]
         return merge_schedules(self._schedule.segments, known) if len(known) == len(records) else ()
 
@@ -354,11 +354,11 @@ def _packed(record: list[Record] | None) -> bytes | None:
     return array("q", [value for end, events in record for value in (end, len(events), *events)]).tobytes()
 
 
-def _unpacked(told: bytes | None) -> list[Record] | None:
-    if told is None:
+def _unpacked(packed: bytes | None) -> list[Record] | None:
+    if packed is None:
         return None
     values = array("q")
-    values.frombytes(told)
+    values.frombytes(packed)
     record: list[Record] = []
     at = 0
     while at < len(values):

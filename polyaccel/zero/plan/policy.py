@@ -211,8 +211,8 @@ class StepPolicy:
 
     `clip_norm` 0 is off. `skip_overflow`: a gradient that is not finite skips the update (mixed precision); otherwise
     the update goes through, as in plain fp32 training. `defer_publish`: the all-gather of updated parameters may last
-    into the next forward pass, and every reader of parameters calls `wait_all_gather` or `fence` first. `measure_norm`
-    False saves the norm where nothing needs it. `require_all` makes a trained parameter without a gradient an error.
+    into the next forward pass, and every reader of parameters calls `wait_all_gathers` first. `measure_norm` False
+    saves the norm where nothing needs it. `require_all` makes a trained parameter without a gradient an error.
     `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`).
     """
 

@@ -198,11 +198,11 @@ class GradNormReducer:
         if self._beyond is None:
             return own
         total = fsum(squares) if own.first_nonfinite_param is None else own.norm
-        told = self._beyond.all_gather_object([total, own.first_nonfinite_param or ""])
-        culprit = next((name for _, name in told if name), None)
+        gathered = self._beyond.all_gather_object([total, own.first_nonfinite_param or ""])
+        culprit = next((name for _, name in gathered if name), None)
         if culprit is None:
-            return GradientNorm(_float32(sqrt(fsum(square for square, _ in told)) / loss_scale), None)
-        is_nan = any(square != square for square, _ in told)
+            return GradientNorm(_float32(sqrt(fsum(square for square, _ in gathered)) / loss_scale), None)
+        is_nan = any(square != square for square, _ in gathered)
         return GradientNorm(float("nan" if is_nan else "inf"), culprit)
 
     def new_sums(self) -> SquareSums:

@@ -157,8 +157,8 @@ class CooperativeReader:
         """(extent, ranks that want it), ascending."""
         mine = np.zeros(len(self._table.extents), bool)
         mine[list(self._uses)] = True
-        told = self._communicator.all_gather_object(np.packbits(mine).tobytes())
-        rows = np.array([np.frombuffer(bits, np.uint8) for bits in told])
+        gathered = self._communicator.all_gather_object(np.packbits(mine).tobytes())
+        rows = np.array([np.frombuffer(bits, np.uint8) for bits in gathered])
         by_rank = np.unpackbits(rows, axis=1, count=mine.size).astype(bool)
         return [
             (int(number), np.flatnonzero(by_rank[:, number]).tolist()) for number in np.flatnonzero(by_rank.any(axis=0))
@@ -243,8 +243,8 @@ class CooperativeReader:
         todo: Sequence[ScheduledRead] = self._rounds[number]
         while todo:
             reading = partial(self._read, number, todo, borrowed)
-            told = self._agree(reading)
-            failed = self._note_spoilt(told)
+            gathered = self._agree(reading)
+            failed = self._note_spoilt(gathered)
             todo = [carried for carried in todo if carried.extent in failed]
         self._brought += 1
         if delivers and any(self._source(c, each) != each.group for c in self._rounds[number] for each in c.landings):
@@ -292,10 +292,10 @@ class CooperativeReader:
                     failed.append([carried.extent, error.message, error.hint])
         return failed
 
-    def _note_spoilt(self, told: Sequence[Sequence[Sequence[Any]]]) -> set[int]:
+    def _note_spoilt(self, gathered: Sequence[Sequence[Sequence[Any]]]) -> set[int]:
         """Record unreadable extents; return those that other places shall give. Raises if there are none."""
         failed = set()
-        for rank, failures in enumerate(told):
+        for rank, failures in enumerate(gathered):
             place = self._where.places[rank]
             for number, message, hint in failures:
                 self._corrupt.add((number, place))

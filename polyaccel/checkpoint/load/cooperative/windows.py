@@ -40,11 +40,11 @@ class MemoryGroups:
     def found(cls, communicator: Communicator, places: Sequence[int]) -> MemoryGroups:
         """The groups of ranks on one host that see the same storage, as `places` says by rank. Collective."""
         rank, own, ids = communicator.rank, _new_file(), communicator.host_topology.id_by_rank()
-        told = communicator.all_gather_object((os.getpid(), own))
-        hosts = [ids[communicator.ranks[other]] if file >= 0 else "" for other, (_, file) in enumerate(told)]
+        gathered = communicator.all_gather_object((os.getpid(), own))
+        hosts = [ids[communicator.ranks[other]] if file >= 0 else "" for other, (_, file) in enumerate(gathered)]
         keys = [(host, places[other]) if host else other for other, host in enumerate(hosts)]
         descriptors = {rank: own}
-        for other, (pid, descriptor) in enumerate(told):
+        for other, (pid, descriptor) in enumerate(gathered):
             if other != rank and keys[other] == keys[rank]:
                 with suppress(OSError):
                     descriptors[other] = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -52,7 +52,7 @@ class MemoryGroups:
         alone = {keys[other] for other, ok in enumerate(communicator.all_gather_object(has_all)) if not ok}
         groups = group_ranks([(key, other) if key in alone else key for other, key in enumerate(keys)])
         of_rank = {other: group for group, ranks in enumerate(groups) for other in ranks}
-        found = cls(groups, tuple(of_rank[other] for other in range(len(told))), rank, descriptors)
+        found = cls(groups, tuple(of_rank[other] for other in range(len(gathered))), rank, descriptors)
         for other in descriptors.keys() - set(found.group):
             os.close(descriptors.pop(other))
         return found
