@@ -67,7 +67,8 @@ def documented(sections: dict[str, tuple[str, ...]]) -> list[Documented]:
         for one in _of(name, "api"):
             found.setdefault(one.name, one)
     for name, members in _INHERITED.findall(API_PAGE.read_text(encoding="utf-8")):
-        for one in _bases(*name.rpartition(".")[::2], set(re.findall(r"\w+", members))):
+        module, _, kind = name.rpartition(".")
+        for one in _bases(module, kind, set(re.findall(r"\w+", members))):
             found.setdefault(one.name, one)
     return list(found.values())
 
@@ -136,8 +137,10 @@ def _defined(module: str, name: str) -> tuple[str, ast.ClassDef | Function] | No
 def _bases(module: str, name: str, members: set[str]) -> Iterator[Documented]:
     """The bases of a class that define any of these methods, and theirs."""
     found = _defined(module, name)
-    for base in found[1].bases if found is not None and isinstance(found[1], ast.ClassDef) else []:
-        above = _defined(found[0], ast.unparse(base).partition("[")[0])  # type: ignore[index]
+    if found is None or not isinstance(found[1], ast.ClassDef):
+        return
+    for base in found[1].bases:
+        above = _defined(found[0], ast.unparse(base).partition("[")[0])
         if above is not None and isinstance(above[1], ast.ClassDef):
             if members & {item.name for item in above[1].body if isinstance(item, Function)}:
                 yield Documented(*above, "api")
