@@ -17,22 +17,22 @@ LOGGED = Ends("goes on, and logs or raises that the save has failed", "the old c
 
 
 @pytest.fixture
-def _disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk that can be frozen: a file of 32 MiB, mounted. A frozen one cannot be left, so it always thaws."""
-    image, disk = tmp_path / "image", tmp_path / "disk"
-    disk.mkdir()
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
     with image.open("wb") as file:
         file.truncate(32 << 20)
     try:
         subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True, timeout=60)
-        subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True, capture_output=True, timeout=60)
+        subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no disk can be mounted here: {error}")
     try:
-        yield disk
+        yield folder
     finally:
-        thaw(disk)
-        subprocess.run(["umount", "--lazy", str(disk)], check=False, timeout=60)
+        thaw(folder)
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, timeout=60)
 
 
 def thaw(disk: Path) -> None:
@@ -44,10 +44,10 @@ def thaw(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "on_failure", "raised"), [("before the save", "log", 0), ("during", "log", 0), ("during", "raise", 1)]
 )
-def test_training_goes_on_while_a_disk_is_frozen(moment: str, on_failure: str, raised: int, _disk: Path) -> None:
+def test_training_goes_on_while_a_disk_is_frozen(moment: str, on_failure: str, raised: int, disk: Path) -> None:
     with TABLE.case(f"a disk that freezes {moment}, {on_failure}", LOGGED):
         job = subprocess.Popen(
-            [sys.executable, str(JOB), str(_disk), moment, on_failure],
+            [sys.executable, str(JOB), str(disk), moment, on_failure],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -56,7 +56,7 @@ def test_training_goes_on_while_a_disk_is_frozen(moment: str, on_failure: str, r
         try:
             printed, errors = job.communicate(timeout=240)
         except subprocess.TimeoutExpired:
-            thaw(_disk)  # first: a process that waits for a frozen disk cannot be killed
+            thaw(disk)  # first: a process that waits for a frozen disk cannot be killed
             job.kill()
             raise
         assert job.returncode == 0, errors[-4000:]

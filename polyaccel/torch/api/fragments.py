@@ -232,8 +232,15 @@ def _get_full(param: nn.Parameter, kind: str, *, may_be_view: bool = False) -> T
 
 
 def peek_full(param: nn.Parameter, kind: str) -> Tensor | None:
-    """Return what `safe_get_full_*` return, or the engine's own memory: to be read before the next update, on whatever
-    device it is. Collective."""
+    """Read what `safe_get_full_*` read, without a copy where the engine has it whole. Collective.
+
+    Args:
+        param: Parameter of an engine's module.
+        kind: `PARAM`, `GRAD` or a name of an optimizer state.
+
+    Returns:
+        Values in the parameter's shape, on any device, valid until the next update. None if there are none.
+    """
     return _get_full(param, kind, may_be_view=True)
 
 

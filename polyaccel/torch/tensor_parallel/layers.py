@@ -199,8 +199,8 @@ class SharedWeights(SharedModule):
 
 class HeadBiases(SharedModule):
     """Attention that gets biases of all heads in some of its arguments `share.names`, and takes those of its heads.
-    They are (batch, heads, queries, keys), or with batch and heads as one dimension. Learned ones (MPNet) get their whole
-    gradient on each rank."""
+    They are (batch, heads, queries, keys), or with batch and heads as one dimension. Learned ones (MPNet) get their
+    whole gradient on each rank."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own gives."""

@@ -198,7 +198,20 @@ class _Chosen:
             if split is not None:
                 self.whole[parent] = f"{self._ranks} ranks cannot share the heads of {split}"
                 continue
-            yield CutRegion(parent, modules, heads, ())
+            yield CutRegion(parent, (*modules, *self._styled_parameters(parent, wished, sizes)), heads, ())
+
+    def _styled_parameters(self, parent: str, wished: Mapping[str, ParallelStyle], heads: int) -> Iterator[CutModule]:
+        """The parameters of a module itself that its plan cuts, such as attention sinks of each head."""
+        named = {
+            f"{parent}.{own}": (own, p) for own, p in self._structure.modules[parent].named_parameters(recurse=False)
+        }
+        cuts = {
+            own: (0, self._runs(name, p.shape[0], wished[name], heads))
+            for name, (own, p) in named.items()
+            if p.dim() == 1 and name in wished and wished[name].style == "column"
+        }
+        if cuts:
+            yield CutModule(parent, "shared weights", cuts)
 
     def _split_head_of(self, parent: str, heads: int, modules: Sequence[CutModule]) -> str | None:
         """The first layer with fewer key heads than an attention module has query heads, of which a rank would have a

@@ -113,7 +113,7 @@ def weights_read_by_others(model: nn.Module, names: Collection[str]) -> dict[str
 
 
 def _mentions_weights(kind: type[nn.Module]) -> bool:
-    """Whether a class reads an attribute `weight` of what is no layer by itself."""
+    """Whether a class reads an attribute `weight` of what is not a layer itself."""
     if issubclass(kind, (nn.Linear, nn.Embedding)) or kind.__module__.startswith("torch."):
         return False
     codes = [code for one in vars(kind).values() if (code := getattr(unwrap(one), "__code__", None)) is not None]
