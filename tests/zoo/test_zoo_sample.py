@@ -16,6 +16,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "causal/apertus": ("tensor 2", "ring 2", "pipeline 2", "recomputation"),
     "causal/gpt2": ("tensor 2", "Ulysses 2, stage 3", "pipeline 2", "recomputation"),
     "causal/mamba": ("pipeline 2", "recomputation", "ring 2"),
+    "masked/mobilebert": ("tensor 2", "ring 2"),
+    "masked/mpnet": ("tensor 2",),
     "masked/bert": ("tensor 2", "ring 2", "pipeline 2", "tiles", "stage 3"),
     "sequence-to-sequence/t5": ("tensor 2", "recomputation", "tiles", "ring 2", "pipeline 2"),
     "sequence-to-sequence/longt5": ("tensor 2", "tensor 3, stage 3"),
@@ -24,7 +26,12 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "audio/wav2vec2-bert": ("recomputation",),
     "speech/whisper": ("recomputation", "stage 3"),
 }
-HINTED = {"causal/mamba": ("ring 2",), "causal/mixtral": ("tiles",), "sequence-to-sequence/t5": ("ring 2",)}
+HINTED = {
+    "causal/mamba": ("ring 2",),
+    "causal/mixtral": ("tiles",),
+    "masked/mobilebert": ("ring 2",),
+    "sequence-to-sequence/t5": ("ring 2",),
+}
 """Rows that are equal with what the hint of a refusal says."""
 REFUSED = {"masked/flaubert": ("pipeline 2",)}
 """Rows that are refused, with the reasons that docs/zoo.md has."""

@@ -306,7 +306,7 @@ class PlainEngine(TorchEngine):
 def _squares(gradient: Tensor) -> Tensor:
     """The sum of the squares of a gradient in float64, as the engine adds up, in parts that fit a cache."""
     flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    wide = (one.double() for one in flat.reshape(-1).split(_CHUNK))
+    wide = (one.double() for one in torch.split(flat.reshape(-1), _CHUNK))
     return torch.stack([torch.dot(one, one) for one in wide]).sum().cpu() if flat.numel() else torch.zeros(()).double()
 
 
