@@ -296,7 +296,12 @@ def test_who_is_missing_is_logged_before_the_error_is_raised(caplog: pytest.LogC
     inner = LocalWorld(2, CpuAccelerator(), timeout_s=5.0).communicators[0]
     recorded = RecordingCommunicator(Broken(inner.rank, inner._place, inner.accelerator), watch_s=None)
     reasons: list[str] = []
-    recorded.recorder.on_failure = reasons.append
+
+    def record(reason: str) -> str:
+        reasons.append(reason)
+        return "a dump was written"
+
+    recorded.recorder.on_failure = record
     with caplog.at_level("WARNING", logger="polyaccel"), pytest.raises(CommError) as caught:
         recorded.barrier(label="step")
     assert len(reasons) == 1
