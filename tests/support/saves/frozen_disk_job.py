@@ -69,8 +69,8 @@ def main(folder: str, moment: str, on_failure: str) -> None:
     engine.save_checkpoint(folder, tag="kept")
     engine.wait_for_checkpoint()
     engine.destroy()
-    tags = {status.tag: status.is_good for status in list_checkpoints(folder)}
-    print(json.dumps({"raised": len(raised), "tags": tags}))
+    good = sorted(status.tag for status in list_checkpoints(folder) if status.is_good)
+    print(json.dumps({"raised": len(raised), "good": good}))
 
 
 main(*sys.argv[1:])
