@@ -199,11 +199,11 @@ class GradNormReducer:
             return own
         total = fsum(squares) if own.first_nonfinite_param is None else own.norm
         gathered = self._beyond.all_gather_object([total, own.first_nonfinite_param or ""])
-        culprit = next((name for _, name in gathered if name), None)
-        if culprit is None:
+        not_finite = next((name for _, name in gathered if name), None)
+        if not_finite is None:
             return GradientNorm(_float32(sqrt(fsum(square for square, _ in gathered)) / loss_scale), None)
         is_nan = any(square != square for square, _ in gathered)
-        return GradientNorm(float("nan" if is_nan else "inf"), culprit)
+        return GradientNorm(float("nan" if is_nan else "inf"), not_finite)
 
     def new_sums(self) -> SquareSums:
         """Sums for `add_squares` and `on_norm`."""
