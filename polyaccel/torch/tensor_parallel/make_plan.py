@@ -17,6 +17,7 @@ from torch import nn
 from polyaccel.core.block import Block
 from polyaccel.engine.policies.modules import CutRules, LayerRule
 from polyaccel.errors import ShardingError
+from polyaccel.torch.deferred_init.log import return_holes
 from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.comparison import ProvenRegions, proven_regions
 from polyaccel.torch.tensor_parallel.names import HEAD_SIZE
@@ -86,6 +87,7 @@ def make_plan(
     for region in styled.regions:
         chosen.add(region.modules, region.heads)
     whole = {**chosen.whole, **proven.whole, **styled.whole}
+    return_holes()  # blocks that are cut next must not lie between what copies of the trials have left
     if not chosen.modules:
         found_whole = next((f"{name} differs where it is cut: {reason}" for name, reason in whole.items()), None)
         reason = found_whole or "neither has it a tp_plan, nor layers recognised as attention or feed-forward"
