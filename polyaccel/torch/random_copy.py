@@ -53,7 +53,16 @@ def random_copy(
             getattr(one, name).clear()
         if "forward" in vars(one):
             raise TypeError(f"{type(one).__name__} has a forward among its attributes")
+        _choose_plain_kernels(getattr(one, "config", None))
     return made.eval()
+
+
+def _choose_plain_kernels(config: Any) -> None:
+    """Let a copy of a transformers model compute what a host in float32 and float64, and thin weights, can compute."""
+    if "flash" in str(getattr(config, "_attn_implementation", "")):
+        config._attn_implementation = "sdpa"
+    if getattr(config, "_experts_implementation", None) is not None:
+        config._experts_implementation = "eager"  # grouped products take neither float64 nor strides of 0
 
 
 @contextmanager

@@ -183,8 +183,8 @@ class _Chosen:
         """What no region covers, by its style: of each module its layers. `planned` are those of all regions."""
         by_parent: dict[str, list[str]] = {}
         for name, wish in wished.items():
-            is_done = name in self.modules or name in planned or name not in self._structure.modules
-            if is_done or wish.style in ("whole", "vocabulary"):
+            is_done = name in self.modules or name in planned or name in self.whole
+            if is_done or name not in self._structure.modules or wish.style in ("whole", "vocabulary"):
                 continue
             if wish.style == "experts":
                 raise ShardingError(

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from polyaccel.torch.random_copy import random_copy
 
 _ROWS, _TOKENS = 2, 6
+_WITHOUT_VALUES = (Tensor.dtype.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
+"""What a module may read of another's weight: a part of it has the same."""
 _LARGE = 1 << 20
 _log = getLogger(__name__)
 
@@ -85,7 +87,7 @@ class _WatchedWeight(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             for one in _tensors((args, kwargs or {})):
-                if isinstance(one, cls) and one.note is not None:
+                if isinstance(one, cls) and one.note is not None and func not in _WITHOUT_VALUES:
                     one.note()
             return func(*args, **(kwargs or {}))
 
@@ -163,8 +165,6 @@ def _run_recorded(
         theirs: Any = getattr(module, "config", None)
         if getattr(theirs, "use_cache", False):
             theirs.use_cache = False
-        if "flash" in str(getattr(theirs, "_attn_implementation", "")):
-            theirs._attn_implementation = "sdpa"
     modules = dict(model.named_modules())
     for name in names:
         modules[name].register_forward_pre_hook(record(name), with_kwargs=True)

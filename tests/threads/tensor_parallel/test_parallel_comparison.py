@@ -8,10 +8,13 @@ import random
 import pytest
 import torch
 from cut_blocks import LAYOUTS, SHARED, STATISTICS, TRANSFORMERS, VOCABULARY, CutBlocks, cut_model
+from hf_models import tiny
+from mixing_models import mobilebert
 from pairwise import combinations
 from torch import Tensor, nn
 from torch.nn import functional
 from transformer_models import KINDS, transformer_model
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.threads import run_threads
@@ -116,6 +119,39 @@ def test_the_plan_names_a_block_that_stays_whole_once_and_what_is_not_proven() -
     plan = make_plan(model, 2)
     assert set(plan.unproven) == {"asking"}  # blocks of one tensor are compared all the same
     assert {"asking.fc1", "asking.fc2"} <= {each.name for each in plan.modules}
+
+
+def test_words_whose_weight_another_module_reads_stay_whole() -> None:
+    """MobileBERT's head multiplies by the weight of its output layer, and does not call that layer."""
+    plan = make_plan(mobilebert(), 2)
+    assert plan.whole.keys() == {"mobilebert.embeddings.word_embeddings"}
+    assert plan.modules
+    assert not {"cls.predictions.decoder", *plan.whole} & {one.name for one in plan.modules}
+    assert "lm_head" in {one.name for one in make_plan(tiny("llama"), 2).modules}
+
+
+class ReadingMixtral(MixtralForCausalLM):
+    """Its logits are computed by the class itself, and their dtype is read before that."""
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Return logits."""
+        hidden = self.model(**inputs).last_hidden_state.to(self.lm_head.weight.dtype)
+        return functional.linear(hidden, self.lm_head.weight)
+
+
+def test_copies_of_mixtures_that_are_large_can_be_run() -> None:
+    """Grouped products refuse copies whose matrices are one short vector each."""
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=8)
+    plan = make_plan(ReadingMixtral(config), 2)
+    assert plan.whole.keys() == {"lm_head"}
+    assert "lm_head" in {one.name for one in make_plan(MixtralForCausalLM(config), 2).modules}
+    qwen = Qwen3MoeConfig(
+        **sizes, num_attention_heads=8, num_key_value_heads=2, num_experts=8, moe_intermediate_size=96
+    )
+    model = Qwen3MoeForCausalLM(qwen)
+    model.model.layers[2].self_attn.o_proj = nn.Linear(model.model.layers[2].self_attn.o_proj.in_features, 128)
+    assert not make_plan(model, 2).unproven  # the attention of the last layer, which is another one, was called too
 
 
 def test_nothing_of_the_script_changes_and_no_values_are_needed() -> None:
