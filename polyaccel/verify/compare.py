@@ -30,6 +30,7 @@ import numpy as np
 from polyaccel.verify.variant import Array, Record
 
 MARGIN = 16.0
+_OF_NOISE = 2.0
 _QUANTILE = 0.9  # of ratios: one moved run that agrees with the plain one by chance says nothing
 EXACT = frozenset({"attribute", "random"})
 OF_RANKS = frozenset({"input", "buffer", "kept", *EXACT})
@@ -142,6 +143,12 @@ class Tolerances:
         if not ratios or not np.quantile(ratios, _QUANTILE) <= self.limit:
             return self
         return replace(self, spreads={**self.spreads, **{key: max(self.spreads[key], apart[key]) for key in shared}})
+
+    def around(self, run: Values) -> Tolerances:
+        """Return tolerances around a plain run with noise, of the same quantities, which its noise moves too."""
+        if run.keys() != self.plain.keys():
+            return self
+        return replace(self, plain=run, limit=_OF_NOISE * self.limit)
 
     def findings(self, run: Values, names: Sequence[str] = (), events: Sequence[str] = ()) -> list[Finding]:
         """Return what differs in `run`, the first cause first.

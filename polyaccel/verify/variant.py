@@ -7,6 +7,13 @@ batches, in float32, because the rewrites are the same there. The plain runs hol
 average whole gradients, so no rewrite acts in them. Their spread is the tolerance of each quantity. Each moved run only
 widens it, so none is made once nothing differs. Where the engine differs, further runs with one rewrite off find the
 one to blame.
+
+[Note: Choices that rounding flips]
+A router chooses experts by the largest scores. Where two scores differ by less than rounding, a right rewrite chooses
+another expert than the plain run, and everything behind it differs. So does the gradient of a ReLU next to zero. The
+plain run with noise on its weights flips in the same way, or not, by chance. So a run that differs is compared with
+plain runs that had noise too, and agrees where it agrees with one of them. They record whether the program makes such
+choices; one that makes none has a single run with noise.
 """
 
 from __future__ import annotations
@@ -31,6 +38,8 @@ VARIABLE = "POLYACCEL_VERIFY"
 of `CHOICES`, which goes before `verify` of the config."""
 CHOICES = ("auto", "always", "off")
 
+NOISE = 4.0
+"""Units in the last place of one standard deviation of a variant's noise."""
 _FACTS = "facts"
 Array = npt.NDArray[Any]
 
@@ -48,6 +57,8 @@ class Variant:
     """Whether plain torch takes the place of the engine."""
     moved: int = 0
     """Units in the last place by which weights are moved before the first step: -1, 0 or 1."""
+    noise: int = 0
+    """Which random noise of a few units in the last place is added to weights before the first step; 0 is none."""
     reorders: bool = False
     """Whether products are added up in another order."""
     is_double: bool = False
@@ -87,6 +98,8 @@ class Record:
     """Parameters and buffers in the order in which their modules ended their first forward pass."""
     events: list[str] = field(default_factory=list)
     """Updates in the order in which they were recorded: number of the engine, a slash and the step."""
+    has_choices: bool = False
+    """Whether the program chose by comparing numbers, recorded in runs with noise."""
     engines: int = 0
     """How many engines were made on this rank."""
     unfinished: int = 0
@@ -102,7 +115,7 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Write the record to a file of `folder` that only this rank writes."""
-        facts = {"acted": self.acted, "order": self.order, "events": self.events}
+        facts = {"acted": self.acted, "order": self.order, "events": self.events, "has_choices": self.has_choices}
         arrays: dict[str, Any] = {**self.values, _FACTS: np.array(json.dumps(facts))}
         np.savez(folder / f"rank{self.rank}.npz", **arrays)
         self.is_written = True

@@ -12,6 +12,7 @@ only its parts can be compared.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.core.types import DType
@@ -35,10 +37,11 @@ from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.verify.plain_update import Array, PlainUpdate, transform
 from polyaccel.jax.verify.recording import StepRecording
 from polyaccel.jax.views import CopyCount
-from polyaccel.verify.variant import ActiveRun
+from polyaccel.verify.variant import NOISE, ActiveRun, Variant
 
 _OTHER_KERNELS = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
 """Options of XLA by which a program rounds otherwise, as the engine's programs do."""
+_CHOICES = re.compile(r"\b(top_k|sort|argmax|argmin|max|min|round)\b")
 
 
 class PlainPrograms:
@@ -95,11 +98,19 @@ class PlainPrograms:
                 self._function, _ = self._as_drawn()  # a block of linen draws from one key, at every stage
         return self._draws
 
-    def _looks_at_key(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
+    def has_choices(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
+        """Return whether the function compares numbers to choose, as routers and ReLUs do."""
+        return _CHOICES.search(str(self._traced(leaves, inputs))) is not None
+
+    def _traced(self, leaves: Mapping[str, Any], inputs: Any) -> Jaxpr:
+        """The function's program."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), inputs)
         whole = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in leaves.items()}
         traced = jax.make_jaxpr(lambda own, batch, key: self._loss(own, {}, batch, key))
-        program = traced(whole, shapes, jax.random.key(0)).jaxpr
+        return traced(whole, shapes, jax.random.key(0)).jaxpr
+
+    def _looks_at_key(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
+        program = self._traced(leaves, inputs)
         live = {id(atom) for atom in program.outvars}
         for equation in reversed(program.eqns):
             if any(id(variable) in live for variable in equation.outvars):
@@ -124,7 +135,8 @@ class PlainJaxEngine:
         self._programs = programs = PlainPrograms.of(run, given, {} if shared is None else shared)
         self._structure, self._names, leaves = programs.structure, programs.names, programs.leaves
         self._trained = [dtype_of(fqn, leaf).is_floating for fqn, leaf in leaves.items()]
-        self._leaves = {fqn: self._first_value(leaf, run.variant.moved) for fqn, leaf in leaves.items()}
+        drawn = np.random.default_rng(run.variant.noise)
+        self._leaves = {fqn: self._first_value(leaf, run.variant, drawn) for fqn, leaf in leaves.items()}
         self._own_devices, self._world_size = given.own_devices, self.communicator.world_size * given.own_devices
         self._update = PlainUpdate(given.client, runtime, self._structure, self._names, programs.update_of)
         self._update.hold_frozen(programs.params)
@@ -134,13 +146,14 @@ class PlainJaxEngine:
         self.lr_scheduler = None
         if section is not None and "lr" in self._update.group:
             self.lr_scheduler = build_schedule(section.type, section.params, self.optimizer)
+        self._record = run.record_of(self.communicator.rank) if run.variant.noise else None
         self._sum: dict[str, Array] = {}
         self._losses: list[float] = []
         self._norm: float | None = None
         self._recording = StepRecording(run, self.communicator.rank, self, lambda: self.optimizer.param_groups)
 
-    def _first_value(self, leaf: Any, moved: int) -> Array:
-        """Rank 0's value, in float32 where it is trained, moved by units in the last place."""
+    def _first_value(self, leaf: Any, variant: Variant, drawn: np.random.Generator) -> Array:
+        """Rank 0's value, in float32 where it is trained, moved by units in the last place or by noise."""
         value = np.array(leaf)
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value
@@ -150,7 +163,10 @@ class PlainJaxEngine:
             travels.copy_from(NumpyBuffer(value.reshape(-1)))
             self.communicator.broadcast(travels, 0)
             value = np.frombuffer(travels.to_bytes(), np.float32).reshape(value.shape).copy()
-        return value if not moved else np.nextafter(value, np.float32(moved * np.inf))
+        if variant.noise:
+            steps = NOISE * np.finfo(np.float32).eps * drawn.standard_normal(value.shape, np.float32)
+            return value * (1 + steps).astype(np.float32)
+        return value if not variant.moved else np.nextafter(value, np.float32(variant.moved * np.inf))
 
     # Values that are recorded.
 
@@ -230,6 +246,8 @@ class PlainJaxEngine:
         """The loss of `count` micro-batches in one batch, whose gradients are added. See [Note: Whole batches]."""
         inputs = as_inputs(batch)
         draws = self._programs.draws(self._leaves, inputs)
+        if self._record is not None and not self._record.has_choices:
+            self._record.has_choices = self._programs.has_choices(self._leaves, inputs)
         found = [self._of_part(part, key, weight) for part, key, weight in self._parts(batch, count)]
         if len(found) > 1 and not draws:
             whole = self._of_part(inputs, self._key_of(self.micro_steps, 0), count)

@@ -24,7 +24,7 @@ from polyaccel.torch.verify.generators import has_own_generators, restore, state
 from polyaccel.torch.verify.plain_engine import PlainEngine, has_equivalent
 from polyaccel.torch.verify.proof_ranks import ProofRanks
 from polyaccel.torch.verify.runs import record_steps, verified_config
-from polyaccel.torch.verify.shadow import OtherOrder, WithoutDropout
+from polyaccel.torch.verify.shadow import ChoiceWatch, OtherOrder, WithoutDropout
 from polyaccel.torch.verify.untouched import NotProvenError, Untouched, plain_name
 from polyaccel.verify.prove import Proof, prove
 from polyaccel.verify.variant import ActiveRun, Record, Variant, VerificationEnd
@@ -97,6 +97,8 @@ class CopiedTrainings:
                     stack.enter_context(WithoutDropout())
                 if variant.reorders:
                     stack.enter_context(OtherOrder())
+                if variant.noise:
+                    stack.enter_context(ChoiceWatch(active.record_of(rank)))
                 with suppress(VerificationEnd):
                     run = self._run_plain if variant.is_plain else self._run_engine
                     run(active, ranks, self._batches[ranks.sources[rank]])

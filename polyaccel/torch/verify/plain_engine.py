@@ -79,7 +79,7 @@ class PlainEngine(TorchEngine):
         model.to(torch_device_of(runtime.accelerator))
         self._modules["module"] = model
         self._broadcast(model)
-        move_weights(model, run.variant.moved)
+        move_weights(model, run.variant)
         if self._is_double:
             model.double()
         own = _optimizer(runtime, model, client, model_parameters)

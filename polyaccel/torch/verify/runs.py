@@ -26,7 +26,7 @@ from polyaccel.torch.verify.plain_engine import OptimizerLike, PlainEngine, shar
 from polyaccel.torch.verify.plain_pipeline import PlainPipelineEngine, UnstagedEngine
 from polyaccel.torch.verify.recording import Quantities, StepRecording, attributes_of
 from polyaccel.torch.verify.saved_runs import keep_saves_apart
-from polyaccel.torch.verify.shadow import OtherOrder, WithoutDropout, quiet_config, shadow_config
+from polyaccel.torch.verify.shadow import ChoiceWatch, OtherOrder, WithoutDropout, quiet_config, shadow_config
 from polyaccel.torch.verify.states import engine_states
 from polyaccel.torch.verify.whole_pipeline import whole_optimizer, whole_pipeline
 from polyaccel.verify.variant import ActiveRun, Variant
@@ -183,6 +183,8 @@ def _enter_modes(run: ActiveRun, runtime: EngineBuilder) -> None:
         WithoutDropout().__enter__()  # type: ignore[no-untyped-call]
     if run.variant.reorders:
         OtherOrder().__enter__()  # type: ignore[no-untyped-call]
+    if run.variant.noise:
+        ChoiceWatch(run.record_of(runtime.communicator.rank)).__enter__()  # type: ignore[no-untyped-call]
 
 
 def attributes_before(run: ActiveRun | None, model: nn.Module) -> Mapping[str, float] | None:

@@ -130,7 +130,7 @@ class PlainSaves:
         _read_module(engine._own_module, saved)
         if "optimizer" in parts and "optimizer" not in left_out:
             _read_states(engine, saved, values)
-        move_weights(engine._own_module, self._run.variant.moved)
+        move_weights(engine._own_module, self._run.variant)
         engine._own_data = None
         return f"{saved.storage.location}/{saved.tag}", client_state_of(saved)
 

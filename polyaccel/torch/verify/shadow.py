@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polyaccel.config import Config
+from polyaccel.verify.variant import NOISE, Record, Variant
 
 _ARITHMETIC = frozenset(
     {
@@ -24,6 +25,12 @@ _ARITHMETIC = frozenset(
 )
 _BUCKETS = 7
 _TILE_TOKENS = 4
+_CHOICES = frozenset(
+    {
+        *("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "maximum", "minimum"),
+        *("round", "relu", "relu_", "relu6", "hardtanh"),
+    }
+)
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
 
 
@@ -75,13 +82,17 @@ def shadow_config(config: Config, model: nn.Module) -> Config:
 
 
 @torch.no_grad()
-def move_weights(model: nn.Module, units: int) -> None:
-    """Move each floating parameter of `model` by `units` in the last place."""
-    if units == 0:
+def move_weights(model: nn.Module, variant: Variant) -> None:
+    """Move each floating parameter of `model` by the units in the last place, or the noise, of a variant."""
+    if not variant.moved and not variant.noise:
         return
+    generator = torch.Generator().manual_seed(variant.noise)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            towards = torch.full_like(parameter, float("inf") if units > 0 else float("-inf"))
+        if parameter.is_floating_point() and variant.noise:
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)
+            parameter.mul_(1 + NOISE * torch.finfo(parameter.dtype).eps * drawn)
+        elif parameter.is_floating_point():
+            towards = torch.full_like(parameter, float("inf") if variant.moved > 0 else float("-inf"))
             parameter.copy_(torch.nextafter(parameter, towards))
 
 
@@ -110,6 +121,18 @@ class _RunMode(TorchFunctionMode):
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of any other function."""
         raise NotImplementedError
+
+
+class ChoiceWatch(_RunMode):
+    """Record whether the program makes choices that rounding can flip, while this mode is active."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._record.has_choices |= getattr(func, "__name__", "") in _CHOICES
+        return func(*args, **kwargs)
 
 
 class WithoutDropout(_RunMode):

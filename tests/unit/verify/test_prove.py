@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polyaccel.verify.compare import Tolerances
 from polyaccel.verify.prove import prove
-from polyaccel.verify.variant import Record
+from polyaccel.verify.variant import NOISE, Record
 
 PLAIN, MOVED = ["plain", "engine"], ["plain-1", "plain+1"]
 NUMBERS = st.floats(-1e3, 1e3, width=32)
@@ -43,8 +43,25 @@ def test_further_plain_runs_are_made_only_where_something_differs(error, noise, 
     if error < 0.1:
         assert (names, is_proven, blamed) == (runs, True, ())
     else:
-        assert names[len(runs) :] == ["plain, float64", "without cut"]
+        assert names[len(runs) :] == ["plain, float64", "plain with noise 1", "without cut"]
         assert (is_proven, blamed) == (False, ("cut",))
+
+
+@pytest.mark.parametrize(("fault", "is_proven"), [(0.0, True), (0.1, False)])
+def test_a_choice_that_rounding_flips_is_no_difference_and_hides_none(fault, is_proven):
+    """A router's two scores differ by less than the engine's rounding moves them."""
+
+    def run(variant):
+        rounding = 0.0 if variant.is_plain else -3e-7
+        noise = NOISE * 1.2e-7 * np.random.default_rng(variant.noise).standard_normal() if variant.noise else 0.0
+        expert = 1.0 if 1e-7 + rounding + noise > 0 else 5.0
+        record = Record(0, acted={"cut": 1}, has_choices=True)
+        off = 0.0 if variant.is_plain or variant.without else fault
+        record.add(0, "gradient", "a", np.float32([expert + noise + off, 2.0]))
+        return [record]
+
+    proof = prove(run)
+    assert proof.is_proven == is_proven
 
 
 def test_ranks_that_differ_are_a_difference():
