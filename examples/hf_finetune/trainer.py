@@ -34,9 +34,12 @@ def main() -> None:
     parser.add_argument("--out", default="runs/hf_finetune", help="where the Trainer writes")
     args = parser.parse_args()
 
+    is_on_cpu = not torch.accelerator.is_available()
     settings = TrainingArguments(
         output_dir=args.out,
         deepspeed=CONFIG,
+        use_cpu=is_on_cpu,
+        ddp_backend="gloo" if is_on_cpu else None,
         max_steps=args.steps,
         per_device_train_batch_size=2,
         learning_rate=1e-4,

@@ -22,7 +22,7 @@ from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
 from polyaccel_deepspeed.engine.updates import SLICE_OPTIMIZERS
 from polyaccel_deepspeed.experts.models import with_expert_ranks
-from polyaccel_deepspeed.origin import refuse_another, tell_whose
+from polyaccel_deepspeed.origin import refuse_another, refuse_uncounted, tell_whose
 from polyaccel_deepspeed.pipeline.engine import PipelineEngine
 from polyaccel_deepspeed.utils import keep_lines_from_root
 
@@ -59,6 +59,7 @@ def initialize(
         model_parameters = optimizer.param_groups
     if dist_init_required is not False or dist.is_initialized():
         init_distributed(distributed_port=distributed_port, config=tree)
+    refuse_uncounted(comm.get_world_size())
     changes = (*changes, *whole_batch(tree, comm.get_world_size()))
     engine, own_optimizer, loader, schedule = initialize_torch(
         model,

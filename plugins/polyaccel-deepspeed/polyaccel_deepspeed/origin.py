@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from logging import getLogger
 
@@ -45,6 +46,22 @@ def refuse_another() -> None:
             f"{found.version} in {found.locate_file('')} is what its version is asked of",
             hint=_HINT,
             value=found.version,
+        )
+
+
+def refuse_uncounted(world_size: int) -> None:
+    """Raise PolyaccelError if accelerate drives DeepSpeed and counts other ranks than the job has: its data loaders
+    would give every rank the same samples."""
+    module = sys.modules.get("accelerate.state")
+    state = {} if module is None else module.PartialState._shared_state
+    counted = state.get("num_processes", world_size)
+    if getattr(state.get("distributed_type"), "value", "") == "DEEPSPEED" and counted != world_size:
+        from polyaccel.errors import PolyaccelError
+
+        raise PolyaccelError(
+            f"accelerate counts {counted} ranks of a job that has {world_size}",
+            hint='on CPUs: TrainingArguments(use_cpu=True, ddp_backend="gloo"), or Accelerator(cpu=True)',
+            value=counted,
         )
 
 

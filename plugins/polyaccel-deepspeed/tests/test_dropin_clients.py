@@ -44,6 +44,14 @@ def test_the_example_of_the_trainer_trains(tmp_path: Path) -> None:
     assert "'train_loss'" in run(*torchrun(), str(script), "--steps", "2", "--out", str(tmp_path))
 
 
+def test_ranks_that_accelerate_does_not_count_are_an_error(tmp_path: Path) -> None:
+    """Without `use_cpu` accelerate gives each rank on a CPU all samples."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}))
+    job = [*torchrun(), str(CLIENTS / "trainer_job.py"), "--config", str(file), "--out", str(tmp_path), "--uncounted"]
+    assert "PolyaccelError: accelerate counts 1 ranks" in run(*job, fails=True)
+
+
 @pytest.fixture(scope="module", params=["a GPT-2 learns sentences", "a BERT classifies"])
 def task(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
     """The job's arguments for what is learned, and what plain torch finds."""

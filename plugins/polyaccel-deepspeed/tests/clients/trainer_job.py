@@ -1,8 +1,8 @@
 """A Trainer of transformers' with a DeepSpeed config of "auto"s: nothing in it refers to polyaccel.
 
-`--config FILE --out DIR [--classify] [--plain] [--resume CHECKPOINT]`; rank 0 writes the losses to OUT/result.json. A
-GPT-2 learns sentences, or a BERT (`--classify`) to distinguish two kinds of them. `--plain` is the same job without
-DeepSpeed, on one process, whose micro-batch is that of two ranks.
+`--config FILE --out DIR [--classify] [--plain] [--resume CHECKPOINT] [--uncounted]`; rank 0 writes the losses to
+OUT/result.json. A GPT-2 learns sentences, or a BERT (`--classify`) to distinguish two kinds of them. `--plain` is the
+same job without DeepSpeed, on one process, whose micro-batch is that of two ranks.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ def main() -> None:
     parser.add_argument("--classify", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--resume", help="a checkpoint of the Trainer's")
+    parser.add_argument("--uncounted", action="store_true", help="leave out what ranks on CPUs need")
     given = parser.parse_args()
     arguments = TrainingArguments(
         output_dir=str(given.out / "run"),
         deepspeed=None if given.plain else given.config,
         ddp_backend=None if given.plain else "gloo",
-        use_cpu=True,
+        use_cpu=not given.uncounted,
         per_device_train_batch_size=MICRO_BATCH * (RANKS if given.plain else 1),
         per_device_eval_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=ACCUMULATION,
@@ -95,8 +96,10 @@ def main() -> None:
     trainer = Trainer(model=build(classifies=given.classify), args=arguments, train_dataset=data, eval_dataset=unseen,
                       compute_metrics=accuracy if given.classify else None)  # fmt: skip
     stage = json.loads(Path(given.config).read_text())["zero_optimization"]["stage"] if given.config else 0
-    if stage == 3 and not given.resume:
-        trainer.evaluate()  # the Trainer refuses it at other stages; `train` destroys its engine
+    if stage == 3:
+        # The Trainer refuses it at other stages. It drops the config's optimizer for good, so a resumed run needs it
+        # too, and `train` destroys its engine.
+        trainer.evaluate()
         trainer.model_wrapped = trainer.model
     trainer.train(resume_from_checkpoint=given.resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
