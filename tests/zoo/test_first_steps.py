@@ -39,7 +39,7 @@ def verdicts(case):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("case", cases() if IS_FULL else SAMPLE, ids=str)
+@pytest.mark.parametrize("case", list(cases()) if IS_FULL else SAMPLE, ids=str)
 def test_a_right_program_is_no_alarm(case):
     found = verdicts(case)
     assert found[0].result in (("proven", "not proven", "refused") if IS_FULL else ("proven",)), found
