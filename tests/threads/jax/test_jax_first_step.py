@@ -20,6 +20,8 @@ from polyaccel.jax import unit
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.verify.first_step import FirstStepProof
 from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.verify.prove import threads_run
+from polyaccel.verify.variant import Variant
 
 WIDTH = 4
 
@@ -155,3 +157,22 @@ def test_what_does_not_run_alone_is_said_and_trains(verdicts):
     run_threads(1, program)
     assert len(verdicts) == 1
     assert isinstance(verdicts[0], str)
+
+
+@pytest.mark.parametrize(("activation", "has_choices"), [(jax.nn.relu, True), (jnp.tanh, False)])
+def test_runs_with_noise_record_whether_a_function_chooses(activation, has_choices):
+    def fn(params, batch, rng):
+        return jnp.square(activation(batch @ params[0]["kernel"])).mean()
+
+    def program():
+        engine = polyaccel.initialize(
+            model=fn, params=params_of(), config={"train_micro_batch_size_per_gpu": 4, **ADAMW}
+        )
+        engine.train_batch(random(0, 0))
+        raise AssertionError("the program ran on after its last step")
+
+    run = threads_run(1, program)
+    plain, noisy, again = (run(Variant("plain", True, noise=noise, steps=1))[0] for noise in (0, 1, 1))
+    assert (plain.has_choices, noisy.has_choices) == (False, has_choices)
+    assert noisy.values["0/loss/"] != plain.values["0/loss/"]
+    assert noisy.values["0/loss/"] == again.values["0/loss/"] == pytest.approx(plain.values["0/loss/"], rel=1e-5)

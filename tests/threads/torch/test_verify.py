@@ -124,6 +124,33 @@ def test_an_output_off_by_a_factor_under_recomputation(monkeypatch):
     assert proof.blamed == ("activation_checkpointing",)
 
 
+class Choice(nn.Module):
+    """A router of two experts, whose scores differ by one unit in the last place."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Parameter(torch.tensor([1.0, 1.0 + 2**-23]), requires_grad=False)
+        self.gains = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return x * self.gains[self.scores.argmax()]
+
+
+def flip_choice(model):
+    act = model.layers[1].act
+    act.register_forward_hook(lambda module, inputs, output: inputs[0] * module.gains[module.scores.argmin()])
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_choice_that_rounding_flips_is_no_alarm_and_hides_none(monkeypatch, is_wrong):
+    plant(monkeypatch, ActivationCheckpointing, flip_choice)
+    if is_wrong:
+        plant(monkeypatch, ActivationCheckpointing, shift_output)
+    proof = prove(threads_run(1, program(lambda: Net(act=Choice), activation_checkpointing={"enabled": True})))
+    assert proof.is_proven != is_wrong, [str(one) for one in proof.findings]
+    assert proof.blamed == (("activation_checkpointing",) if is_wrong else ())
+
+
 def test_a_buffer_updated_twice_shows_in_the_buffer_alone(monkeypatch):
     plant(monkeypatch, ActivationCheckpointing, count_twice)
     model = lambda: Net(norm=nn.BatchNorm1d)  # noqa: E731
