@@ -35,6 +35,7 @@ from zoo_models import TEXTS, Entry, NotBuilt, build, entries, loss_of
 import polyaccel
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import PolyaccelError, VerificationError
+from polyaccel.torch.data import cast_floats
 from polyaccel.torch.rewrites.cuts import ExpertParallel, TensorParallel
 from polyaccel.torch.rewrites.engine import ActivationCheckpointing
 from polyaccel.torch.rewrites.forwards import SequenceParallel, TiledCompute
@@ -237,12 +238,12 @@ def run(case: Case) -> Verdict:
     engine, began_s = None, time.perf_counter()
     try:
         engine, *_ = polyaccel.initialize(model=model, config=config)
+        dtype = next(one.dtype for one in engine.module.parameters() if one.is_floating_point())
+        batches = [cast_floats(batch, dtype) for batch in batches]
         if "pipeline" in config:
             engine.train_batch(iter(batches))
         else:
-            dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
             for batch in batches:
-                batch = {name: one.to(dtype) if one.is_floating_point() else one for name, one in batch.items()}
                 engine.backward(_loss(engine(**batch)))
                 engine.step()
     except VerificationError as error:

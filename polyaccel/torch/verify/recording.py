@@ -103,9 +103,9 @@ class StepRecording:
         for name, parameter in self._trained():
             if (value := self._read.value_of(name, parameter)) is not None and name in self._before:
                 value = value.detach()
-                self._add("update", name, self._before.pop(name).neg_().add_(value))
-                largest = value.abs().amax() if value.numel() else torch.zeros(())
-                self._add(MAGNITUDE, name, largest)
+                before = self._before.pop(name)
+                self._add("update", name, torch.sub(value, before, out=before))
+                self._add(MAGNITUDE, name, _largest(value))
         for name, states in self._read.states().items():
             for key, state in states.items():
                 value = state if isinstance(state, Tensor) else torch.tensor(state, dtype=torch.float64)
@@ -173,6 +173,13 @@ def _in_bins(value: Tensor, bins: int) -> Tensor:
     rest = flat[rows * bins :]
     sums[: rest.numel()] += rest
     return sums
+
+
+def _largest(value: Tensor) -> Tensor:
+    """The largest absolute value, in one pass over real numbers and without a copy."""
+    if value.numel() == 0:
+        return torch.zeros(())
+    return value.abs().amax() if value.is_complex() else torch.stack(torch.aminmax(value)).abs().amax()
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, float]]:
