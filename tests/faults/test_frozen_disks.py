@@ -13,7 +13,7 @@ import pytest
 from fault_table import TABLE, Ends
 
 JOB = Path(__file__).parents[1] / "support" / "saves" / "frozen_disk_job.py"
-LOGGED = Ends("goes on, and logs or raises that the save has failed", "the old checkpoint; the next save is whole")
+LOGGED = Ends("continues, and logs or raises that the save has failed", "the old checkpoint; the next save is whole")
 
 
 @pytest.fixture
