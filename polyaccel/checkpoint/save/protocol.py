@@ -213,7 +213,7 @@ def run_save(ranks: SaveRanks, task: SaveTask, folder: str) -> Commit | None:
             publish(storage, path, data, here)
 
         ranks.on_leaders(step, publish_here)
-        commit = marker = Commit.of(tag, folder, data, saved_at_s)
+        commit = marker = Commit.create(tag, folder, data, saved_at_s)
         ranks.on_leaders(step, lambda: write_commit(storage, marker))
     except CheckpointError:
         # The write of a marker may fail after it took effect.
@@ -355,5 +355,5 @@ def save_checkpoint(
         tag_validation,
     )
     task = SaveTask(as_storage(storage), tag, part, reading(part.contents), save_latest, retention)
-    ranks = CollectiveRanks.of(task.storage, communicator)
+    ranks = CollectiveRanks.discover(task.storage, communicator)
     return save_parts(ranks, task, [intent.nbytes for intent in intents])
