@@ -56,7 +56,8 @@ from polyaccel.checkpoint.format.tensors import build_tensors
 from polyaccel.checkpoint.retention import KEEP_ALL, Retention, prune
 from polyaccel.checkpoint.save.per_node import complete_markers
 from polyaccel.checkpoint.save.ranks import CollectiveRanks, SaveRanks
-from polyaccel.checkpoint.storage.base import Storage, as_storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.file import as_storage
 from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError

@@ -17,7 +17,7 @@ from polyaccel.checkpoint.convert.formats.model_files import find_files, with_st
 from polyaccel.checkpoint.convert.formats.torch_files import TYPES, in_tensor, load_tree, optimizer_from, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.format.tensors import PARAM
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.errors import CheckpointError
 
 STEM, SUFFIX = "pytorch_model", ".bin"
