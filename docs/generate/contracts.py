@@ -33,7 +33,7 @@ SECTIONS = {
         *("polyaccel.comm.collectives.single", "polyaccel.comm.backends.torch.backend"),
     ),
     "Tier": ("polyaccel.offload.tier",),
-    "Storage": ("polyaccel.checkpoint.storage.base",),
+    "Storage": ("polyaccel.checkpoint.storage.base", "polyaccel.checkpoint.storage.file"),
     "Launcher": ("polyaccel.launch.base", "polyaccel.launch.plan"),
     "Monitor": ("polyaccel.observability.metrics",),
     "Buffers and element types": ("polyaccel.core.buffer", "polyaccel.core.types"),

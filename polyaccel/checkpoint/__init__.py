@@ -6,7 +6,8 @@ from polyaccel.checkpoint.format.pieces import TensorPiece
 from polyaccel.checkpoint.format.tensors import Piece, TensorEntry
 from polyaccel.checkpoint.load.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
 from polyaccel.checkpoint.save.protocol import TagValidation, save_checkpoint
-from polyaccel.checkpoint.storage.base import FileStorage, Storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.file import FileStorage
 
 __all__ = [
     "BlobEntry",

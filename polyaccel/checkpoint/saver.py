@@ -91,7 +91,7 @@ class Saver:
         )
         nbytes = [intent.nbytes for intent in intents]
         task = SaveTask(storage, tag, part, reading(part.contents), save_latest, self.policy.retention)
-        ranks = CollectiveRanks.of(storage, self._communicator)
+        ranks = CollectiveRanks.discover(storage, self._communicator)
         is_apart, has_room = ranks.nodes.count > 1, all(intent.has_room for intent in intents)
         thread_comm = self._thread_communicator() if is_apart and has_room else None
         if thread_comm is not None:

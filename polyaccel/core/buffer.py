@@ -196,7 +196,7 @@ class BufferViews:
         self._windows = tuple(windows)
         self._known: WeakKeyDictionary[Buffer, tuple[Buffer, ...]] = WeakKeyDictionary()
 
-    def of(self, buffer: Buffer) -> tuple[Buffer, ...]:
+    def get_views(self, buffer: Buffer) -> tuple[Buffer, ...]:
         """Return the views of a buffer, cut at the first call.
 
         Args:

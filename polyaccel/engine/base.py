@@ -119,7 +119,7 @@ class Engine(RunProgress, ABC):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> bool:
-        """Write everything needed to resume exactly, at any world size. Collective.
+        """Write everything needed to resume exactly, at any world size, in JAX or in torch. Collective.
 
         With `checkpoint.async` it returns when this rank's part is copied; `wait_for_checkpoint` waits for the rest.
 
@@ -134,6 +134,13 @@ class Engine(RunProgress, ABC):
 
         Raises:
             CheckpointError: On every rank: this save failed, or the one before it, or an accumulation is unfinished.
+            PolyaccelError: An update failed halfway, or this process was forked.
+
+        Example:
+            ```python
+            engine.save_checkpoint("checkpoints", client_state={"epoch": epoch})
+            path, client_state = engine.load_checkpoint("checkpoints")
+            ```
         """
 
     @abstractmethod

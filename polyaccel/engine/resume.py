@@ -206,8 +206,8 @@ class SavedValues(BaseModel):
     """The `base_checksums` of frozen parameters that were left out."""
 
     @classmethod
-    def of(cls, reader: StateReader) -> SavedValues:
-        """Those of `reader`. Raises CheckpointError naming each value that is missing or of another type."""
+    def from_reader(cls, reader: StateReader) -> SavedValues:
+        """Read the values. Raises CheckpointError naming each one that is missing or of another type."""
         try:
             return cls.model_validate(reader.scalars)
         except ValidationError as error:

@@ -107,7 +107,7 @@ def _check(
     state_names(saved, None, wanted=optimizer_states)
     renamed.scalars = own_scalars(run, renamed, members, wanted=optimizer_states)
     reader: RenamedReader | CustomLoadReader = renamed
-    values = SavedValues.of(reader)
+    values = SavedValues.from_reader(reader)
     if custom is None:
         check_names(run.zero, reader, strict=True, elsewhere=members)
     else:

@@ -282,29 +282,6 @@ class JaxEngine(Engine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> bool:
-        """Write everything needed to resume exactly, at any world size, in JAX or in torch. Collective.
-
-        With `checkpoint.async` it returns when this rank's part is copied; `wait_for_checkpoint` waits for the rest.
-
-        Args:
-            save_dir: Folder of checkpoints, or place in the storage that the config names.
-            tag: Name of this checkpoint; None is `global_step` and the number of steps.
-            client_state: Values of the script's own, which `load_checkpoint` returns.
-            save_latest: Make this the checkpoint that a load without a tag takes.
-
-        Returns:
-            True, as in DeepSpeed.
-
-        Raises:
-            CheckpointError: On every rank: this save failed, or the one before it, or an accumulation is unfinished.
-            PolyaccelError: An update failed halfway, or this process was forked.
-
-        Example:
-            ```python
-            engine.save_checkpoint("checkpoints", client_state={"epoch": epoch})
-            path, client_state = engine.load_checkpoint("checkpoints")
-            ```
-        """
         self._require_own_process()
         return self._save(save_dir, tag, client_state, save_latest, self._contents)
 

@@ -68,8 +68,8 @@ class TracedTransformation:
             state = jax.eval_shape(transformation.init, tree)
             self.state_paths, self._state_structure = jax.tree_util.tree_flatten_with_path(state)
             self.leaves = state_leaves(tree, state)
-            self.init = Graph.of(transformation.init, tree)
-            self.graph = Graph.of(self.update, tree, [leaf for _, leaf in self.state_paths], tree)
+            self.init = Graph.trace(transformation.init, tree)
+            self.graph = Graph.trace(self.update, tree, [leaf for _, leaf in self.state_paths], tree)
         except Exception as error:
             frames = (getattr(frame.f_code, "co_qualname", "") for frame, _ in walk_tb(error.__traceback__))
             name = function_name([*str(error).split(), *reversed(list(frames))]) or self.name

@@ -100,7 +100,7 @@ class LayerList:
     layers: tuple[Layer, ...]
 
     @classmethod
-    def of(cls, model: Sequence[Layer], params: Any) -> LayerList:
+    def from_model(cls, model: Sequence[Layer], params: Any) -> LayerList:
         """Raises PolyaccelError for what is not a list of functions with as many trees of parameters."""
         if not model or not all(map(callable, model)):
             kinds = [type(one).__name__ for one in model]

@@ -131,7 +131,7 @@ class FunctionOfModel(Rewrite):
         """Raises PolyaccelError for what is not a model with parameters, see `as_function`."""
         before = context.model
         if isinstance(before, (list, tuple)):
-            layers = LayerList.of(before, context.params)
+            layers = LayerList.from_model(before, context.params)
             context.model, context.params = layers, list(context.params)
             return AppliedRewrite(name=self.name, modules=tuple(map(str, range(len(layers.layers)))))
         context.model, context.params = as_function(before, context.params, with_units=context.with_units)

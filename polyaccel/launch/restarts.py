@@ -73,7 +73,7 @@ def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> Jo
     found = job_secret_from_env({SECRET_VARIABLE: job.secret})
     secret = found or (b"" if is_one_of_many else secrets.token_hex().encode())  # the other hosts would draw others
     is_here_alone = len(job.hosts) == 1 and is_here(next(iter(job.hosts)))
-    keepers = Keepers.of(launcher, job, secret) if secret else None
+    keepers = Keepers.from_job(launcher, job, secret) if secret else None
     kept = {} if keepers is None else {KEEPER_VARIABLE: keepers.name}
     look = noop if keepers is None else keepers.look
     try:
@@ -106,7 +106,7 @@ class Keepers:
         self._failures = 0
 
     @classmethod
-    def of(cls, launcher: Launcher, job: Job, secret: bytes) -> Keepers | None:
+    def from_job(cls, launcher: Launcher, job: Job, secret: bytes) -> Keepers | None:
         """Return keepers of a job's hosts; None where not every host can have one. Raises LaunchError here."""
         if not can_keep():
             return None

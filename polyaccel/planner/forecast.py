@@ -35,8 +35,8 @@ class Setting:
     offload_param: OffloadDevice = "none"
 
     @classmethod
-    def of(cls, config: ResolvedConfig) -> Setting:
-        """The config's own choice."""
+    def from_config(cls, config: ResolvedConfig) -> Setting:
+        """Read the config's own choice."""
         zero = config.zero_optimization
         return cls(zero.stage, zero.offload_optimizer.device, zero.offload_param.device)
 
@@ -99,7 +99,7 @@ def forecasts(
     config: ResolvedConfig, model: ModelShape, world_size: int, speeds: CollectiveTimings | None = None
 ) -> tuple[Forecast, ...]:
     """Forecast `SETTINGS` and the config's own, by measured `speeds` of collectives if given."""
-    own, copies = Setting.of(config), copies_of_state(config, model, world_size)
+    own, copies = Setting.from_config(config), copies_of_state(config, model, world_size)
     found = []
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
         changed = setting.applied_to(config)

@@ -41,8 +41,8 @@ class PassSettings:
     """How the layers of a pipeline are dealt, as in the config's section `pipeline`."""
 
     @classmethod
-    def of(cls, config: ResolvedConfig, mesh: Mesh) -> PassSettings:
-        """The settings of `config` for the ranks of `mesh`."""
+    def from_config(cls, config: ResolvedConfig, mesh: Mesh) -> PassSettings:
+        """Read the settings of `config` for the ranks of `mesh`."""
         sequence, tiles = config.sequence_parallel, config.tiled_compute
         return cls(
             rules=module_rules_of(config),

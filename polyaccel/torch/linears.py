@@ -68,8 +68,8 @@ class MatmulKernels:
         return number
 
     @classmethod
-    def of(cls, table: KernelTable, device_type: str, least_work: int) -> MatmulKernels:
-        """Those of `table`, torch's own for what it lacks."""
+    def from_table(cls, table: KernelTable, device_type: str, least_work: int) -> MatmulKernels:
+        """Take the kernels of `table`, and torch's own for what it lacks."""
         full = _TORCHS.replaced("", {op: table[op] for op in table})
         return cls(full[LINEAR], full[LINEAR_INPUT_GRAD], full[LINEAR_WEIGHT_GRAD], device_type, least_work)
 
@@ -196,10 +196,10 @@ class Linears:
         if not set(table):
             return
         assert device_type is not None  # what this frontend's accelerators have
-        grouped = GroupedProducts.of(table, device_type)
+        grouped = GroupedProducts.from_table(table, device_type)
         products = None
         if any(op in table for op in _LAYERS_OPS):
-            products = MatmulKernels.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
+            products = MatmulKernels.from_table(table, device_type, 0 if choice == "on" else LEAST_WORK)
         for name, layer in module.named_modules():
             if isinstance(layer, SharedModule):  # experts too, whose tensor ranks add up what each of them gives
                 layer.share.ranks.products = products
@@ -271,4 +271,4 @@ def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 _TORCHS = KernelTable(
     "torch", {LINEAR: functional.linear, LINEAR_INPUT_GRAD: torch.mm, LINEAR_WEIGHT_GRAD: _weight_grad}
 )
-DIFFERENTIABLE = MatmulKernels.of(_TORCHS, "", 0)
+DIFFERENTIABLE = MatmulKernels.from_table(_TORCHS, "", 0)

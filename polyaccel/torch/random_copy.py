@@ -57,12 +57,12 @@ def random_copy(
     return made.eval()
 
 
-def _choose_plain_kernels(config: Any) -> None:
+def _choose_plain_kernels(settings: Any) -> None:
     """Let a copy of a transformers model compute what a host in float32 and float64, and thin weights, can compute."""
-    if "flash" in str(getattr(config, "_attn_implementation", "")):
-        config._attn_implementation = "sdpa"
-    if getattr(config, "_experts_implementation", None) is not None:
-        config._experts_implementation = "eager"  # grouped products take neither float64 nor strides of 0
+    if "flash" in str(getattr(settings, "_attn_implementation", "")):
+        settings._attn_implementation = "sdpa"
+    if getattr(settings, "_experts_implementation", None) is not None:
+        settings._experts_implementation = "eager"  # grouped products take neither float64 nor strides of 0
 
 
 @contextmanager

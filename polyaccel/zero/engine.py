@@ -100,7 +100,7 @@ class ZeroEngine:
 
     def holders(self, fqn: str) -> Communicator:
         """The communicator of the ranks that hold the same elements of a parameter as this one."""
-        return self._communicators.of(self.layout.locate(fqn)[0]).exact
+        return self._communicators.get_groups(self.layout.locate(fqn)[0]).exact
 
     @property
     def steps(self) -> dict[str, int]:
@@ -188,7 +188,7 @@ class ZeroEngine:
         self.consistency.require()
         for place in self.params:
             shard = self._states.get(place.bucket.index)
-            for piece in place.bucket.slices(self._communicators.of(place.bucket).exact.rank):
+            for piece in place.bucket.slices(self._communicators.get_groups(place.bucket).exact.rank):
                 _, slot = self.layout.locate(piece.fqn)
                 offset = slot.offset + piece.start - place.origin
                 yield slot, "param", piece.start, place.master.view(offset, piece.length)

@@ -69,8 +69,8 @@ class Communicators:
         """One communicator for everything, where nothing is cut."""
         return cls(communicator, {(): ShardGroups.plain(communicator)})
 
-    def of(self, bucket: Bucket) -> ShardGroups:
-        """Those of the ranks that hold the parameters of `bucket`."""
+    def get_groups(self, bucket: Bucket) -> ShardGroups:
+        """Return the groups of ranks that hold the parameters of `bucket`."""
         return self.groups[bucket.kind.cut]
 
     def log_ignored_gather_options(self) -> None:

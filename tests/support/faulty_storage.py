@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.errors import CheckpointError
 
 

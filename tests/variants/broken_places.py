@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 from variant_table import Broken, named
 
-from polyaccel.checkpoint.storage.base import FileStorage, Storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError

@@ -452,7 +452,7 @@ WRONG: dict[str, tuple[str, Program, Callable[[pytest.MonkeyPatch], None]]] = {
     "recomputed block with a factor": (
         "activation_checkpointing",
         Program(function(in_units), None, RECOMPUTED),
-        change(UnitRecomputation, "of", scaled_block),
+        change(UnitRecomputation, "wrap", scaled_block),
     ),
     "micro-batches of the same samples": (
         "gradient_accumulation_steps",

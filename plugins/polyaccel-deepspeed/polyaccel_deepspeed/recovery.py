@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyaccel.checkpoint.storage.base import FileStorage, Storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.file import FileStorage
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 _CONTENT = """#!/usr/bin/env python

@@ -11,7 +11,8 @@ from polyaccel.checkpoint import CheckpointReader, Storage, TagStatus, list_chec
 from polyaccel.checkpoint.format.commit import LATEST, MARKER, tag_names
 from polyaccel.checkpoint.format.recognition import recognise, recognise_names
 from polyaccel.checkpoint.format.save_folders import save_folders
-from polyaccel.checkpoint.storage.base import FileStorage, open_storage
+from polyaccel.checkpoint.storage.base import open_storage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.errors import CheckpointError
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)")

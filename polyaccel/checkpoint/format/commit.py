@@ -51,8 +51,8 @@ class Commit:
     saved_at_s: float
 
     @classmethod
-    def of(cls, tag: str, save: str, manifest: bytes, saved_at_s: float) -> Commit:
-        """The marker of a save with that manifest."""
+    def create(cls, tag: str, save: str, manifest: bytes, saved_at_s: float) -> Commit:
+        """Make the marker of a save with that manifest."""
         return cls(tag, save, len(manifest), zlib.crc32(manifest), saved_at_s)
 
     @property

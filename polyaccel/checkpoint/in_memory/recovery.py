@@ -126,7 +126,7 @@ def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) 
                 storage.write(f"{path}/{_blob_file(rank)}", [blob_files[_blob_file(rank)]])
         expected = Manifest.from_json(data).expected_at(ids[keepers.node])
         publish(storage, path, data, expected)
-        write_commit(storage, Commit.of(tag, folder, data, saved_at_s))
+        write_commit(storage, Commit.create(tag, folder, data, saved_at_s))
 
     keepers.on_leaders(_MAKING, write)
     storage.close()

@@ -119,7 +119,7 @@ class Replicas:
         self._has_begun = True
         error, client = "", None
         try:
-            client = KeeperClient.of(os.environ)
+            client = KeeperClient.from_environment(os.environ)
         except CheckpointError as found:
             error = found.message
         is_first = self._communicator.rank == 0

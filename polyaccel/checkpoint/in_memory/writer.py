@@ -256,7 +256,7 @@ class ReplicaWriter:
             return False
         if self._client is None:
             try:
-                self._client = KeeperClient.of(os.environ)
+                self._client = KeeperClient.from_environment(os.environ)
             except CheckpointError:
                 return False
         return self._client is not None

@@ -25,7 +25,8 @@ from polyaccel.checkpoint.load.cooperative.reading import CooperativeReader
 from polyaccel.checkpoint.load.cooperative.windows import MemoryGroups
 from polyaccel.checkpoint.load.per_node import select_checkpoint
 from polyaccel.checkpoint.save.async_client import settle
-from polyaccel.checkpoint.storage.base import Storage, as_storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.file import as_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.core.block import Block
 from polyaccel.core.buffer import Buffer

@@ -204,7 +204,7 @@ def start(part: SavePart, image: Image, limit_s: float, **job: Any) -> Pending:
 
 def owner() -> ProcessIdentity:
     """The process next to this one, which is started if there is none."""
-    return ProcessIdentity.of(_process().pid)
+    return ProcessIdentity.from_pid(_process().pid)
 
 
 class _Process:

@@ -56,7 +56,8 @@ from polyaccel.checkpoint.format.tensors import build_tensors
 from polyaccel.checkpoint.retention import KEEP_ALL, Retention, prune
 from polyaccel.checkpoint.save.per_node import complete_markers
 from polyaccel.checkpoint.save.ranks import CollectiveRanks, SaveRanks
-from polyaccel.checkpoint.storage.base import Storage, as_storage
+from polyaccel.checkpoint.storage.base import Storage
+from polyaccel.checkpoint.storage.file import as_storage
 from polyaccel.checkpoint.storage.owner import ProcessIdentity
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -213,7 +214,7 @@ def run_save(ranks: SaveRanks, task: SaveTask, folder: str) -> Commit | None:
             publish(storage, path, data, here)
 
         ranks.on_leaders(step, publish_here)
-        commit = marker = Commit.of(tag, folder, data, saved_at_s)
+        commit = marker = Commit.create(tag, folder, data, saved_at_s)
         ranks.on_leaders(step, lambda: write_commit(storage, marker))
     except CheckpointError:
         # The write of a marker may fail after it took effect.
@@ -355,5 +356,5 @@ def save_checkpoint(
         tag_validation,
     )
     task = SaveTask(as_storage(storage), tag, part, reading(part.contents), save_latest, retention)
-    ranks = CollectiveRanks.of(task.storage, communicator)
+    ranks = CollectiveRanks.discover(task.storage, communicator)
     return save_parts(ranks, task, [intent.nbytes for intent in intents])

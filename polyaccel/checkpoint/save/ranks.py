@@ -54,7 +54,7 @@ class CollectiveRanks:
     nodes: StorageNodes
 
     @classmethod
-    def of(cls, storage: Storage, communicator: Communicator) -> CollectiveRanks:
+    def discover(cls, storage: Storage, communicator: Communicator) -> CollectiveRanks:
         """Find the ranks' storages, each with an identity where hosts have their own. Collective."""
         if storage.is_shared:
             return cls(communicator, StorageNodes.single(communicator.world_size))

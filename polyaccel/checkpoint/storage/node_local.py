@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 
 
 class NodeLocalStorage(FileStorage):

@@ -36,11 +36,11 @@ class ProcessIdentity:
     @classmethod
     def me(cls) -> ProcessIdentity:
         """This process."""
-        return cls.of(os.getpid())
+        return cls.from_pid(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> ProcessIdentity:
-        """The living process of that id on this machine."""
+    def from_pid(cls, pid: int) -> ProcessIdentity:
+        """Identify the living process of that id on this machine."""
         return cls(_machine(), pid, _started(pid) or 0)
 
     @property

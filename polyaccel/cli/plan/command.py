@@ -219,7 +219,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
     from polyaccel.planner.model import parse_count, shape_of_count
     from polyaccel.planner.pass_settings import PassSettings
 
-    settings = PassSettings.of(config, mesh)
+    settings = PassSettings.from_config(config, mesh)
     count = None if Path(text).is_dir() else parse_count(text)
     if count is not None and settings.expert_ranks > 1:
         raise PolyaccelError(

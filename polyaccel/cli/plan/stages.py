@@ -43,7 +43,7 @@ def estimated_activations(
     check_activation_mesh(mesh)
     from polyaccel.torch.estimate.rank_share import rank_activations
 
-    settings = PassSettings.of(config, mesh)
+    settings = PassSettings.from_config(config, mesh)
     shape = (rows or args.batch or settings.micro_batch, args.sequence_length)
     return rank_activations(Path(args.model), shape, settings)
 
@@ -58,7 +58,7 @@ _LEGEND = (
 def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
     """Print what every stage needs; return 1 if no setting fits the given limits."""
     mesh = mesh_of(planned.config, args.world_size)
-    table, settings = table_of(planned.config, mesh.size_of(("pipe",))), PassSettings.of(planned.config, mesh)
+    table, settings = table_of(planned.config, mesh.size_of(("pipe",))), PassSettings.from_config(planned.config, mesh)
     check_stage_settings(settings, with_activations=args.sequence_length is not None)
     from polyaccel.torch.estimate.rank_share import rank_stages
 

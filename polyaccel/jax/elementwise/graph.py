@@ -119,7 +119,7 @@ class Graph:
         self.outputs = tuple(self._inline(traced.jaxpr, traced.consts, self.inputs))
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *arguments: Any) -> Graph:
+    def trace(cls, function: Callable[..., Any], *arguments: Any) -> Graph:
         """Trace `function` of arrays given as shapes and types; inputs and outputs are the leaves in tree order."""
         return cls(jax.make_jaxpr(function)(*arguments))
 

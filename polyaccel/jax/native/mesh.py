@@ -105,7 +105,7 @@ class DeviceMesh:
     """The rank of `local[0]`; the others follow it."""
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> DeviceMesh:
+    def from_accelerator(cls, accelerator: Accelerator) -> DeviceMesh:
         """Return JAX's devices of the accelerator's kind, equally many a process."""
         try:
             found = jax.devices(accelerator.jax_platform or accelerator.name)
@@ -175,4 +175,4 @@ def native_mesh() -> DeviceMesh:
     """Return the mesh of the default process group's joined processes."""
     communicator = default_communicator()
     join_processes(communicator)
-    return DeviceMesh.of(communicator.accelerator)
+    return DeviceMesh.from_accelerator(communicator.accelerator)

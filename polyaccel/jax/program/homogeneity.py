@@ -87,12 +87,14 @@ def _degrees(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Degree]) -> list[
     known: dict[Any, Degree] = dict(zip(jaxpr.constvars, map(_of_constant, consts), strict=True))
     known.update(zip(jaxpr.invars, arguments, strict=True))
 
-    def of(atom: Any) -> Degree:
+    def degree_of(atom: Any) -> Degree:
         return _of_constant(atom.val) if isinstance(atom, Literal) else known[atom]
 
     for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, _of_equation(equation, [of(atom) for atom in equation.invars]), strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
+        known.update(
+            zip(equation.outvars, _of_equation(equation, [degree_of(atom) for atom in equation.invars]), strict=True)
+        )
+    return [degree_of(atom) for atom in jaxpr.outvars]
 
 
 def _of_equation(equation: Any, given: list[Degree]) -> list[Degree]:

@@ -43,7 +43,7 @@ class UnitRecomputation:
         self.count = 0
         self._policy = jax.checkpoint_policies.dots_saveable if keeps_products else None
 
-    def of(self, block: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, block: Callable[..., Any]) -> Callable[..., Any]:
         """`block`, recomputed; what is not an array among its arguments reaches it as it is."""
 
         def call(*args: Any) -> Any:
@@ -152,7 +152,7 @@ def scan_units(block: Callable[..., Any], carry: Any, stacked: Any, xs: Any = No
 
 def _recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
     recomputation = _recomputation.get()
-    return block if recomputation is None else recomputation.of(block)
+    return block if recomputation is None else recomputation.wrap(block)
 
 
 def call_layer(block: Callable[..., Any], carry: Any, layer: Any, x: Any) -> Any:

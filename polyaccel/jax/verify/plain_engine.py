@@ -56,7 +56,7 @@ class PlainPrograms:
         self._as_drawn: Callable[[], tuple[Any, Any]]
         self._function: LossFn
         if isinstance(model, (list, tuple)):
-            self._function, params = LayerList.of(model, params), list(params)
+            self._function, params = LayerList.from_model(model, params), list(params)
         else:
             self._function, params = as_function(model, given.params, with_units=False)
             self._as_drawn = partial(as_function, model, given.params)
@@ -70,7 +70,7 @@ class PlainPrograms:
         self._draws: bool | None = None
 
     @staticmethod
-    def of(run: ActiveRun, given: RewriteContext, shared: dict[bool, PlainPrograms]) -> PlainPrograms:
+    def get_or_create(run: ActiveRun, given: RewriteContext, shared: dict[bool, PlainPrograms]) -> PlainPrograms:
         """Return the programs for `run`, and keep them in `shared`."""
         reorders = run.variant.reorders
         if reorders not in shared:
@@ -132,7 +132,7 @@ class PlainJaxEngine:
         self.communicator, self.mesh = runtime.communicator, runtime.mesh
         self.global_steps = self.micro_steps = 0
         self.aux: Any = None
-        self._programs = programs = PlainPrograms.of(run, given, {} if shared is None else shared)
+        self._programs = programs = PlainPrograms.get_or_create(run, given, {} if shared is None else shared)
         self._structure, self._names, leaves = programs.structure, programs.names, programs.leaves
         self._trained = [dtype_of(fqn, leaf).is_floating for fqn, leaf in leaves.items()]
         drawn = np.random.default_rng(run.variant.noise)

@@ -54,8 +54,8 @@ class KeeperClient:
             raise KeeperGone(f"the keeper of this host cannot be reached: {error}", value=name) from error
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> KeeperClient | None:
-        """A connection to the keeper that the launcher has named; None where there is none, or no secret."""
+    def from_environment(cls, environ: Mapping[str, str]) -> KeeperClient | None:
+        """Connect to the keeper that the launcher has named. Return None without one, or without a secret."""
         name, secret = environ.get(KEEPER_VARIABLE, ""), job_secret_from_env(environ)
         return cls(name, secret) if name and secret else None
 

@@ -199,7 +199,7 @@ def main() -> int:
     job = launcher.job
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks of each start have their own rendezvous
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # a host is one worker: their numbers need no agreement
-    place = RendezvousStore.of(job)
+    place = RendezvousStore.from_job(job)
     handler = place.handler(job.elastic)
     launcher.beats = beats = AgentHeartbeats(place)
     left, starts = job.elastic.restarts, 0

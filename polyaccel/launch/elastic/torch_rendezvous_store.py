@@ -36,8 +36,8 @@ class RendezvousStore:
     is_host: bool
 
     @classmethod
-    def of(cls, job: Job) -> RendezvousStore:
-        """That of a job; on the loopback for one that stays on this host. Raises OSError for an unknown address."""
+    def from_job(cls, job: Job) -> RendezvousStore:
+        """Make the store of a job, on the loopback if it stays on this host. Raises OSError for an unknown address."""
         address, port = job.master_addr or _LOOPBACK, job.master_port or free_port()
         (family, kind, _, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
         with socket.socket(family, kind) as asking:

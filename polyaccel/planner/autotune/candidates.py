@@ -95,7 +95,7 @@ class Candidate:
 
 def own_candidate(config: ResolvedConfig) -> Candidate:
     """The settings of `config` itself."""
-    setting = Setting.of(config)
+    setting = Setting.from_config(config)
     return Candidate(
         stage=setting.stage,
         offload=setting.offload,

@@ -110,7 +110,7 @@ def frozen_with_states(run: TorchRun, saved: CheckpointReader, name_map: NameMap
         shapes = {param.fqn: param.global_shape for param in run.zero.layout.params}
         reader = RenamedReader(saved, name_map, shapes, states=state_names(saved, _order(run), wanted=True))
         reader.scalars = own_scalars(run, reader, members, wanted=True)
-        values = SavedValues.of(reader)
+        values = SavedValues.from_reader(reader)
     except (CheckpointError, ConfigError):
         return frozenset()
     if run.groups is None or values.optimizer is None or values.optimizer_kind != run.optimizer_kind:
@@ -144,7 +144,7 @@ def _check(
     renamed = RenamedReader(saved, load.name_map, shapes, buffers=buffers_of_stages, states=states)
     renamed.scalars = own_scalars(run, renamed, members, wanted=load.optimizer_states)
     reader: Reader = renamed
-    values = SavedValues.of(reader)
+    values = SavedValues.from_reader(reader)
     if loading is None:
         left_out: Collection[str] = _same_base(renamed, values, base) if load.strict else frozenset()
         check_names(run.zero, reader, strict=load.strict, left_out=left_out, elsewhere=elsewhere)

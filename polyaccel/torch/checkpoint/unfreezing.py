@@ -36,7 +36,7 @@ def migrate_optimizer_state(adapter: TorchAdapter, before: ZeroEngine, lay_out: 
     """Continue `before` in the step of `lay_out`, shown by `adapter`. Collective; may raise ShardingError first."""
     adapter.require_nothing_away()
     adapter.adopt_changes()
-    states = _States.of(before)
+    states = _States.gather(before)
     adapter.release(is_followed=True)
     after = lay_out()
     _carry_over(before, after, states)
@@ -57,8 +57,8 @@ class _States:
         return name in self.flat.get(fqn, ())
 
     @staticmethod
-    def of(step: ZeroEngine) -> _States:
-        """Collective. Raises ShardingError on all ranks for a state that is neither."""
+    def gather(step: ZeroEngine) -> _States:
+        """Gather the states of all ranks. Collective. Raises ShardingError on all ranks for a state that is neither."""
         optimizer = step.optimizer
         if not isinstance(optimizer, ClientOptimizer):
             names = () if optimizer is None else optimizer.state_names

@@ -108,7 +108,9 @@ class SequenceMask:
             return self._ring(q, k, v, scaling)
         is_ours = unlike is None and cut.settings.core_attention == "blockwise"
         count = q.shape[1]
-        own = slice(*HeadShares.of(count, k.shape[1], cut.communicator.world_size).query[cut.communicator.rank])
+        own = slice(
+            *HeadShares.from_counts(count, k.shape[1], cut.communicator.world_size).query[cut.communicator.rank]
+        )
         if named.get("s_aux") is not None:
             named = {**named, "s_aux": named["s_aux"][own]}
 

@@ -53,10 +53,10 @@ class _Passing:
         self._rows, self._heads, _, self._width = shape
         self._like = like
 
-    def of(self, buffer: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """The two tensors of rank `owner`, (rows, heads, its tokens, width), that lie in `buffer`."""
-        one, other = buffer.view(2, self._rows, self._heads, self._lengths[owner], self._width)
-        return one, other
+    def split_pair(self, buffer: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+        """Return the two tensors of rank `owner`, (rows, heads, its tokens, width), that lie in `buffer`."""
+        first, second = buffer.view(2, self._rows, self._heads, self._lengths[owner], self._width)
+        return first, second
 
     def exchange(self, buffer: Tensor, owner: int, label: str) -> tuple[Tensor, Work]:
         """Send `buffer`, what it has of rank `owner`, to the next rank; returns where what the rank before has will be.
@@ -95,7 +95,7 @@ class _RingAttention(torch.autograd.Function):
         for turn in range(ranks):
             owner = (rank - turn) % ranks
             arriving, work = ring.exchange(held, owner, "ring: keys") if turn < ranks - 1 else (held, DONE)
-            forward_pieces(merging, plans[owner], kernel, q, *ring.of(held, owner), scale)
+            forward_pieces(merging, plans[owner], kernel, q, *ring.split_pair(held, owner), scale)
             work.wait()
             held = arriving
         out = merging.out
@@ -125,15 +125,15 @@ class _RingAttention(torch.autograd.Function):
             if turn < ranks - 1:
                 arriving, work = ring.exchange(held, owner, "ring: keys")
             found = torch.zeros(2 * own_k[:, :, :1].numel() * lengths[owner], dtype=own_k.dtype, device=own_k.device)
-            of_k, of_v = behind.of(found, owner)
-            backward_pieces((of_q, of_k, of_v), plans[owner], kernel, saved, *ring.of(held, owner), scale)
+            of_k, of_v = behind.split_pair(found, owner)
+            backward_pieces((of_q, of_k, of_v), plans[owner], kernel, saved, *ring.split_pair(held, owner), scale)
             travelling.wait()  # the sums of the ranks before this one, whose turn with these keys was earlier
             if turn > 1:
                 found += gradients
             gradients, travelling = behind.exchange(found, owner, "ring: gradients")
         travelling.wait()
         if ranks > 1:
-            for own, arrived in zip((own_k, own_v), behind.of(gradients, rank), strict=True):
+            for own, arrived in zip((own_k, own_v), behind.split_pair(gradients, rank), strict=True):
                 own += arrived
         return of_q.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype), None, None, None, None, None
 

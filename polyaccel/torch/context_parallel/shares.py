@@ -81,7 +81,7 @@ class HeadShares:
     """The query heads for one key head."""
 
     @classmethod
-    def of(cls, query_heads: int, key_heads: int, ranks: int) -> HeadShares:
+    def from_counts(cls, query_heads: int, key_heads: int, ranks: int) -> HeadShares:
         """Query heads as evenly as they divide, and the key heads that they attend to. Ranks beyond the number of heads
         have none. Raises ShardingError where query heads are not a multiple of the key heads."""
         if key_heads < 1 or query_heads % key_heads:

@@ -35,7 +35,7 @@ def exchanged_attention(
     """`compute` on the whole sequence for this rank's heads, between the two exchanges. Queries, keys and values are
     (rows, heads, tokens of the rank, width), and so is the result."""
     rank, ranks = communicator.rank, communicator.world_size
-    heads = HeadShares.of(q.shape[1], k.shape[1], ranks)
+    heads = HeadShares.from_counts(q.shape[1], k.shape[1], ranks)
     if k.shape[1] != v.shape[1]:
         raise ShardingError(f"{k.shape[1]} key heads and {v.shape[1]} value heads", hint="give as many of both")
     if q.shape[2] != lengths[rank] or k.shape[2] != lengths[rank]:

@@ -61,7 +61,7 @@ class Constant:
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Constant:
+    def from_tensor(cls, tensor: Tensor) -> Constant:
         if tensor.numel() <= SMALL_NUMEL:
             tensor = tensor.clone()
         return cls(tensor, tensor._version)  # the tensor itself: a detached one made here would count versions alone

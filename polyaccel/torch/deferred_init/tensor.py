@@ -342,7 +342,7 @@ def _as_real(leaf: Any) -> Any:
 def _as_logged(leaf: Any) -> Any:
     if isinstance(leaf, DeferredTensor):
         return leaf.place
-    return Constant.of(leaf) if isinstance(leaf, Tensor) else leaf
+    return Constant.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _fills_memory(tensor: DeferredTensor) -> bool:

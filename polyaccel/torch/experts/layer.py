@@ -102,7 +102,7 @@ class StackedExperts(nn.Module):
             stack = nn.Parameter(torch.stack([one.detach() for one in values]), values[0].requires_grad)
             self.register_parameter(own, stack)
         self.__dict__["_expert"] = deepcopy(experts[0]).to("meta")
-        self.__dict__["rowwise"] = Rowwise.of(self.__dict__["_expert"])
+        self.__dict__["rowwise"] = Rowwise.from_expert(self.__dict__["_expert"])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return (tokens, features): sums of experts' outputs times `top_k_weights`; numbers past the end drop."""

@@ -161,7 +161,7 @@ def _spread(module: nn.Module, path: str, ranks: TensorRanks, counts: tuple[int,
     cuts = _cuts(module, own)
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            keep_part(parameter, local_slice(values.of(f"{path}.{name}", parameter), _part(parameter, own)))
+            keep_part(parameter, local_slice(values.gather(f"{path}.{name}", parameter), _part(parameter, own)))
     setattr(module, "parallel_cuts", cuts)  # noqa: B010 - modules take any attribute
     module.__dict__["num_experts"] = counts[ranks.rank]
     module.__class__ = _spread_class(type(module))

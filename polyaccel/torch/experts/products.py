@@ -54,8 +54,8 @@ class GroupedProducts:
         self._device_type = device_type
 
     @classmethod
-    def of(cls, table: KernelTable, device_type: str) -> GroupedProducts | None:
-        """None where the table lacks some."""
+    def from_table(cls, table: KernelTable, device_type: str) -> GroupedProducts | None:
+        """Return None where the table lacks some."""
         return cls(table, device_type) if all(op in table for op in GROUPED_OPS) else None
 
     def suit(self, rows: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -190,8 +190,8 @@ class Rowwise:
         self._steps, self._result = steps, result
 
     @classmethod
-    def of(cls, expert: nn.Module) -> Rowwise | None:
-        """None for an expert that has anything else in it than linear layers and functions of single numbers."""
+    def from_expert(cls, expert: nn.Module) -> Rowwise | None:
+        """Return None for an expert that has more in it than linear layers and functions of single numbers."""
         try:
             graph = fx.Tracer().trace(expert)
         except Exception:  # whatever a forward does that cannot be followed

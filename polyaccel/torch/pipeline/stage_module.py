@@ -108,7 +108,7 @@ class StageModule:
         for module, name, before in self._standing_in:
             stand_in = _stand_in(before, device, dtype)
             changed = before.changed if isinstance(before, RemoteParameter) else None
-            setattr(module, name, stand_in if changed is None else RemoteParameter.of(stand_in, changed))
+            setattr(module, name, stand_in if changed is None else RemoteParameter.from_stand_in(stand_in, changed))
 
     def run(self, call: Callable[[], Any], chunk: int, received: Sequence[Tensor | None]) -> Any:
         """A forward pass of a chunk of this stage: `call` calls the model on the micro-batch, `received` are the values
@@ -225,7 +225,7 @@ class StageModule:
             is_owner, is_user = self.stage == users[0], self.stage in users
             stand_in = _stand_in(parameter).requires_grad_(parameter.requires_grad and is_user)
             if block is not None and not is_user and type(stand_in) is Tensor:  # a fake one is never changed
-                stand_in = RemoteParameter.of(stand_in, partial(self.is_changed_there, block))
+                stand_in = RemoteParameter.from_stand_in(stand_in, partial(self.is_changed_there, block))
             for _, module, name in () if is_owner else found:
                 del module._parameters[name]
                 setattr(module, name, stand_in)
@@ -340,7 +340,7 @@ class RemoteParameter(Tensor):
     changed: Callable[[], None]
 
     @classmethod
-    def of(cls, stand_in: Tensor, changed: Callable[[], None]) -> RemoteParameter:
+    def from_stand_in(cls, stand_in: Tensor, changed: Callable[[], None]) -> RemoteParameter:
         found: RemoteParameter = stand_in.as_subclass(cls)
         found.changed = changed
         return found

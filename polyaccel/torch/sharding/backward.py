@@ -38,7 +38,10 @@ from polyaccel.zero.engine import ZeroEngine
 
 
 class LaterProduct(Protocol):
-    """What the gradients of a linear layer's parameters are made of; `bias` is None where that has none."""
+    """Operands of a linear layer's weight gradient; `bias` is None without one.
+
+    A protocol, because `DeferredWGrad` needs the kernels of layers, which are a layer of imports above.
+    """
 
     @property
     def weight(self) -> nn.Parameter: ...

@@ -40,7 +40,10 @@ class ShardedUse(Protocol):
 
 
 class ParameterOwner(Protocol):
-    """The adapter of an engine, as the functions see it that users call with one of its parameters."""
+    """The adapter of an engine, as the functions see it that users call with one of its parameters.
+
+    A protocol, because `TorchAdapter` records itself here: the class itself would close a cycle of imports.
+    """
 
     checks_contents: bool
     """Look for changes of gathered parameters at their values, not only at their version counters."""

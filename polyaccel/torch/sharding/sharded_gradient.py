@@ -54,7 +54,10 @@ class LocalPart:
 
 
 class Gradients(Protocol):
-    """Those that sharded gradients belong to."""
+    """The owner of sharded gradients.
+
+    A protocol, because `GradientAccess` makes sharded gradients: the class itself would close a cycle of imports.
+    """
 
     def norm(self, fqn: str, order: float) -> float:
         """The norm of a gradient over all ranks. Collective."""

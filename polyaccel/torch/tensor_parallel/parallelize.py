@@ -125,8 +125,8 @@ class WholeValues:
         }
         self._others = [name for name in parameters if name not in self._in_files]
 
-    def of(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The whole value of the parameter `name`, not to be written to. Collective where it is in no common file."""
+    def gather(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """Return the whole value of `name`, not to be written to. Collective where it is in no common file."""
         whole = value_of(parameter)  # of a deferred one computed now, and no longer whole than until it is cut
         if whole.is_meta or name in self._in_files:
             return whole
@@ -180,7 +180,7 @@ def _cut_parameter(
                 value=path,
             )
         return
-    keep_part(parameter, local_slice(values.of(f"{path}.{name}", parameter), block))
+    keep_part(parameter, local_slice(values.gather(f"{path}.{name}", parameter), block))
 
 
 def keep_part(parameter: nn.Parameter, value: Tensor) -> None:

@@ -39,7 +39,10 @@ def even_parts(count: int, ranks: int) -> tuple[int, ...]:
 
 
 class MatrixProducts(Protocol):
-    """The products of a linear layer on matrices, by kernels of the device."""
+    """The products of a linear layer on matrices, by kernels of the device.
+
+    A protocol, because `MatmulKernels` looks at the layers of this package and is a layer of imports above.
+    """
 
     def suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether they are worth it for these operands."""

@@ -27,7 +27,7 @@ class MicroBatch:
     named: dict[str, Any]
 
     @staticmethod
-    def of(inputs: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
+    def from_arguments(inputs: tuple[Any, ...], named: dict[str, Any]) -> MicroBatch:
         """Keep copies of the tensors, which the script may overwrite."""
         return MicroBatch(inputs, named)._map(lambda one: one.detach().clone())
 

@@ -86,7 +86,7 @@ class FirstStepProof:
         self._handle: RemovableHandle | None = None
         if not self._reason:
             try:
-                self._untouched = Untouched.of(model, self._config, self._world_size)
+                self._untouched = Untouched.from_model(model, self._config, self._world_size)
             except NotProvenError as error:
                 self._reason = error.message
         if not self._reason and self._numel > _LARGE and runtime.communicator.rank == 0:
@@ -142,8 +142,8 @@ class FirstStepProof:
             counts = [1] if set(self._names) - {"optimizer"} else []
             if mesh.world_size > 1 and needs_shards:
                 counts.append(2)
-            return [ProofRanks.of(self._config, mesh, count) for count in counts or [1]]
-        return [ProofRanks.of(self._config, mesh, 2)]
+            return [ProofRanks.from_mesh(self._config, mesh, count) for count in counts or [1]]
+        return [ProofRanks.from_mesh(self._config, mesh, 2)]
 
     def _too_large(self, engine: TorchEngine, ranks: Sequence[ProofRanks]) -> str:
         is_alone = all(one.mesh.world_size == 1 for one in ranks)
@@ -164,7 +164,7 @@ class FirstStepProof:
     def _take(self, engine: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if engine.training and torch.is_grad_enabled() and len(self._taken) < self._most:
             with suppress(Exception):  # of a class of the user's: then there is no batch
-                self._taken.append(MicroBatch.of(inputs, named))
+                self._taken.append(MicroBatch.from_arguments(inputs, named))
 
     def _at_update(self) -> None:
         engine = self._engine()
@@ -253,7 +253,7 @@ class FirstStepProof:
         try:
             proofs = []
             if self._shrunk is not None:
-                untouched = Untouched.of(self._shrunk.module, self._config, self._world_size)
+                untouched = Untouched.from_model(self._shrunk.module, self._config, self._world_size)
                 values = self._shrunk.values(engine.device)
                 batches = {rank: (self._shrunk.batch(a), self._shrunk.batch(b)) for rank, (a, b) in batches.items()}
             for one in self._ranks:

@@ -48,7 +48,7 @@ class ProofRanks:
     sources: tuple[int, ...]
 
     @staticmethod
-    def of(config: Config, mesh: Mesh, data_ranks: int) -> ProofRanks:
+    def from_mesh(config: Config, mesh: Mesh, data_ranks: int) -> ProofRanks:
         """Return the mesh with `data_ranks` at most, or 1 where there are many others."""
         others = mesh.world_size // max(1, mesh.size_of(_DATA_AXES))
         most = data_ranks if others * data_ranks <= _MOST_RANKS else 1

@@ -40,7 +40,7 @@ class Untouched:
     """A digest of classes, names, shapes, numbers among attributes, config, ranks and versions."""
 
     @staticmethod
-    def of(model: nn.Module, config: Config, world_size: int) -> Untouched:
+    def from_model(model: nn.Module, config: Config, world_size: int) -> Untouched:
         """Copy `model`, which does not change. Raises NotProvenError where a copy would not be all of it."""
         _check(model)
         memo: dict[int, Any] = {}

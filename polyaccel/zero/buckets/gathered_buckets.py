@@ -304,12 +304,12 @@ class GatheredBuckets:
 
     def _begin(self, place: ShardedBucket, *, exact: bool) -> None:
         """Give a bucket its memory, and start to fetch this rank's part of it."""
-        place.is_exact = exact or place.is_own or self._communicators.of(place.bucket).are_exact(place.bucket)
+        place.is_exact = exact or place.is_own or self._communicators.get_groups(place.bucket).are_exact(place.bucket)
         if place.is_own:
             place.full, place.fetch = place.own, DoneFetch()
         else:
             place.full = self.pool.acquire(place.bucket.numel, place.own.dtype)
-            place.slots.of(place.full)  # made here if at all: they are references too
+            place.slots.get_views(place.full)  # made here if at all: they are references too
             place.references = place.full.use_count()
             place.fetch = self._start_fetch(place, place.full)
         place.began_in = self._period
@@ -330,7 +330,9 @@ class GatheredBuckets:
         """Start this rank's slice on its way into `full`, where `_gather` expects it."""
         if place.source is None:
             return DoneFetch()
-        return place.source.fetch(place.own, place.own_part(full, self._communicators.of(place.bucket).exact.rank))
+        return place.source.fetch(
+            place.own, place.own_part(full, self._communicators.get_groups(place.bucket).exact.rank)
+        )
 
     def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
         fetch.finish()
@@ -339,7 +341,7 @@ class GatheredBuckets:
         work = self.second.gather(place.bucket, full, exact=exact, async_op=async_op)
         if work is not None:
             return work
-        group = self._communicators.of(place.bucket)
+        group = self._communicators.get_groups(place.bucket)
         communicator = group.exact if exact else group.of_passes(place.bucket)
         own = place.own if place.source is None else place.own_part(full, communicator.rank)
         return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=place.bucket.index)
@@ -351,11 +353,11 @@ class GatheredBuckets:
         with self._waiting():
             place.work.wait()
         place.work = None
-        if place.is_exact is self._communicators.of(place.bucket).are_exact(place.bucket):  # as passes see it
+        if place.is_exact is self._communicators.get_groups(place.bucket).are_exact(place.bucket):  # as passes see it
             self.second.keep(place.plan, place.full, is_exact=place.is_exact)
         if place.kept is not None:
             self._let_go(place, place.kept)
-        self._owner.show(place.bucket, place.slots.of(place.full))
+        self._owner.show(place.bucket, place.slots.get_views(place.full))
 
     def _end_ahead(self, place: ShardedBucket) -> None:
         """Not when a rank finds the bucket there, which others may do later, but when the ranks hold or free it."""

@@ -31,7 +31,7 @@ class GradAccumulator:
 
     def use(self, buffer: Buffer, *, borrowed: bool) -> None:
         """Accumulate in `buffer` from now on."""
-        self.buffer, self.is_borrowed, self._places = buffer, borrowed, self._slots.of(buffer)
+        self.buffer, self.is_borrowed, self._places = buffer, borrowed, self._slots.get_views(buffer)
 
     def put(self, index: int, gradient: Buffer | GradientWriter) -> None:
         """Add a gradient, flat and of any floating type, to slot `index`, or let it be written there."""
@@ -52,7 +52,7 @@ class GradAccumulator:
         """Return the buffer with zeros in empty slots and padding, and forget the sums; unless `keep`, it too."""
         taken = self.buffer
         assert taken is not None  # the caller's condition
-        for gap in self._gaps.of(taken):
+        for gap in self._gaps.get_views(taken):
             gap.fill(0.0)
         for index, place in enumerate(self._places):
             if index not in self.filled:

@@ -64,7 +64,7 @@ class GradientBucket:
         self.bucket = bucket = plan.bucket
         self._plan = plan
         self._reduction = reduction
-        self._communicator = parts.communicators.of(bucket).gradients
+        self._communicator = parts.communicators.get_groups(bucket).gradients
         self._accelerator = parts.accelerator
         self._kernels = parts.accelerator.kernels()
         self._pool = pool

@@ -78,7 +78,7 @@ class ParamBuckets:
 
     def exact(self, bucket: Bucket) -> Communicator:
         """The communicator of the ranks that hold the parameters of `bucket`."""
-        return self._communicators.of(bucket).exact
+        return self._communicators.get_groups(bucket).exact
 
     def full(self, index: int) -> Buffer:
         """The whole bucket, up to date. Raises ShardingError while it is sharded."""

@@ -33,13 +33,13 @@ class WeightRounding:
         self._accelerator = accelerator
         self.is_stochastic = is_stochastic
 
-    def of(self, param: ParamSpec, start: int) -> StochasticRounding | None:
+    def make_rounding(self, param: ParamSpec, start: int) -> StochasticRounding | None:
         """Return the rounding of elements from `start`; None is to nearest."""
         return rounding_of(param, self._steps.get(param.fqn, 0), start) if self.is_stochastic else None
 
     def write(self, precise: Buffer, out: Buffer, param: ParamSpec, start: int) -> None:
         """Write the elements of `param` from `start` on to `out`, wherever it is."""
-        rounding = self.of(param, start)
+        rounding = self.make_rounding(param, start)
         if rounding is not None:
             near = self._accelerator.allocate(precise.numel, precise.dtype)
             near.copy_from(precise)

@@ -33,7 +33,7 @@ class SecondaryShards:
 
     def keep(self, plan: BucketPlan, full: Buffer, *, is_exact: bool) -> None:
         """Keep this rank's slice of `full`, the gathered bucket of `plan`, unless it is kept already."""
-        index, second, near = plan.bucket.index, plan.second, self._communicators.of(plan.bucket).hpz_group
+        index, second, near = plan.bucket.index, plan.second, self._communicators.get_groups(plan.bucket).hpz_group
         if near is None or second is None or index in self._kept:
             return
         own = self._slices.get(index)
@@ -44,7 +44,7 @@ class SecondaryShards:
 
     def gather(self, bucket: Bucket, full: Buffer, *, exact: bool, async_op: bool) -> Work | None:
         """Start to gather the bucket into `full`; None if it is not kept, or not in exact values that are asked for."""
-        near = self._communicators.of(bucket).hpz_group
+        near = self._communicators.get_groups(bucket).hpz_group
         if near is None or bucket.index not in self._kept or (exact and not self._kept[bucket.index]):
             return None
         own = self._slices[bucket.index]

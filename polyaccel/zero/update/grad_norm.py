@@ -92,8 +92,8 @@ class GradientNorm:
     first_nonfinite_param: str | None
 
     @classmethod
-    def of(cls, squares: Sequence[float], layout: ShardLayout, loss_scale: float) -> GradientNorm:
-        """From the squared norms of all parameters, in the layout's order."""
+    def from_squares(cls, squares: Sequence[float], layout: ShardLayout, loss_scale: float) -> GradientNorm:
+        """Add up the squared norms of all parameters, given in the layout's order."""
         names = [param.fqn for param in layout.params]
         culprit = next((name for name, square in zip(names, squares, strict=True) if not isfinite(square)), None)
         if culprit is None:
@@ -194,7 +194,7 @@ class GradNormReducer:
 
     def _of_all(self, squares: Sequence[float], loss_scale: float) -> GradientNorm:
         """The norm over all parameters of the model, where `squares` has the squared norms of those that are here."""
-        own = GradientNorm.of(squares, self._layout, loss_scale)
+        own = GradientNorm.from_squares(squares, self._layout, loss_scale)
         if self._beyond is None:
             return own
         total = fsum(squares) if own.first_nonfinite_param is None else own.norm

@@ -173,7 +173,9 @@ def find_runs(
                 yield open_run
             open_run = None
             continue
-        run = Run(begin - low, end - begin, steps[slot.param.fqn], rounding.of(slot.param, begin - slot.offset))
+        run = Run(
+            begin - low, end - begin, steps[slot.param.fqn], rounding.make_rounding(slot.param, begin - slot.offset)
+        )
         if open_run is not None and open_run.continues_in(run):
             open_run = replace(open_run, numel=open_run.numel + run.numel)
         else:

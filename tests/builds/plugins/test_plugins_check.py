@@ -37,7 +37,7 @@ LIAR = (
 )
 FRAGILE = """
 import os
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 
 class Fragile(FileStorage):
     API_VERSION = (2, 0)

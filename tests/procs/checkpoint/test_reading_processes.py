@@ -9,7 +9,7 @@ import pytest
 from parity_models import make_config, parity_loss, parity_model
 
 import polyaccel
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.checkpoint.storage.node_local import NodeLocalStorage
 from polyaccel.comm.base import Communicator
 

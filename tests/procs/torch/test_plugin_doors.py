@@ -14,7 +14,7 @@ SOURCE = '''
 import json
 from pathlib import Path
 
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.observability.metrics import Monitor
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.offload.host import HostTier

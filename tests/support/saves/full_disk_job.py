@@ -14,7 +14,7 @@ from typing import Any
 
 from one_value import left_behind, save, value_of
 
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.errors import CheckpointError
 
 DISK_NBYTES, PAGE_NBYTES, NUMEL = 1 << 20, 4096, 20_000

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from polyaccel.checkpoint.storage import base as module_of_storage
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage import file as module_of_storage
+from polyaccel.checkpoint.storage.file import FileStorage
 
 _NAMES = ((r"\.(.*)\.[0-9a-f]{8}-\d+-\d+-\d+\.tmp$", r"\1, unfinished"), (r"save-\d+-[0-9a-f]{8}", "save-"))
 

@@ -65,7 +65,7 @@ class Keepers:
 @pytest.fixture
 def keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keepers]:
     found = Keepers(f"hosts-{tmp_path}")
-    monkeypatch.setattr(KeeperClient, "of", found.connect)
+    monkeypatch.setattr(KeeperClient, "from_environment", found.connect)
     monkeypatch.setattr(neighbor_copies, "CHUNK_NBYTES", 4096)  # a part takes several
     monkeypatch.setattr(replicas, "_engines", count())
     yield found

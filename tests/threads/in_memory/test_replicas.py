@@ -119,7 +119,7 @@ def test_a_part_that_fails_costs_no_step_but_its_own(tmp_path: Path, monkeypatch
 
 def client_names(*, drop: bool = False) -> dict[str, int]:
     """What the keeper has, which it then forgets if asked to."""
-    client = replicas.KeeperClient.of(os.environ)
+    client = replicas.KeeperClient.from_environment(os.environ)
     assert client is not None
     found = client.names("")
     if drop:

@@ -75,7 +75,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("shape", [(64, 48), (2, 3, 48), (48,)])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_outputs_and_gradients_are_torchs_within_rounding(shape, has_bias, calls):
-    products = MatmulKernels.of(CpuAccelerator("torch").matrix_kernels("on"), "cpu", 0)
+    products = MatmulKernels.from_table(CpuAccelerator("torch").matrix_kernels("on"), "cpu", 0)
     torch.manual_seed(0)
     found, wanted = ([torch.randn(shape), torch.randn(33, 48), torch.randn(33)] for _ in range(2))
     for mine, theirs in zip(found, wanted, strict=True):
@@ -98,7 +98,7 @@ def test_outputs_and_gradients_are_torchs_within_rounding(shape, has_bias, calls
 
 
 def test_only_the_gradients_that_are_needed_are_computed(calls):
-    products = MatmulKernels.of(CpuAccelerator("torch").matrix_kernels("on"), "cpu", 0)
+    products = MatmulKernels.from_table(CpuAccelerator("torch").matrix_kernels("on"), "cpu", 0)
     x, weight = torch.randn(4, 6), torch.randn(5, 6, requires_grad=True)
     products.apply(x, weight, None).sum().backward()
     products.apply(x.requires_grad_(), weight.detach(), None).sum().backward()
@@ -108,7 +108,7 @@ def test_only_the_gradients_that_are_needed_are_computed(calls):
 
 
 def test_gradients_of_gradients_are_torchs(calls):
-    products = MatmulKernels.of(CpuAccelerator("torch").matrix_kernels("on"), "cpu", 0)
+    products = MatmulKernels.from_table(CpuAccelerator("torch").matrix_kernels("on"), "cpu", 0)
     x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((4, 6), (5, 6), (5,)))
     second = []
     for apply in (functional.linear, products.apply):
@@ -121,7 +121,7 @@ def test_gradients_of_gradients_are_torchs(calls):
 
 def test_a_table_with_some_products_leaves_the_rest_to_torch(calls):
     table = torch_linear.onednn_kernels().only([LINEAR_WEIGHT_GRAD])
-    products = MatmulKernels.of(table, "cpu", 0)
+    products = MatmulKernels.from_table(table, "cpu", 0)
     x, weight = torch.randn(2, 4, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
     out = products.apply(x, weight, None)
     assert torch.equal(out, functional.linear(x, weight))

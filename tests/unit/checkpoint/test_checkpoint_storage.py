@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.checkpoint.storage.node_local import NodeLocalStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.storage import StorageContract

@@ -11,7 +11,8 @@ import pytest
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import Storage, TensorPiece, save_checkpoint
-from polyaccel.checkpoint.storage.base import FileStorage, open_storage
+from polyaccel.checkpoint.storage.base import open_storage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType

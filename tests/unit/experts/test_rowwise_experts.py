@@ -70,7 +70,7 @@ def test_all_at_once_makes_what_one_after_the_other_makes(make: Callable[[], nn.
     torch.manual_seed(0)
     loop = StackedExperts(make, 5)
     together = copy.deepcopy(loop)
-    together.products = GroupedProducts.of(CpuAccelerator("torch").matrix_kernels("on"), "cpu")
+    together.products = GroupedProducts.from_table(CpuAccelerator("torch").matrix_kernels("on"), "cpu")
     index, weights = torch.randint(4, (30, 2)), torch.rand(30, 2)  # nothing for the last expert
     x = torch.randn(30, WIDTH)
     found = []
@@ -101,4 +101,4 @@ def test_all_at_once_makes_what_one_after_the_other_makes(make: Callable[[], nn.
     ids=["across rows", "halves", "by value", "norm", "dropout", "softmax", "flat", "no layer"],
 )
 def test_others_are_left_alone(expert: nn.Module) -> None:
-    assert Rowwise.of(expert) is None
+    assert Rowwise.from_expert(expert) is None

@@ -108,7 +108,7 @@ def test_the_keeper_stays_from_start_to_start_and_goes_with_the_last(capfd: pyte
     names: list[str] = []
 
     def keep(plan: LaunchPlan, look: Callable[[], object]) -> None:
-        client = KeeperClient.of(plan.ranks[0].environment)
+        client = KeeperClient.from_environment(plan.ranks[0].environment)
         assert client is not None
         found.append(client.names(""))
         client.put(f"{len(found)}", b"kept")

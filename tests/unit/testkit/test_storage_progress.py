@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.testkit import storage
 from polyaccel.testkit.storage import StorageContract
 

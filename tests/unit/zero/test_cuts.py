@@ -20,10 +20,10 @@ memories = pytest.mark.parametrize("accelerator", [CpuAccelerator("numpy"), CpuA
 def test_a_buffer_is_cut_once_and_each_buffer_for_itself(accelerator):
     cuts = BufferViews([(0, 4), (16, 2)])
     one, other = (accelerator.allocate(32, DType.FLOAT32) for _ in range(2))
-    views = cuts.of(one)
+    views = cuts.get_views(one)
     assert [(view.data_ptr() - one.data_ptr(), view.numel) for view in views] == [(0, 4), (64, 2)]
-    assert cuts.of(other)[1].data_ptr() == other.data_ptr() + 64
-    assert cuts.of(one) is views
+    assert cuts.get_views(other)[1].data_ptr() == other.data_ptr() + 64
+    assert cuts.get_views(one) is views
 
 
 @memories
@@ -31,9 +31,9 @@ def test_views_keep_no_memory_that_its_owner_let_go(accelerator):
     cuts = BufferViews([(0, 4)])
     pool = BufferPool(LocalWorld(1, accelerator).communicators[0].allocate)
     lent = pool.acquire(32, DType.FLOAT32)
-    view = ref(cuts.of(lent)[0])
+    view = ref(cuts.get_views(lent)[0])
     pool.release(lent)
-    assert cuts.of(pool.acquire(32, DType.FLOAT32))[0] is view()  # lent again, it is the same buffer
+    assert cuts.get_views(pool.acquire(32, DType.FLOAT32))[0] is view()  # lent again, it is the same buffer
     pool.release(lent)
     pool.trim()
     del lent

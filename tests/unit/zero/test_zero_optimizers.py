@@ -203,14 +203,14 @@ def test_who_was_never_updated_is_rounded_to_nearest():
     param = ParamSpec("p", (3,), DType.FLOAT16)
     steps = {"p": 0}
     rounding = WeightRounding(steps, NUMPY, is_stochastic=True)
-    assert rounding.of(param, 0) is None
+    assert rounding.make_rounding(param, 0) is None
     steps["p"] = 1
-    first = rounding.of(param, 5)
+    first = rounding.make_rounding(param, 5)
     assert first is not None
     assert first.start == 5
     steps["p"] = 2
-    second = rounding.of(param, 5)
+    second = rounding.make_rounding(param, 5)
     assert second is not None
     assert second.key != first.key
-    assert rounding.of(ParamSpec("p", (3,), DType.FLOAT32), 0) is None
-    assert WeightRounding(steps, NUMPY, is_stochastic=False).of(param, 0) is None
+    assert rounding.make_rounding(ParamSpec("p", (3,), DType.FLOAT32), 0) is None
+    assert WeightRounding(steps, NUMPY, is_stochastic=False).make_rounding(param, 0) is None

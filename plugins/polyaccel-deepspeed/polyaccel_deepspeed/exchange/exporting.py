@@ -30,7 +30,7 @@ from polyaccel.checkpoint.convert.exporting import BUFFER, ExportTensor, Progres
 from polyaccel.checkpoint.convert.formats.torch_bin import on_disk
 from polyaccel.checkpoint.format.commit import check_tag
 from polyaccel.checkpoint.format.torch_values import unpacked
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.checkpoint.contents import CLIENT_SCHEDULE
 from polyaccel.torch.checkpoint.load import client_state_of

@@ -12,7 +12,7 @@ from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, file_
 from polyaccel.checkpoint.convert.formats.model_files import find_files, with_states
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming
 from polyaccel.checkpoint.format.pieces import SAFETENSORS_TYPES
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.errors import CheckpointError
 
 STEM, SUFFIX = "model", ".safetensors"

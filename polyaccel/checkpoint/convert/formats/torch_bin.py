@@ -17,7 +17,7 @@ from polyaccel.checkpoint.convert.formats.model_files import find_files, with_st
 from polyaccel.checkpoint.convert.formats.torch_files import TYPES, in_tensor, load_tree, optimizer_from, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.format.tensors import PARAM
-from polyaccel.checkpoint.storage.base import FileStorage
+from polyaccel.checkpoint.storage.file import FileStorage
 from polyaccel.errors import CheckpointError
 
 STEM, SUFFIX = "pytorch_model", ".bin"
@@ -53,7 +53,7 @@ def on_disk(
 def read(source: Path) -> Incoming:
     """Read tensors of a file or a folder's model, mapped; of tied ones the first. Includes trainers' states."""
     files = find_files(source, SUFFIX)
-    trees = {file: _Parts.of(load_tree(file), file) for file in files.files}
+    trees = {file: _Parts.from_tree(load_tree(file), file) for file in files.files}
     files.check({file: [*parts.weights] for file, parts in trees.items()})
     tensors: list[ImportTensor] = []
     seen: dict[tuple[Any, ...], str] = {}
@@ -83,8 +83,8 @@ class _Parts:
     others: Mapping[str, Any]
 
     @classmethod
-    def of(cls, tree: Any, file: Path) -> _Parts:
-        """The parts of `tree`. Raises CheckpointError where it has no tensors by name."""
+    def from_tree(cls, tree: Any, file: Path) -> _Parts:
+        """Find the parts of `tree`. Raises CheckpointError where it has no tensors by name."""
         if isinstance(tree, Mapping):
             name = next((each for each in _WEIGHTS if isinstance(tree.get(each), Mapping)), None)
             weights = tree if name is None else tree[name]
