@@ -42,7 +42,9 @@ class Regions:
         random = _random_of(tensor.device)
         self._outside = random.get_rng_state()
         digest = blake2b(self._outside.numpy().tobytes(), digest_size=8, person=b"rank %d" % self._ranks.rank).digest()
-        random.manual_seed(int.from_bytes(digest, "little") >> 1)
+        # torch.manual_seed sets the generators of all devices too, and formats three tracebacks for absent ones.
+        seeded = torch.default_generator if tensor.device.type == "cpu" else random
+        seeded.manual_seed(int.from_bytes(digest, "little") >> 1)
         self._begun = random.get_rng_state()
 
     @host_values()
