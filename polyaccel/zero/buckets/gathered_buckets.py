@@ -158,9 +158,8 @@ class GatheredBuckets:
                 self._settle(sharded)
             if exact and sharded.full is not None and not sharded.is_exact:
                 sharded.is_exact = True
-                self._gather(
-                    sharded, sharded.full, self._start_fetch(sharded, sharded.full), exact=True, async_op=False
-                )
+                fetch = self._start_fetch(sharded, sharded.full)
+                self._gather(sharded, sharded.full, fetch, exact=True, async_op=False)
             if ahead:
                 self._prefetch()
         except BaseException:
@@ -333,9 +332,8 @@ class GatheredBuckets:
         """Start this rank's slice on its way into `full`, where `_gather` expects it."""
         if sharded.source is None:
             return DoneFetch()
-        return sharded.source.fetch(
-            sharded.own, sharded.own_part(full, self._communicators.get_groups(sharded.bucket).exact.rank)
-        )
+        rank = self._communicators.get_groups(sharded.bucket).exact.rank
+        return sharded.source.fetch(sharded.own, sharded.own_part(full, rank))
 
     def _gather(self, sharded: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
         fetch.finish()
