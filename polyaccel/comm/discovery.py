@@ -146,7 +146,7 @@ def _problem(source: Source, request: Request) -> str:
     """Why reading `source` would fail, as far as that can be found without MPI."""
     try:
         if source.read is _from_mpi:
-            mpi.checked_place(request)
+            mpi.checked_rank(request)
         else:
             source.read(request)
     except CommError as error:
@@ -171,9 +171,9 @@ def _from_arguments(request: Request) -> Rendezvous:
     env = request.environ
     local_rank = integer(env, "LOCAL_RANK", request.rank)
     local_world_size = integer(env, "LOCAL_WORLD_SIZE", request.world_size)
-    place = LaunchedRank("arguments", request.rank, request.world_size, local_rank, local_world_size, given)
+    launched = LaunchedRank("arguments", request.rank, request.world_size, local_rank, local_world_size, given)
     port = meeting_port(env, request.port or DEFAULT_PORT)
-    return place.meeting(env.get("MASTER_ADDR", LOOPBACK), port, request.init_method)
+    return launched.meeting(env.get("MASTER_ADDR", LOOPBACK), port, request.init_method)
 
 
 def _look_at_torchrun(request: Request) -> Detection:
@@ -187,7 +187,7 @@ def _from_torchrun(request: Request) -> Rendezvous:
     rank, world_size = integer(env, "RANK", 0), integer(env, "WORLD_SIZE", 1)
     check_rank(rank, world_size, found)
     if not any(mark in env for mark in _MARKS):  # [Note: Leftover or nested variables]
-        for outer in (mpi.place(request), slurm.place(request)):
+        for outer in (mpi.find_rank(request), slurm.find_rank(request)):
             if outer is not None:
                 check_agreement(env, outer)
                 break
@@ -205,14 +205,14 @@ def _from_torchrun(request: Request) -> Rendezvous:
         )
     # torchrun's agent already listens on the port; only torch's own `env://` handles that.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = LaunchedRank(_TORCHRUN, rank, world_size, local_rank, local_world_size, found)
+    launched = LaunchedRank(_TORCHRUN, rank, world_size, local_rank, local_world_size, found)
     port = meeting_port(env, request.port or DEFAULT_PORT)
-    return place.meeting(env.get("MASTER_ADDR"), port, request.init_method or ("env://" if by_agent else None))
+    return launched.meeting(env.get("MASTER_ADDR"), port, request.init_method or ("env://" if by_agent else None))
 
 
 def _from_mpi(request: Request) -> Rendezvous:
     env = request.environ
-    here = mpi.checked_place(request)
+    here = mpi.checked_rank(request)
     if here.world_size == 1:
         return here.meeting(None, None, request.init_method)
     meets_otherwise = request.init_method is not None or request.joined is not None

@@ -186,23 +186,23 @@ class ZeroEngine:
         PolyaccelError after an update that failed half-way.
         """
         self.consistency.require()
-        for place in self.params:
-            shard = self._states.get(place.bucket.index)
-            for piece in place.bucket.slices(self._communicators.get_groups(place.bucket).exact.rank):
+        for params in self.params:
+            shard = self._states.get(params.bucket.index)
+            for piece in params.bucket.slices(self._communicators.get_groups(params.bucket).exact.rank):
                 _, slot = self.layout.locate(piece.fqn)
-                offset = slot.offset + piece.start - place.origin
-                yield slot, "param", piece.start, place.master.view(offset, piece.length)
+                offset = slot.offset + piece.start - params.origin
+                yield slot, "param", piece.start, params.master.view(offset, piece.length)
                 for name, state in (shard.states if shard else {}).items():
                     yield slot, name, piece.start, state.view(offset, piece.length)
 
     def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank must load to continue, in global coordinates: all of `master` and of the optimizer
         states."""
-        for place in self.params:
-            shard = self._states.get(place.bucket.index)
-            for piece in place.slices():
+        for params in self.params:
+            shard = self._states.get(params.bucket.index)
+            for piece in params.slices():
                 _, slot = self.layout.locate(piece.fqn)
-                yield slot, "param", piece.start, place.master.view(piece.shard_offset, piece.length)
+                yield slot, "param", piece.start, params.master.view(piece.shard_offset, piece.length)
                 for name, state in (shard.states if shard else {}).items():
                     yield slot, name, piece.start, state.view(piece.shard_offset, piece.length)
 

@@ -30,12 +30,12 @@ def fragment(step: ZeroEngine, fqn: str, kind: str) -> Fragment | None:
 
     A gradient must have been settled (`flush_reductions`). Raises ShardingError for a kind that does not exist.
     """
-    place, slot = step.params.locate(fqn)
-    if (piece := place.slice_of(slot)) is not None:
-        source = _source(step, place.bucket.index, fqn, kind)
+    params, slot = step.params.locate(fqn)
+    if (piece := params.slice_of(slot)) is not None:
+        source = _source(step, params.bucket.index, fqn, kind)
         return Fragment(piece.start, source.view(piece.shard_offset, piece.length))
     if slot.param.numel == 0:
-        return Fragment(0, _source(step, place.bucket.index, fqn, kind).view(0, 0))
+        return Fragment(0, _source(step, params.bucket.index, fqn, kind).view(0, 0))
     return None
 
 
@@ -58,15 +58,15 @@ def read_whole(
 
     `agreed` is the type of an optimizer state that all ranks know to be there. `may_be_view`: the result may be the
     engine's own memory, to be read before the next update."""
-    place, slot = step.params.locate(fqn)
+    params, slot = step.params.locate(fqn)
     holders = step.holders(fqn)
-    is_complete = place.master.numel == place.bucket.numel or not slot.param.numel
+    is_complete = params.master.numel == params.bucket.numel or not slot.param.numel
     if agreed is not None:
         dtype = agreed
     elif kind in (PARAM, GRAD) or is_complete:
-        dtype = _source(step, place.bucket.index, fqn, kind).dtype
+        dtype = _source(step, params.bucket.index, fqn, kind).dtype
     else:
-        dtype = _agreed_type(step, place.bucket.index, fqn, kind)
+        dtype = _agreed_type(step, params.bucket.index, fqn, kind)
     own = fragment(step, fqn, kind)
     wide = dtype if dtype is DType.FLOAT64 else DType.FLOAT32
     if (
@@ -82,7 +82,7 @@ def read_whole(
         whole.view(own.start, own.values.numel).copy_from(own.values)
     if not is_complete:
         holders.all_reduce(
-            whole, label=f"whole {kind}", bucket=place.bucket.index
+            whole, label=f"whole {kind}", bucket=params.bucket.index
         )  # zeros elsewhere, so nothing is rounded
     return whole
 
@@ -171,8 +171,8 @@ def shown_gradient(step: ZeroEngine, fqn: str) -> ShownGradient | None:
         return None
     step.reducer.user_edits.shown.add(gradients.bucket.index)
     own = fragment(step, fqn, GRAD) or Fragment(0, gradients.result().view(0, 0))
-    place = step.params[gradients.bucket.index]
-    return ShownGradient(own.start, own.values, place.master.numel == place.bucket.numel, gradients.touched[index])
+    params = step.params[gradients.bucket.index]
+    return ShownGradient(own.start, own.values, params.master.numel == params.bucket.numel, gradients.touched[index])
 
 
 def replace_gradient(step: ZeroEngine, fqn: str, value: Buffer, *, is_part: bool = False, counts: bool = True) -> None:

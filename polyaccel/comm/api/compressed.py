@@ -46,8 +46,8 @@ class CompressedAllReduce:
         self._part_numel = self._blocks * _BLOCK_NUMEL
         self._own_error = np.zeros((world, self._part_numel), np.float32)
         self._part_error = np.zeros((1, self._part_numel), np.float32)
-        places = np.arange(self._own_error.size).reshape(world, self._part_numel)
-        self._numels = (places < numel).reshape(world, self._blocks, -1).sum(axis=2)
+        positions = np.arange(self._own_error.size).reshape(world, self._part_numel)
+        self._numels = (positions < numel).reshape(world, self._blocks, -1).sum(axis=2)
         """Elements in each block of each part: the last ones are padding."""
 
     def __call__(self, tensor: Any) -> None:

@@ -230,7 +230,7 @@ class RecordingCommunicator(WrappedCommunicator):
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
         if not is_late:
             wait_for_ends(notes, entry.group, known)
-        places = describe_missing_ranks(
+        descriptions = describe_missing_ranks(
             entry.group,
             self.ranks[self.rank],
             entry.seq,
@@ -241,13 +241,13 @@ class RecordingCommunicator(WrappedCommunicator):
             started_s=entry.started_s,
             is_late=is_late,
         )
-        if not places and not known:
+        if not descriptions and not known:
             if where:
                 _log.warning(where)
             return error
         said = error.message if str(entry.collective) in error.message else f"{entry.collective}: {error.message}"
-        message = "; ".join([said, *places.values()])
-        missing = tuple(sorted({*known, *(places if is_late else have_ended(notes, entry.group))}))
+        message = "; ".join([said, *descriptions.values()])
+        missing = tuple(sorted({*known, *(descriptions if is_late else have_ended(notes, entry.group))}))
         if where:  # at once: a launcher may end this rank before its traceback
             _log.warning("rank %d: %s; %s", self.ranks[self.rank], message, where)
         if is_late:

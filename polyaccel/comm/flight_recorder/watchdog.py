@@ -211,7 +211,7 @@ def describe_missing_ranks(
     """
     if not notes:
         return {}
-    places: dict[int, str] = {}
+    descriptions: dict[int, str] = {}
     for rank in group:
         if rank == own_rank:
             continue
@@ -219,14 +219,14 @@ def describe_missing_ranks(
         is_news = now_s - started_s > _LOOKS * (note.every_s if note is not None else _EVERY_S)
         end = _end(note, _key(group), is_board_lost=own_rank not in notes)
         if end is not None:
-            places[rank] = f"rank {rank} {end}"
+            descriptions[rank] = f"rank {rank} {end}"
         elif rank in missing or is_late:
-            place = _place(note, _key(group), seq, call, now_s, is_news=is_news or rank in missing)
-            if place is not None:
-                places[rank] = f"rank {rank} {place}"
+            description = _describe_call(note, _key(group), seq, call, now_s, is_news=is_news or rank in missing)
+            if description is not None:
+                descriptions[rank] = f"rank {rank} {description}"
             elif rank in missing:
-                places[rank] = f"rank {rank} entered this call too, but did not carry it through"
-    return places
+                descriptions[rank] = f"rank {rank} entered this call too, but did not carry it through"
+    return descriptions
 
 
 def have_ended(notes: Mapping[int, Heartbeat], group: Collection[int]) -> tuple[int, ...]:
@@ -252,7 +252,9 @@ def _end(note: Heartbeat | None, group: str, *, is_board_lost: bool = False) -> 
     return f"{who}takes part no more, {last}: {note.ended}{_LESS if _OUT_OF_MEMORY.search(note.ended) else ''}"
 
 
-def _place(note: Heartbeat | None, group: str, seq: int, call: str, now_s: float, *, is_news: bool) -> str | None:
+def _describe_call(
+    note: Heartbeat | None, group: str, seq: int, call: str, now_s: float, *, is_news: bool
+) -> str | None:
     """A sentence on a rank with this note; None if the rank seems to be in the same call. `is_news`: what the rank has
     not reported has not happened."""
     if note is None:

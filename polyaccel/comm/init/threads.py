@@ -32,7 +32,7 @@ def run_threads(
     """`[fn(communicator_of_rank_0, *args), ...]`, every rank in a thread whose default communicator is its own.
 
     The first exception of any rank is raised again with attribute `rank`, after the others were aborted and have ended.
-    Ranks that are not done after `timeout_s` raise CommTimeout with the place where each of them stands. `accelerator`
+    Ranks that are not done after `timeout_s` raise CommTimeout with the stack of each. `accelerator`
     is shared by all ranks; None means the CPU's.
     """
     world = LocalWorld(world_size, accelerator or host_accelerator(), timeout_s=timeout_s)
@@ -84,15 +84,15 @@ def blame(error: BaseException, rank: int) -> BaseException:
 
 
 def _hung(threads: list[Thread], ranks: list[int], timeout_s: float) -> CommTimeout:
-    places = "\n".join(_place(threads[rank], rank) for rank in ranks)
+    stacks = "\n".join(_describe_stack(threads[rank], rank) for rank in ranks)
     return CommTimeout(
-        f"ranks {ranks} were not done after {timeout_s:g} s; they stand at\n{places}",
+        f"ranks {ranks} were not done after {timeout_s:g} s; they stand at\n{stacks}",
         missing_ranks=ranks,
         hint="raise timeout_s if they were only slow",
     )
 
 
-def _place(thread: Thread, rank: int) -> str:
+def _describe_stack(thread: Thread, rank: int) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)[-4:]) if frame else "  (just finished)\n"
     return f"rank {rank}:\n{stack}"

@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.launchers.mpi import OPEN_MPI, place_by
+from polyaccel.comm.launchers.mpi import OPEN_MPI, read_rank
 from polyaccel.comm.launchers.request import (
     DEFAULT_PORT,
     LOOPBACK,
@@ -38,7 +38,7 @@ def look_azure(request: Request) -> Detection:
 
 
 def read_azure(request: Request) -> Rendezvous:
-    here = replace(place_by(OPEN_MPI, request.environ), launcher=AZURE)
+    here = replace(read_rank(OPEN_MPI, request.environ), launcher=AZURE)
     one_node = here.local_world_size == here.world_size
     variable = "AZ_BATCHAI_MPI_MASTER_NODE" if one_node else "AZ_BATCH_MASTER_NODE"
     address = request.environ.get(variable, "").partition(":")[0]  # its port is Batch's own
@@ -50,7 +50,7 @@ def look_sagemaker(request: Request) -> Detection:
 
 
 def read_sagemaker(request: Request) -> Rendezvous:
-    here = replace(place_by(OPEN_MPI, request.environ), launcher=SAGEMAKER)
+    here = replace(read_rank(OPEN_MPI, request.environ), launcher=SAGEMAKER)
     try:
         address = str(json.loads(request.environ["SM_TRAINING_ENV"])["master_hostname"])
     except (ValueError, KeyError, TypeError):

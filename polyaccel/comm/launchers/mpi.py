@@ -70,22 +70,22 @@ def may_start(environ: Mapping[str, str]) -> bool:
     return any(launcher.rank in environ for launcher in _LAUNCHERS)
 
 
-def place(request: Request) -> LaunchedRank | None:
+def find_rank(request: Request) -> LaunchedRank | None:
     """Return the rank that the launchers' variables set; None without them. Raises CommError where two disagree."""
-    places = [place_by(launcher, request.environ) for launcher in _seen(request)]
-    for other in places[1:]:
-        sizes = {place.world_size for place in (places[0], other)} - {None}
-        if other.rank != places[0].rank or len(sizes) > 1:
+    found = [read_rank(launcher, request.environ) for launcher in _seen(request)]
+    for other in found[1:]:
+        sizes = {launched.world_size for launched in (found[0], other)} - {None}
+        if other.rank != found[0].rank or len(sizes) > 1:
             raise CommError(
-                f"{places[0].launcher} and {other.launcher} disagree: {places[0].shown}; {other.shown}",
+                f"{found[0].launcher} and {other.launcher} disagree: {found[0].shown}; {other.shown}",
                 hint="one of them is left over of a job around this one: unset its variables",
-                value=(places[0].rank, other.rank),
+                value=(found[0].rank, other.rank),
             )
-    return places[0] if places else None
+    return found[0] if found else None
 
 
-def place_by(launcher: MpiVariables, environ: Mapping[str, str]) -> LaunchedRank:
-    """The rank that the variables of `launcher`, which must be set, describe. Raises CommError."""
+def read_rank(launcher: MpiVariables, environ: Mapping[str, str]) -> LaunchedRank:
+    """Read the rank from the variables of `launcher`, which must be set. Raises CommError."""
     numbers = [integer(environ, name, -1) if name in environ else None for name in launcher[1:] if name is not None]
     rank, world_size, local_rank, local_world_size = [*numbers, None, None, None][:4]
     found = shown(environ, launcher.variables)
@@ -96,9 +96,9 @@ def place_by(launcher: MpiVariables, environ: Mapping[str, str]) -> LaunchedRank
     return LaunchedRank(launcher.name, rank, world_size, local_rank, local_world_size, found)
 
 
-def checked_place(request: Request) -> LaunchedRank:
-    """The place that launchers of MPI and variables set by others agree on. Raises CommError."""
-    here = place(request)
+def checked_rank(request: Request) -> LaunchedRank:
+    """Return the rank on which launchers of MPI and variables set by others agree. Raises CommError."""
+    here = find_rank(request)
     if here is None:
         raise CommError("no launcher of MPI started this process", hint="start the ranks with mpirun")
     check_agreement(request.environ, here)

@@ -118,15 +118,15 @@ def check_rank(rank: int, world_size: int, found: str, rank_name: str = "RANK", 
         )
 
 
-def check_agreement(environ: Mapping[str, str], place: LaunchedRank) -> None:
-    """Raise CommError, showing both, when rank variables are set that contradict `place`."""
-    said = (place.rank, place.world_size, place.local_rank, place.local_world_size)
+def check_agreement(environ: Mapping[str, str], launched: LaunchedRank) -> None:
+    """Raise CommError, showing both, when rank variables are set that contradict `launched`."""
+    said = (launched.rank, launched.world_size, launched.local_rank, launched.local_world_size)
     for name, number in zip(RANK_VARIABLES, said, strict=True):
         if number is not None and integer(environ, name, number) != number:
             raise CommError(
-                f"{name}={environ[name]} is set, but {place.launcher} sets {number}: "
-                f"{shown(environ, RANK_VARIABLES)}; {place.shown}",
-                hint=f"unset what is left over of another job: {name}, or the variables of {place.launcher}",
+                f"{name}={environ[name]} is set, but {launched.launcher} sets {number}: "
+                f"{shown(environ, RANK_VARIABLES)}; {launched.shown}",
+                hint=f"unset what is left over of another job: {name}, or the variables of {launched.launcher}",
                 value=(environ[name], number),
             )
 

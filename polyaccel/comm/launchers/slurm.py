@@ -43,8 +43,8 @@ def look(request: Request) -> Detection:
     return Detection(False, "SLURM_PROCID, SLURM_STEP_ID unset")
 
 
-def place(request: Request) -> LaunchedRank | None:
-    """Which task of the step this process is; None outside of steps. Raises CommError."""
+def find_rank(request: Request) -> LaunchedRank | None:
+    """Find the task of the step that this process is; None outside of steps. Raises CommError."""
     if not look(request).applies:
         return None
     env = request.environ
@@ -59,7 +59,7 @@ def place(request: Request) -> LaunchedRank | None:
 
 def read(request: Request) -> Rendezvous:
     env = request.environ
-    task = place(request)
+    task = find_rank(request)
     if task is None:
         raise CommError("srun did not start this process", hint="start the ranks with srun")
     check_agreement(env, task)

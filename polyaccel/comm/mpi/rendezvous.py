@@ -78,8 +78,8 @@ def mpi_rendezvous(here: LaunchedRank, request: Request) -> Rendezvous:
         raise CommError(answer.problem, hint="set MASTER_ADDR and MASTER_PORT for all ranks, to rank 0's host")
     local_rank = answer.local_rank if here.local_rank is None else here.local_rank
     local_world_size = answer.local_world_size if here.local_world_size is None else here.local_world_size
-    place = replace(here, world_size=world.size, local_rank=local_rank, local_world_size=local_world_size)
-    return place.meeting(answer.address, answer.port, request.init_method)
+    launched = replace(here, world_size=world.size, local_rank=local_rank, local_world_size=local_world_size)
+    return launched.meeting(answer.address, answer.port, request.init_method)
 
 
 def assign_ranks(notes: Sequence[Note], environ: Mapping[str, str], port: int | None) -> list[Answer]:

@@ -175,7 +175,7 @@ def _received(caller: socket.socket, most: int) -> bytes:
 
 def _hello(token: bytes, doors: Sequence[_Endpoint], rank: int, peer: int) -> bytes:
     """`rank`'s first bytes to `peer`."""
-    return auth.sign(token, _place(doors, rank, peer), rank.to_bytes(_RANK_NBYTES, "little"))
+    return auth.sign(token, _context(doors, rank, peer), rank.to_bytes(_RANK_NBYTES, "little"))
 
 
 def _rank_in(token: bytes, hello: bytes, doors: Sequence[_Endpoint], awaited: set[int], peer: int) -> int | None:
@@ -183,8 +183,8 @@ def _rank_in(token: bytes, hello: bytes, doors: Sequence[_Endpoint], awaited: se
     rank = int.from_bytes(hello[auth.MAC_NBYTES :], "little")
     if len(hello) != _HELLO_NBYTES or rank not in awaited:
         return None
-    return rank if auth.verify(token, _place(doors, rank, peer), hello) is not None else None
+    return rank if auth.verify(token, _context(doors, rank, peer), hello) is not None else None
 
 
-def _place(doors: Sequence[_Endpoint], rank: int, peer: int) -> str:
+def _context(doors: Sequence[_Endpoint], rank: int, peer: int) -> str:
     return f"hello {rank} {doors[rank].mark} to {peer} {doors[peer].mark}"

@@ -79,7 +79,9 @@ class HierarchicalCommunicator(Communicator):
         self.intra = intra
         self.inter = inter
         self.coalesces_small_sends = _short_nbytes(intra.world_size, is_uneven=True) > 0
-        self._places = {rank: (h, index) for h, members in enumerate(self.hosts) for index, rank in enumerate(members)}
+        self._host_and_index = {
+            rank: (h, index) for h, members in enumerate(self.hosts) for index, rank in enumerate(members)
+        }
         self._scratch = ScratchPool(flat.accelerator)
         self._helper: Background | None = None
         self._closed = False
@@ -128,7 +130,7 @@ class HierarchicalCommunicator(Communicator):
 
     def _broadcast(self, collective: Collective) -> None:
         buffer = collective.buffer_received()
-        host, index = self._places[collective.root]
+        host, index = self._host_and_index[collective.root]
         if self.intra.rank == index:
             self._call(self.inter, collective, Operation.BROADCAST, buffer, buffer, host)
         self._call(self.intra, collective, Operation.BROADCAST, buffer, buffer, index)
@@ -218,8 +220,8 @@ class HierarchicalCommunicator(Communicator):
         check_members("split", members, self.world_size)
         positions: dict[int, list[int]] = {}
         for position, rank in enumerate(members):
-            positions.setdefault(self._places[rank][0], []).append(position)
-        mine = positions.get(self._places[self.rank][0], [])
+            positions.setdefault(self._host_and_index[rank][0], []).append(position)
+        mine = positions.get(self._host_and_index[self.rank][0], [])
         found: list[Communicator | None] = []
         collective = Collective(Operation.SPLIT, number=self.next_number(), members=members)
 
@@ -227,7 +229,7 @@ class HierarchicalCommunicator(Communicator):
             flat = self.flat.split(members) if len(positions) > 1 else None
             near = None
             if len(positions) == 1 or is_two_level(list(positions.values())):
-                near = self.intra.split([self._places[members[at]][1] for at in mine]) if mine else None
+                near = self.intra.split([self._host_and_index[members[at]][1] for at in mine]) if mine else None
             if flat is not None and near is not None:
                 found.append(two_level(flat, near, list(positions.values())))
             else:
@@ -282,8 +284,8 @@ def is_two_level(hosts: Sequence[Sequence[int]]) -> bool:
 def two_level(flat: Communicator, intra: Communicator, hosts: Sequence[Sequence[int]]) -> HierarchicalCommunicator:
     """`flat`'s group with `intra` inside this host; `hosts[h]` are the ranks (of `flat`) of host h. Collective."""
     inter = None
-    for place in zip(*hosts, strict=True):
-        inter = flat.split(place) or inter
+    for peers in zip(*hosts, strict=True):
+        inter = flat.split(peers) or inter
     if inter is None:
         raise CommError(f"rank {flat.rank} is on none of the hosts {list(hosts)}", value=hosts)
     return HierarchicalCommunicator(flat, intra, inter, hosts)

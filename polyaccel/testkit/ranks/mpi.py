@@ -21,7 +21,7 @@ from time import monotonic
 
 from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.launchers.mpi import place
+from polyaccel.comm.launchers.mpi import find_rank
 from polyaccel.comm.launchers.request import Request
 from polyaccel.errors import InvariantError, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
@@ -170,7 +170,7 @@ def _kill(pid: int) -> None:
 def main(arguments: Sequence[str]) -> None:
     """A rank: join, then work off tasks until the pool is gone."""
     address, timeout_s, memory = arguments
-    here = place(Request(os.environ))
+    here = find_rank(Request(os.environ))
     if here is None or here.world_size is None:
         raise InvariantError("mpirun has not set the number of this rank", value=here)
     client = socket.socket(socket.AF_UNIX)

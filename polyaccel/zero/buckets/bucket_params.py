@@ -86,13 +86,13 @@ def replicas_of(
 ) -> tuple[Replica, ...]:
     """Return copies of parameters that this rank holds alone, in pieces, without shared memory."""
     found = []
-    for place in buckets:
-        group = holders(place.bucket)
-        if place.full is None or place.shared is not None or group.world_size == 1:
+    for params in buckets:
+        group = holders(params.bucket)
+        if params.full is None or params.shared is not None or group.world_size == 1:
             continue
-        for slot in place.bucket.slots:
+        for slot in params.bucket.slots:
             for start in range(0, slot.param.numel, most_numel):
                 numel = min(most_numel, slot.param.numel - start)
-                where = place.bucket.index, slot.offset + start
+                where = params.bucket.index, slot.offset + start
                 found.append(Replica(slot.param.fqn, start, numel, group.ranks, *where))
     return tuple(found)

@@ -56,14 +56,14 @@ class GatheredBuckets:
         owner: ParamListener,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._buckets = {place.bucket.index: place for place in buckets}
+        self._buckets = {sharded.bucket.index: sharded for sharded in buckets}
         self._policy = policy
         self._communicators = communicators
         self.second = SecondaryShards(communicators)
         self._owner = owner
         self._waiting = waiting
         self.pool = BufferPool(communicators.world.allocate, policy.max_live_numel)
-        self.schedule = GatherSchedule({index: place.bucket.numel for index, place in self._buckets.items()})
+        self.schedule = GatherSchedule({index: sharded.bucket.numel for index, sharded in self._buckets.items()})
         self.live_numel = 0
         """Elements gathered at present, those under way included; the same on all ranks."""
         self.kept_numel = 0
@@ -88,92 +88,93 @@ class GatheredBuckets:
 
     def full(self, index: int) -> Buffer:
         """The whole bucket. Raises ShardingError while it is sharded."""
-        place = self._buckets[index]
-        whole = place.full if place.kept is None else place.kept.full
+        sharded = self._buckets[index]
+        whole = sharded.full if sharded.kept is None else sharded.kept.full
         if whole is None or not self.is_whole(index):
             raise ShardingError(f"bucket {index} is sharded at present", hint="hold it first", value=index)
         return whole
 
     def is_whole(self, index: int) -> bool:
         """Whether this rank has the bucket."""
-        place = self._buckets[index]
-        return place.kept is not None or place.is_whole
+        sharded = self._buckets[index]
+        return sharded.kept is not None or sharded.is_whole
 
     def is_exact(self, index: int) -> bool:
         """Whether a gathered bucket has the values of the slices, not what a quantised gather leaves of them."""
-        place = self._buckets[index]
-        return place.is_exact if place.kept is None else place.kept.is_exact
+        sharded = self._buckets[index]
+        return sharded.is_exact if sharded.kept is None else sharded.kept.is_exact
 
     def unsharded_or_none(self, index: int) -> Buffer | None:
         """The whole bucket if there is one, held or not. Waits for a gather under way and cancels a fetch."""
-        place = self._buckets[index]
-        whole = self._common_or_none(place)
-        return whole if place.kept is None else place.kept.full
+        sharded = self._buckets[index]
+        whole = self._common_or_none(sharded)
+        return whole if sharded.kept is None else sharded.kept.full
 
-    def _common_or_none(self, place: ShardedBucket) -> Buffer | None:
+    def _common_or_none(self, sharded: ShardedBucket) -> Buffer | None:
         """The same of what the ranks have gathered together."""
-        if place.fetch is not None:
-            self._free(place)
-        if place.work is not None:
-            self._settle(place)
-        return place.full
+        if sharded.fetch is not None:
+            self._free(sharded)
+        if sharded.work is not None:
+            self._settle(sharded)
+        return sharded.full
 
     # Uses by this rank.
 
     def begin_use(self, index: int) -> bool:
         """Hold a bucket until `end_use`; return whether it is whole, after a gather under way."""
-        place = self._buckets[index]
+        sharded = self._buckets[index]
         self._require_active(index)
-        if place.work is not None and place.kept is None:
-            self._settle(place)
-        place.uses += 1
+        if sharded.work is not None and sharded.kept is None:
+            self._settle(sharded)
+        sharded.uses += 1
         return self.is_whole(index)
 
     def end_use(self, index: int) -> None:
         """Undo one `begin_use`. What the ranks have freed in the meantime goes with the last one."""
-        place = self._buckets[index]
-        if place.uses == 0:
+        sharded = self._buckets[index]
+        if sharded.uses == 0:
             raise InvariantError(f"the use of bucket {index} ended more often than it began", value=index)
-        place.uses -= 1
-        if place.uses == 0 and place.kept is not None:
-            self._let_go(place, place.kept)
+        sharded.uses -= 1
+        if sharded.uses == 0 and sharded.kept is not None:
+            self._let_go(sharded, sharded.kept)
 
     # Holds by all ranks.
 
     def unshard(self, index: int, *, ahead: bool = False, exact: bool = False) -> None:
         """Unshard a bucket until `reshard`, gather `ahead`, `exact` without quantisation. Collective."""
-        place = self._buckets[index]
+        sharded = self._buckets[index]
         self._require_active(index)
         self._period += self._has_dropped
         self._has_dropped = False
-        if place.full is None:
-            self._make_room(place.bucket.numel)
-            self._begin(place, exact=exact)
-        if place.fetch is not None:
-            self._launch(place)
-        place.holds += 1
-        self._end_ahead(place)
+        if sharded.full is None:
+            self._make_room(sharded.bucket.numel)
+            self._begin(sharded, exact=exact)
+        if sharded.fetch is not None:
+            self._launch(sharded)
+        sharded.holds += 1
+        self._end_ahead(sharded)
         try:
-            if place.work is not None:
-                self._settle(place)
-            if exact and place.full is not None and not place.is_exact:
-                place.is_exact = True
-                self._gather(place, place.full, self._start_fetch(place, place.full), exact=True, async_op=False)
+            if sharded.work is not None:
+                self._settle(sharded)
+            if exact and sharded.full is not None and not sharded.is_exact:
+                sharded.is_exact = True
+                fetch = self._start_fetch(sharded, sharded.full)
+                self._gather(sharded, sharded.full, fetch, exact=True, async_op=False)
             if ahead:
                 self._prefetch()
         except BaseException:
-            place.holds -= 1  # a caller that failed to get it will not drop it
+            sharded.holds -= 1  # a caller that failed to get it will not drop it
             raise
 
     def reshard(self, index: int, *, keep: bool = True) -> None:
         """Undo one `unshard`. The last one frees the bucket, unless it may be kept and its next use is near."""
-        place = self._buckets[index]
-        if place.holds == 0:
+        sharded = self._buckets[index]
+        if sharded.holds == 0:
             raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
-        place.holds -= 1
+        sharded.holds -= 1
         self._has_dropped = True
-        if place.holds == 0 and not (keep and self._is_worth_keeping(index)):
-            self._free(place)
+        if sharded.holds == 0 and not (keep and self._is_worth_keeping(index)):
+            self._free(sharded)
 
     def lend_once(self, indices: Iterable[int], apart_numel: int) -> None:
         """Gather buckets for ranks that use them, each of which keeps at most `apart_numel` for itself. Collective."""
@@ -187,15 +188,15 @@ class GatheredBuckets:
 
     def refresh(self, index: int) -> None:
         """This rank's slice has new values: free the bucket, or gather it again if it is held. Collective."""
-        place = self._buckets[index]
+        sharded = self._buckets[index]
         self.second.forget(index)
-        if place.full is None:
+        if sharded.full is None:
             return
-        if place.holds == 0:
-            self._free(place)
-        elif not place.is_own:
-            fetch = self._start_fetch(place, place.full)
-            self._gather(place, place.full, fetch, exact=place.is_exact, async_op=False)
+        if sharded.holds == 0:
+            self._free(sharded)
+        elif not sharded.is_own:
+            fetch = self._start_fetch(sharded, sharded.full)
+            self._gather(sharded, sharded.full, fetch, exact=sharded.is_exact, async_op=False)
 
     def note_change(self, index: int) -> None:
         """A user changed values of the bucket, equally on all ranks."""
@@ -204,27 +205,27 @@ class GatheredBuckets:
     @contextmanager
     def unsharded_view(self, index: int) -> Iterator[Buffer]:
         """Return the whole bucket in exact values, to be read at once. Collective unless whole."""
-        place = self._buckets[index]
+        sharded = self._buckets[index]
         self._require_active(index)
-        whole = self._common_or_none(place)
-        if (whole is not None and place.is_exact) or place.is_own:
-            yield place.own if whole is None else whole
+        whole = self._common_or_none(sharded)
+        if (whole is not None and sharded.is_exact) or sharded.is_own:
+            yield sharded.own if whole is None else whole
             return
-        self._make_room(place.bucket.numel)
-        self._count_live(place.bucket.numel)
-        full = self.pool.acquire(place.bucket.numel, place.own.dtype)
+        self._make_room(sharded.bucket.numel)
+        self._count_live(sharded.bucket.numel)
+        full = self.pool.acquire(sharded.bucket.numel, sharded.own.dtype)
         try:
-            self._gather(place, full, self._start_fetch(place, full), exact=True, async_op=False)
+            self._gather(sharded, full, self._start_fetch(sharded, full), exact=True, async_op=False)
             yield full
         finally:
-            self._count_live(-place.bucket.numel)
+            self._count_live(-sharded.bucket.numel)
             self.pool.release(full)
 
     def free_idle(self) -> None:
         """Free every bucket without holds, prefetched ones too."""
-        for place in self._buckets.values():
-            if place.holds == 0 and place.full is not None:
-                self._free(place)
+        for sharded in self._buckets.values():
+            if sharded.holds == 0 and sharded.full is not None:
+                self._free(sharded)
 
     def suspend(self) -> None:
         """Free everything and gather nothing while `is_suspended`. Raises ShardingError if a bucket is held."""
@@ -247,7 +248,7 @@ class GatheredBuckets:
 
     def require_idle(self) -> None:
         """Raise ShardingError if a bucket is held, or used by this rank."""
-        held = [index for index, place in self._buckets.items() if place.holds or place.uses]
+        held = [index for index, sharded in self._buckets.items() if sharded.holds or sharded.uses]
         if held:
             raise ShardingError(
                 f"buckets {held} are gathered and in use",
@@ -257,10 +258,10 @@ class GatheredBuckets:
 
     def close(self) -> None:
         """Free everything, also what is held or used."""
-        for place in self._buckets.values():
-            place.holds = place.uses = 0
-            if place.kept is not None:
-                self._let_go(place, place.kept)
+        for sharded in self._buckets.values():
+            sharded.holds = sharded.uses = 0
+            if sharded.kept is not None:
+                self._let_go(sharded, sharded.kept)
         self.free_idle()
 
     def _is_worth_keeping(self, index: int) -> bool:
@@ -269,7 +270,7 @@ class GatheredBuckets:
 
     def _make_room(self, numel: int) -> None:
         """Free idle buckets, those needed last first, until `numel` more elements fit; what is held stays."""
-        idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
+        idle = [index for index, sharded in self._buckets.items() if sharded.holds == 0 and sharded.full is not None]
         idle.sort(key=self.schedule.distance)
         while idle and self.live_numel + self._apart_numel + numel > self._policy.max_live_numel:
             self._free(self._buckets[idle.pop()])
@@ -278,21 +279,21 @@ class GatheredBuckets:
         """Start fetches, then all-gathers, of the units that follow. See [Note: Shard read-ahead]."""
         begun = [self._buckets[index] for index in self.schedule.upcoming() if self._buckets[index].fetch is not None]
         for index in self.schedule.upcoming():
-            place = self._buckets[index]
-            if place.full is not None:
+            sharded = self._buckets[index]
+            if sharded.full is not None:
                 continue
-            numel = place.bucket.numel
+            numel = sharded.bucket.numel
             within = self._ahead_numel + numel <= self._policy.prefetch_numel
             if not within or self.live_numel + numel > self._policy.max_live_numel:
                 break
-            self._begin(place, exact=False)
+            self._begin(sharded, exact=False)
             self._ahead_numel += numel
-            place.is_ahead = True
-            if not place.is_slow:
-                self._launch(place)
-        for place in begun:
-            if place.fetch is not None and place.began_in < self._period:
-                self._launch(place)
+            sharded.is_ahead = True
+            if not sharded.is_slow:
+                self._launch(sharded)
+        for sharded in begun:
+            if sharded.fetch is not None and sharded.began_in < self._period:
+                self._launch(sharded)
 
     def _require_active(self, index: int) -> None:
         if self.is_suspended:
@@ -302,96 +303,97 @@ class GatheredBuckets:
         self.live_numel += numel
         self.peak_numel = max(self.peak_numel, self.live_numel + self.kept_numel)
 
-    def _begin(self, place: ShardedBucket, *, exact: bool) -> None:
+    def _begin(self, sharded: ShardedBucket, *, exact: bool) -> None:
         """Give a bucket its memory, and start to fetch this rank's part of it."""
-        place.is_exact = exact or place.is_own or self._communicators.get_groups(place.bucket).are_exact(place.bucket)
-        if place.is_own:
-            place.full, place.fetch = place.own, DoneFetch()
+        groups = self._communicators.get_groups(sharded.bucket)
+        sharded.is_exact = exact or sharded.is_own or groups.are_exact(sharded.bucket)
+        if sharded.is_own:
+            sharded.full, sharded.fetch = sharded.own, DoneFetch()
         else:
-            place.full = self.pool.acquire(place.bucket.numel, place.own.dtype)
-            place.slots.get_views(place.full)  # made here if at all: they are references too
-            place.references = place.full.use_count()
-            place.fetch = self._start_fetch(place, place.full)
-        place.began_in = self._period
-        self._count_live(place.bucket.numel)
+            sharded.full = self.pool.acquire(sharded.bucket.numel, sharded.own.dtype)
+            sharded.slots.get_views(sharded.full)  # made here if at all: they are references too
+            sharded.references = sharded.full.use_count()
+            sharded.fetch = self._start_fetch(sharded, sharded.full)
+        sharded.began_in = self._period
+        self._count_live(sharded.bucket.numel)
 
-    def _launch(self, place: ShardedBucket) -> None:
+    def _launch(self, sharded: ShardedBucket) -> None:
         """Gather a bucket that was begun. If that fails, it is as if it had not been."""
-        assert place.fetch is not None  # the callers' condition
-        assert place.full is not None
+        assert sharded.fetch is not None  # the callers' condition
+        assert sharded.full is not None
         try:
-            place.work = self._gather(place, place.full, place.fetch, exact=place.is_exact, async_op=True)
+            sharded.work = self._gather(sharded, sharded.full, sharded.fetch, exact=sharded.is_exact, async_op=True)
         except BaseException:
-            self._free(place)
+            self._free(sharded)
             raise
-        place.fetch = None
+        sharded.fetch = None
 
-    def _start_fetch(self, place: ShardedBucket, full: Buffer) -> Fetch:
+    def _start_fetch(self, sharded: ShardedBucket, full: Buffer) -> Fetch:
         """Start this rank's slice on its way into `full`, where `_gather` expects it."""
-        if place.source is None:
+        if sharded.source is None:
             return DoneFetch()
-        return place.source.fetch(
-            place.own, place.own_part(full, self._communicators.get_groups(place.bucket).exact.rank)
-        )
+        rank = self._communicators.get_groups(sharded.bucket).exact.rank
+        return sharded.source.fetch(sharded.own, sharded.own_part(full, rank))
 
-    def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
+    def _gather(self, sharded: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
         fetch.finish()
-        if place.is_own:
+        if sharded.is_own:
             return DoneWork()
-        work = self.second.gather(place.bucket, full, exact=exact, async_op=async_op)
+        work = self.second.gather(sharded.bucket, full, exact=exact, async_op=async_op)
         if work is not None:
             return work
-        group = self._communicators.get_groups(place.bucket)
-        communicator = group.exact if exact else group.of_passes(place.bucket)
-        own = place.own if place.source is None else place.own_part(full, communicator.rank)
-        return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=place.bucket.index)
+        group = self._communicators.get_groups(sharded.bucket)
+        communicator = group.exact if exact else group.of_passes(sharded.bucket)
+        own = sharded.own if sharded.source is None else sharded.own_part(full, communicator.rank)
+        return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=sharded.bucket.index)
 
-    def _settle(self, place: ShardedBucket) -> None:
+    def _settle(self, sharded: ShardedBucket) -> None:
         """Finish the gather under way and let the frontend see the parameters; what this rank kept is released."""
-        assert place.work is not None  # the callers' condition
-        assert place.full is not None
+        assert sharded.work is not None  # the callers' condition
+        assert sharded.full is not None
         with self._waiting():
-            place.work.wait()
-        place.work = None
-        if place.is_exact is self._communicators.get_groups(place.bucket).are_exact(place.bucket):  # as passes see it
-            self.second.keep(place.plan, place.full, is_exact=place.is_exact)
-        if place.kept is not None:
-            self._let_go(place, place.kept)
-        self._owner.show(place.bucket, place.slots.get_views(place.full))
+            sharded.work.wait()
+        sharded.work = None
+        groups = self._communicators.get_groups(sharded.bucket)
+        if sharded.is_exact is groups.are_exact(sharded.bucket):  # as passes see it
+            self.second.keep(sharded.plan, sharded.full, is_exact=sharded.is_exact)
+        if sharded.kept is not None:
+            self._let_go(sharded, sharded.kept)
+        self._owner.show(sharded.bucket, sharded.slots.get_views(sharded.full))
 
-    def _end_ahead(self, place: ShardedBucket) -> None:
+    def _end_ahead(self, sharded: ShardedBucket) -> None:
         """Not when a rank finds the bucket there, which others may do later, but when the ranks hold or free it."""
-        self._ahead_numel -= place.bucket.numel * place.is_ahead
-        place.is_ahead = False
+        self._ahead_numel -= sharded.bucket.numel * sharded.is_ahead
+        sharded.is_ahead = False
 
-    def _free(self, place: ShardedBucket) -> None:
+    def _free(self, sharded: ShardedBucket) -> None:
         """Release a bucket; what is under way is waited for."""
-        assert place.full is not None  # the callers' condition
-        self._end_ahead(place)
-        if place.work is not None:
-            self._settle(place)
-        if place.fetch is not None:
-            place.fetch.cancel()
-            place.fetch = None
-            self._give_back(place, place.full, place.references)
-        elif place.uses:
-            place.kept = RetainedBucket(place.full, place.references, place.is_exact)
-            self.kept_numel += place.bucket.numel
+        assert sharded.full is not None  # the callers' condition
+        self._end_ahead(sharded)
+        if sharded.work is not None:
+            self._settle(sharded)
+        if sharded.fetch is not None:
+            sharded.fetch.cancel()
+            sharded.fetch = None
+            self._give_back(sharded, sharded.full, sharded.references)
+        elif sharded.uses:
+            sharded.kept = RetainedBucket(sharded.full, sharded.references, sharded.is_exact)
+            self.kept_numel += sharded.bucket.numel
         else:
-            self._owner.hide(place.bucket)
-            self._give_back(place, place.full, place.references)
-        place.full = None
-        self._count_live(-place.bucket.numel)
+            self._owner.hide(sharded.bucket)
+            self._give_back(sharded, sharded.full, sharded.references)
+        sharded.full = None
+        self._count_live(-sharded.bucket.numel)
 
-    def _let_go(self, place: ShardedBucket, kept: RetainedBucket) -> None:
+    def _let_go(self, sharded: ShardedBucket, kept: RetainedBucket) -> None:
         """This rank no longer uses what it kept."""
-        self._owner.hide(place.bucket)
-        place.kept = None
-        self.kept_numel -= place.bucket.numel
-        self._give_back(place, kept.full, kept.references)
+        self._owner.hide(sharded.bucket)
+        sharded.kept = None
+        self.kept_numel -= sharded.bucket.numel
+        self._give_back(sharded, kept.full, kept.references)
 
-    def _give_back(self, place: ShardedBucket, full: Buffer, references: int) -> None:
+    def _give_back(self, sharded: ShardedBucket, full: Buffer, references: int) -> None:
         """See [Note: Views after reshard]."""
-        if not place.is_own:
+        if not sharded.is_own:
             is_viewed = full.use_count() > references
             (self.pool.forget if is_viewed else self.pool.release)(full)

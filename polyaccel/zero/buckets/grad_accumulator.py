@@ -10,7 +10,7 @@ from polyaccel.ops.base import REDUCE, KernelTable
 from polyaccel.zero.plan.layout import Bucket
 
 GradientWriter = Callable[[Buffer, bool], None]
-"""Puts a gradient into its place in a bucket: adds it to what is there, or where that is False writes over it."""
+"""Writes a gradient to its view of a bucket: adds it to what is there, or overwrites it if that is False."""
 
 
 class GradAccumulator:
@@ -26,27 +26,27 @@ class GradAccumulator:
         self.buffer: Buffer | None = None
         self.is_borrowed = False
         """`buffer` belongs to a pool."""
-        self._places: tuple[Buffer, ...] = ()
+        self._views: tuple[Buffer, ...] = ()
         self.filled: set[int] = set()
 
     def use(self, buffer: Buffer, *, borrowed: bool) -> None:
         """Accumulate in `buffer` from now on."""
-        self.buffer, self.is_borrowed, self._places = buffer, borrowed, self._slots.get_views(buffer)
+        self.buffer, self.is_borrowed, self._views = buffer, borrowed, self._slots.get_views(buffer)
 
     def put(self, index: int, gradient: Buffer | GradientWriter) -> None:
         """Add a gradient, flat and of any floating type, to slot `index`, or let it be written there."""
-        place = self._places[index]
+        view = self._views[index]
         if not isinstance(gradient, Buffer):
-            gradient(place, index in self.filled)
+            gradient(view, index in self.filled)
         elif index in self.filled:
-            self._kernels[REDUCE](place, gradient, ReduceOp.SUM)
+            self._kernels[REDUCE](view, gradient, ReduceOp.SUM)
         else:
-            place.copy_from(gradient)
+            view.copy_from(gradient)
         self.filled.add(index)
 
     def at(self, index: int) -> Buffer | None:
         """Return the sum of slot `index`, or None if the slot holds nothing."""
-        return self._places[index] if index in self.filled else None
+        return self._views[index] if index in self.filled else None
 
     def take(self, *, keep: bool) -> Buffer:
         """Return the buffer with zeros in empty slots and padding, and forget the sums; unless `keep`, it too."""
@@ -54,9 +54,9 @@ class GradAccumulator:
         assert taken is not None  # the caller's condition
         for gap in self._gaps.get_views(taken):
             gap.fill(0.0)
-        for index, place in enumerate(self._places):
+        for index, view in enumerate(self._views):
             if index not in self.filled:
-                place.fill(0.0)
+                view.fill(0.0)
         self.filled = set()
         if not keep:
             self.forget_buffer()
@@ -64,7 +64,7 @@ class GradAccumulator:
 
     def forget_buffer(self) -> None:
         """Accumulate nowhere until the next `use`."""
-        self.buffer, self.is_borrowed, self._places = None, False, ()
+        self.buffer, self.is_borrowed, self._views = None, False, ()
 
 
 class PassArrivals:

@@ -55,10 +55,14 @@ class ParamBuckets:
         self.buckets: list[BucketParams] = []
         for bucket in plan.buckets:
             self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self.exact(bucket.bucket))))
-        self.is_any_sharded = any(place.is_sharded for place in self.buckets)
+        self.is_any_sharded = any(params.is_sharded for params in self.buckets)
         """Some bucket is whole only while it is gathered; the same on every rank."""
         self.gathered = GatheredBuckets(
-            [ShardedBucket(place.plan, place.own, self._source(place)) for place in self.buckets if place.is_sharded],
+            [
+                ShardedBucket(params.plan, params.own, self._source(params))
+                for params in self.buckets
+                if params.is_sharded
+            ],
             plan.policy.gathering,
             parts.communicators,
             owner,
@@ -72,7 +76,7 @@ class ParamBuckets:
         return iter(self.buckets)
 
     def locate(self, fqn: str) -> tuple[BucketParams, Slot]:
-        """The place of a parameter."""
+        """Return the bucket and the slot of a parameter."""
         bucket, slot = self.layout.locate(fqn)
         return self.buckets[bucket.index], slot
 
@@ -86,66 +90,66 @@ class ParamBuckets:
         whole = self.buckets[index].full
         return whole if whole is not None else self.gathered.full(index)
 
-    def _bind(self, place: BucketParams) -> BucketParams:
+    def _bind(self, params: BucketParams) -> BucketParams:
         """Move a bucket's parameters into it. Bucket after bucket, so that few parameters exist twice."""
-        bucket = place.bucket
+        bucket = params.bucket
         originals = {slot.param.fqn: self._owner.read_param(slot.param.fqn) for slot in bucket.slots}
         precise = _common_dtype({original.dtype for original in originals.values()})
-        direct = place.full if precise is bucket.kind.dtype else None
+        direct = params.full if precise is bucket.kind.dtype else None
         staging = direct if direct is not None else self._accelerator.allocate(bucket.numel, precise)
         communicator = self.exact(bucket)
-        writes = place.shared is None or communicator.rank == 0
+        writes = params.shared is None or communicator.rank == 0
         for slot in bucket.slots if writes or direct is None else ():
             staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
         communicator.broadcast(staging, 0, label="initial parameters", bucket=bucket.index)
         if direct is None and writes:
-            kept = place.own if place.full is None else place.full
-            kept.copy_from(self._extent(staging, place))
-        if not place.master_is_view:
-            place.master.copy_from(staging.view(place.origin, place.master.numel))
-        place.own.bump_version()
-        self.wait_shared_writes(place)  # what the first rank wrote is there
+            kept = params.own if params.full is None else params.full
+            kept.copy_from(self._extent(staging, params))
+        if not params.master_is_view:
+            params.master.copy_from(staging.view(params.origin, params.master.numel))
+        params.own.bump_version()
+        self.wait_shared_writes(params)  # what the first rank wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
-        if place.private_view is not None:
-            self._owner.show(bucket, [place.private_view.view(slot.offset, slot.param.numel) for slot in bucket.slots])
+        if params.private_view is not None:
+            self._owner.show(bucket, [params.private_view.view(slot.offset, slot.param.numel) for slot in bucket.slots])
         else:
             self._owner.hide(bucket)
-        return place
+        return params
 
-    def wait_shared_writes(self, place: BucketParams) -> None:
+    def wait_shared_writes(self, params: BucketParams) -> None:
         """Where a bucket is in shared memory, wait until every rank has come here and its writes are visible."""
-        if place.shared is not None:
-            whole, index = place.shared.whole, place.bucket.index
-            self.exact(place.bucket).all_gather(whole, place.own, label="shared parameters", bucket=index)
+        if params.shared is not None:
+            whole, index = params.shared.whole, params.bucket.index
+            self.exact(params.bucket).all_gather(whole, params.own, label="shared parameters", bucket=index)
 
-    def _source(self, place: BucketParams) -> Tier | None:
+    def _source(self, params: BucketParams) -> Tier | None:
         """The tier that a shard must be read from to be on the device; None where it is there."""
-        is_there = place.tier.is_resident and place.tier.compute is self._accelerator
-        return None if is_there else place.tier
+        is_there = params.tier.is_resident and params.tier.compute is self._accelerator
+        return None if is_there else params.tier
 
-    def _extent(self, whole: Buffer, place: BucketParams) -> Buffer:
+    def _extent(self, whole: Buffer, params: BucketParams) -> Buffer:
         """The part of a whole bucket that this rank keeps."""
-        if place.full is not None:
+        if params.full is not None:
             return whole
-        low, high = place.bucket.shard_bounds(self.exact(place.bucket).rank)
+        low, high = params.bucket.shard_bounds(self.exact(params.bucket).rank)
         return whole.view(low, high - low)
 
     # After an update.
 
     def all_gather_updated(self, index: int) -> None:
         """Start making an updated bucket whole on every rank; a sharded one is whole only when it is gathered next."""
-        place = self.buckets[index]
-        if place.full is not None and place.plan.publishes:
-            self._publishing[index] = self.exact(place.bucket).all_gather(
-                place.full, place.own, async_op=True, label="updated parameters", bucket=index
+        params = self.buckets[index]
+        if params.full is not None and params.plan.publishes:
+            self._publishing[index] = self.exact(params.bucket).all_gather(
+                params.full, params.own, async_op=True, label="updated parameters", bucket=index
             )
-        self.bump_version(place)
+        self.bump_version(params)
 
     def all_gather_masters(self) -> None:
         """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
-        for place in self.buckets:
-            if place.bucket.kind.trainable or place.is_sharded:
-                self.all_gather_master(place.bucket.index)
+        for params in self.buckets:
+            if params.bucket.kind.trainable or params.is_sharded:
+                self.all_gather_master(params.bucket.index)
 
     @property
     def arriving(self) -> Collection[int]:
@@ -154,13 +158,13 @@ class ParamBuckets:
 
     def all_gather_master(self, index: int) -> None:
         """Write bucket `index`'s master weights to the parameters and make them whole where they were. Collective."""
-        place = self.buckets[index]
-        if place.out is not None:
-            for piece in place.slices():
+        params = self.buckets[index]
+        if params.out is not None:
+            for piece in params.slices():
                 _, slot = self.layout.locate(piece.fqn)
                 window = (piece.shard_offset, piece.length)
-                self.rounding.write(place.master.view(*window), place.out.view(*window), slot.param, piece.start)
-        if place.is_sharded:
+                self.rounding.write(params.master.view(*window), params.out.view(*window), slot.param, piece.start)
+        if params.is_sharded:
             self.gathered.refresh(index)
         self.all_gather_updated(index)
         self.wait_all_gather(index)
@@ -201,26 +205,26 @@ class ParamBuckets:
 
     def write(self, fqn: str, value: Buffer) -> None:
         """Overwrite a parameter by flat `value`: bucket, slice and master weights. Not collective."""
-        place, slot = self.locate(fqn)
-        index = place.bucket.index
+        params, slot = self.locate(fqn)
+        index = params.bucket.index
         self.wait_all_gather(index)
-        whole = place.full if place.full is not None else self.gathered.unsharded_or_none(index)
+        whole = params.full if params.full is not None else self.gathered.unsharded_or_none(index)
         if whole is not None:
             self.rounding.write(value, whole.view(slot.offset, slot.param.numel), slot.param, 0)
-        for start, own, master, part in self.parts(place, slot, value):
+        for start, own, master, part in self.parts(params, slot, value):
             if own is not None:
                 self.rounding.write(part, own, slot.param, start)
             if master is not None:
                 master.copy_from(part)
-        self.bump_version(place)
+        self.bump_version(params)
         self.refresh_private_view(fqn)
 
     def refresh_private_view(self, fqn: str) -> None:
         """Show users a shared parameter's present values, and keep what they wrote."""
-        place, slot = self.locate(fqn)
-        if place.shared is not None and place.shared.written():
+        params, slot = self.locate(fqn)
+        if params.shared is not None and params.shared.written():
             window = slot.offset, slot.param.numel
-            place.shared.private_view.view(*window).copy_from(place.shared.whole.view(*window))
+            params.shared.private_view.view(*window).copy_from(params.shared.whole.view(*window))
 
     def replicas(self, most_numel: int) -> tuple[Replica, ...]:
         """The copies that this rank has for itself of what others hold too; see `replicas_of`."""
@@ -230,22 +234,22 @@ class ParamBuckets:
         """The bits of one of `replicas`."""
         return self.full(piece.bucket).view(piece.offset, piece.numel).to_bytes()
 
-    def bump_version(self, place: BucketParams) -> None:
-        place.own.bump_version()
-        if place.is_sharded:
-            self.gathered.note_change(place.bucket.index)
+    def bump_version(self, params: BucketParams) -> None:
+        params.own.bump_version()
+        if params.is_sharded:
+            self.gathered.note_change(params.bucket.index)
 
     def parts(
-        self, place: BucketParams, slot: Slot, value: Buffer
+        self, params: BucketParams, slot: Slot, value: Buffer
     ) -> Iterator[tuple[int, Buffer | None, Buffer | None, Buffer]]:
         """Where a parameter rests on this rank next to its whole: (start, slice, master weights, part of `value`)."""
-        for piece in place.slices():
+        for piece in params.slices():
             if piece.fqn == slot.param.fqn:
                 window = (piece.shard_offset, piece.length)
-                own = place.own.view(*window) if place.is_sharded else None
-                if place.shared is not None:
-                    own = place.shared.whole.view(slot.offset + piece.start, piece.length)
-                master = None if place.master_is_view else place.master.view(*window)
+                own = params.own.view(*window) if params.is_sharded else None
+                if params.shared is not None:
+                    own = params.shared.whole.view(slot.offset + piece.start, piece.length)
+                master = None if params.master_is_view else params.master.view(*window)
                 yield piece.start, own, master, value.view(piece.start, piece.length)
 
     def close(self) -> None:

@@ -89,9 +89,10 @@ class OrderChangeLog:
 
     def note(self, index: int) -> None:
         """Bucket `index` is used now."""
-        place = len(self._present)
+        position = len(self._present)
         self._present.append(index)
-        if not self._learned or self._has_deviated or self._may_deviate or self._learned[place : place + 1] == [index]:
+        is_as_learned = self._learned[position : position + 1] == [index]
+        if not self._learned or self._has_deviated or self._may_deviate or is_as_learned:
             return
         self._has_deviated = True
         level = WARNING if self._warn else INFO

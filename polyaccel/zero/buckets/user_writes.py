@@ -64,29 +64,29 @@ class UserWrites:
     def modified(self) -> Sequence[str]:
         """The parameters in shared memory that users of this rank have given other values."""
         found: list[str] = []
-        for place in self._params.buckets:
-            if place.shared is None:
+        for params in self._params.buckets:
+            if params.shared is None:
                 continue
-            ranges = place.shared.written()
+            ranges = params.shared.written()
             if not ranges:
                 continue
-            self._params.wait_all_gather(place.bucket.index)
+            self._params.wait_all_gather(params.bucket.index)
             names = [
                 slot.param.fqn
-                for slot in place.bucket.slots
+                for slot in params.bucket.slots
                 if any(start < slot.end and slot.offset < end for start, end in ranges)
-                and self._digest(slot.param.fqn) != _digest_of(place.shared.whole.view(slot.offset, slot.param.numel))
+                and self._digest(slot.param.fqn) != _digest_of(params.shared.whole.view(slot.offset, slot.param.numel))
             ]
             if not names:
-                place.shared.forget()
+                params.shared.forget()
             found += names
         return found
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Show users the engine's values in buckets of `names` (None: all); their writes are over."""
-        for place in self._params if names is None else {self._params.locate(fqn)[0] for fqn in names}:
-            if place.shared is not None:
-                place.shared.forget()
+        for params in self._params if names is None else {self._params.locate(fqn)[0] for fqn in names}:
+            if params.shared is not None:
+                params.shared.forget()
 
     def adopt(self, fqn: str) -> None:
         """Take over the values that were written into the whole parameter, equally on all ranks, into this rank's slice
@@ -94,13 +94,13 @@ class UserWrites:
 
         Master weights that round to the very values that stand there keep their precision.
         """
-        place, slot = self._params.locate(fqn)
-        for start, own, master, part in self._params.parts(place, slot, self._seen(fqn)):
+        params, slot = self._params.locate(fqn)
+        for start, own, master, part in self._params.parts(params, slot, self._seen(fqn)):
             if own is not None:
                 own.copy_from(part)
             if master is not None and not self._params.rounding.leads_to(part, master, slot.param, start):
                 master.copy_from(part)
-        self._params.bump_version(place)
+        self._params.bump_version(params)
 
     def _show_adopted(self, names: Iterable[str]) -> None:
         """All ranks have adopted the values of these parameters: let users see them in shared memory. Collective."""
@@ -112,13 +112,13 @@ class UserWrites:
         """Let all ranks have the values that users of `rank` see in whole parameters, and of those that are cut, what
         users of the ranks next to it see in the other blocks. Collective."""
         for fqn in names:
-            place, slot = self._params.locate(fqn)
-            seen, communicator = self._seen(fqn), self._params.exact(place.bucket)
-            root = self._params.layout.mesh.place(place.bucket.kind.cut, rank)
-            if place.shared is None and communicator.world_size > 1 and seen.numel:
-                communicator.broadcast(seen, root, label="changed parameters", bucket=place.bucket.index)
-            elif place.shared is not None and communicator.rank == root:
-                place.shared.whole.view(slot.offset, slot.param.numel).copy_from(seen)
+            params, slot = self._params.locate(fqn)
+            seen, communicator = self._seen(fqn), self._params.exact(params.bucket)
+            root = self._params.layout.mesh.place(params.bucket.kind.cut, rank)
+            if params.shared is None and communicator.world_size > 1 and seen.numel:
+                communicator.broadcast(seen, root, label="changed parameters", bucket=params.bucket.index)
+            elif params.shared is not None and communicator.rank == root:
+                params.shared.whole.view(slot.offset, slot.param.numel).copy_from(seen)
         self._show_adopted(names)
 
     def _digest(self, fqn: str) -> str:
@@ -127,18 +127,18 @@ class UserWrites:
 
     def differs(self, fqn: str) -> bool:
         """Whether the whole parameter has other values than this rank's slice and master weights know."""
-        place, slot = self._params.locate(fqn)
+        params, slot = self._params.locate(fqn)
         return any(
             not self._params.rounding.leads_to(part, known, slot.param, start)
-            for start, own, master, part in self._params.parts(place, slot, self._seen(fqn))
+            for start, own, master, part in self._params.parts(params, slot, self._seen(fqn))
             for known in (own, master)
             if known is not None
         )
 
     def _seen(self, fqn: str) -> Buffer:
         """The whole parameter as users of this rank see it. Raises ShardingError while it is sharded."""
-        place, slot = self._params.locate(fqn)
-        whole = self._params.full(place.bucket.index) if place.shared is None else place.shared.private_view
+        params, slot = self._params.locate(fqn)
+        whole = self._params.full(params.bucket.index) if params.shared is None else params.shared.private_view
         return whole.view(slot.offset, slot.param.numel)
 
     def _holders(self, fqn: str) -> Sequence[Sequence[int]]:

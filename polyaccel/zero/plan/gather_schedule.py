@@ -54,13 +54,13 @@ def event(kind: EventKind, bucket: int) -> int:
 
 def unshards_of(events: Iterable[int]) -> list[int]:
     """The buckets that are held, in order."""
-    return [each // 3 for each in events if each % 3 == EventKind.UNSHARD]
+    return [code // 3 for code in events if code % 3 == EventKind.UNSHARD]
 
 
 def without_early_releases(events: Sequence[int]) -> tuple[int, ...]:
     """`events` with the last release of each bucket alone."""
-    last = {each: place for place, each in enumerate(events)}
-    return tuple(each for place, each in enumerate(events) if each % 3 != EventKind.REDUCE or last[each] == place)
+    last = {code: position for position, code in enumerate(events)}
+    return tuple(code for position, code in enumerate(events) if code % 3 != EventKind.REDUCE or last[code] == position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,31 +111,31 @@ def _merge_segment(last: SchedulePhase, records: Sequence[tuple[int, ...]]) -> S
     uses = list(known)
     for holds in sought:
         uses = _supersequence(uses, holds)
-    places = _Places(uses)
-    places.read(last.events, known, is_old=True)
+    positions = _EventPositions(uses)
+    positions.read(last.events, known, is_old=True)
     for record, holds in zip(distinct, sought, strict=True):
         found = _matched(uses, holds)
         for use in found:
             use.age = 0
-        places.read(record, found, is_old=False)
+        positions.read(record, found, is_old=False)
     needed = sum(use.age == 0 for use in uses)
     limit = MOST_AGE
     while sum(use.age <= limit for use in uses) > 2 * needed:
         limit -= 1
     kept = {use for use in uses if use.age <= limit}
-    return SchedulePhase(last.end, tuple(places.events(kept)), tuple(use.age for use in uses if use in kept))
+    return SchedulePhase(last.end, tuple(positions.events(kept)), tuple(use.age for use in uses if use in kept))
 
 
-class _Places:
-    """Where drops and releases stand among `uses`: each after so many of them."""
+class _EventPositions:
+    """Positions of drops and releases among `uses`: each after so many of them."""
 
     def __init__(self, uses: Sequence[_Use]) -> None:
         self._uses = uses
-        self._after = {use: place for place, use in enumerate(uses, 1)}
+        self._after = {use: position for position, use in enumerate(uses, 1)}
         self._drops: dict[_Use, float] = {}
         self._old_drops: dict[_Use, float] = {}
         self._strays: dict[tuple[int, int], int] = {}
-        """Drops of what was held before the segment began: bucket and count, and the place."""
+        """Drops of what was held before the segment began: bucket and count, and the position."""
         self._releases: dict[int, int] = {}
         self._old_releases: dict[int, int] = {}
 
@@ -143,24 +143,24 @@ class _Places:
         """Look at the drops and releases of `events`, whose holds are `found`. Those of the last schedule count where
         no record knows better."""
         drops, releases = (self._old_drops, self._old_releases) if is_old else (self._drops, self._releases)
-        remaining, place = iter(found), 0
+        remaining, position = iter(found), 0
         is_open: dict[int, list[_Use]] = {}
         strays: dict[int, int] = {}
-        for each in events:
-            bucket, kind = divmod(each, 3)
+        for code in events:
+            bucket, kind = divmod(code, 3)
             if kind == EventKind.UNSHARD:
                 use = next(remaining)
-                place = self._after[use]
+                position = self._after[use]
                 is_open.setdefault(bucket, []).append(use)
             elif kind == EventKind.REDUCE:
-                releases[bucket] = max(place, releases.get(bucket, 0))
+                releases[bucket] = max(position, releases.get(bucket, 0))
             elif is_open.get(bucket):
                 use = is_open[bucket].pop()
-                drops[use] = max(place, drops.get(use, 0))
+                drops[use] = max(position, drops.get(use, 0))
             elif not is_old:
                 strays[bucket] = strays.get(bucket, 0) + 1
                 key = bucket, strays[bucket]
-                self._strays[key] = max(place, self._strays.get(key, 0))
+                self._strays[key] = max(position, self._strays.get(key, 0))
         for rest in is_open.values():
             drops |= dict.fromkeys(rest, inf)
 
@@ -170,18 +170,18 @@ class _Places:
         after: dict[float, list[int]] = {}
         for use in reversed(self._uses):
             if use in kept:
-                place = self._drops.get(use, self._old_drops.get(use, inf))
-                after.setdefault(place, []).append(event(EventKind.RESHARD, use.bucket))
-        for (bucket, _), place in sorted(self._strays.items()):
-            after.setdefault(place, []).append(event(EventKind.RESHARD, bucket))
-        old = {bucket: place for bucket, place in self._old_releases.items() if bucket in buckets}
-        for bucket, place in sorted((old | self._releases).items()):
-            after.setdefault(place, []).append(event(EventKind.REDUCE, bucket))
+                position = self._drops.get(use, self._old_drops.get(use, inf))
+                after.setdefault(position, []).append(event(EventKind.RESHARD, use.bucket))
+        for (bucket, _), position in sorted(self._strays.items()):
+            after.setdefault(position, []).append(event(EventKind.RESHARD, bucket))
+        old = {bucket: position for bucket, position in self._old_releases.items() if bucket in buckets}
+        for bucket, position in sorted((old | self._releases).items()):
+            after.setdefault(position, []).append(event(EventKind.REDUCE, bucket))
         yield from after.get(0, ())
-        for place, use in enumerate(self._uses, 1):
+        for position, use in enumerate(self._uses, 1):
             if use in kept:
                 yield event(EventKind.UNSHARD, use.bucket)
-            yield from after.get(place, ())
+            yield from after.get(position, ())
 
 
 def _supersequence(uses: list[_Use], holds: Sequence[int]) -> list[_Use]:
@@ -217,7 +217,7 @@ class GatherSchedule:
         self.segments: tuple[SchedulePhase, ...] = ()
         self._events: list[int] = []
         self._uses: list[tuple[int, int]] = []
-        """(place among `_events`, bucket) of each hold of a bucket that was not held."""
+        """(position in `_events`, bucket) of each hold of a bucket that was not held."""
         self._next_use = 0
         self._at = 0
         self._segment = 0
@@ -294,13 +294,13 @@ class GatherSchedule:
 
 
 def _first_holds(events: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(place, bucket) of the holds of buckets that were not held."""
+    """(position, bucket) of the holds of buckets that were not held."""
     held: dict[int, int] = {}
-    for place, each in enumerate(events):
-        bucket, kind = divmod(each, 3)
+    for position, code in enumerate(events):
+        bucket, kind = divmod(code, 3)
         if kind == EventKind.UNSHARD:
             if not held.get(bucket):
-                yield place, bucket
+                yield position, bucket
             held[bucket] = held.get(bucket, 0) + 1
         elif kind == EventKind.RESHARD and held.get(bucket):
             held[bucket] -= 1

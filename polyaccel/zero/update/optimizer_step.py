@@ -78,8 +78,8 @@ class OptimizerState:
 
     def _add(self, plan: TrainedBucketPlan, optimizer: SliceOptimizer, group: Group) -> None:
         index, tier = plan.bucket.index, self._tiers.of_update(plan)
-        place = self._params[index]
-        shard = Shard(plan.bucket, tier, place.master, place.out, place.slices())
+        params = self._params[index]
+        shard = Shard(plan.bucket, tier, params.master, params.out, params.slices())
         for name, state in plan.states.items():
             shard.allocate_state(name, state.dtype)
         optimizer.initialise_states(shard.states, group, plan.bucket.slots[0].param)

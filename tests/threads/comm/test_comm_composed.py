@@ -61,7 +61,7 @@ class Deaf(Plain):
 
 
 def of(kind: type[Plain], comm: Any) -> Plain:
-    return kind(comm.rank, comm._place, comm.accelerator)
+    return kind(comm.rank, comm._group, comm.accelerator)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

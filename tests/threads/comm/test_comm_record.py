@@ -265,7 +265,7 @@ def test_a_call_has_one_number_which_its_errors_and_its_parts_have() -> None:
             return Communicator.all_gather_bytes(self, data)
 
     def body(inner: LocalCommunicator) -> None:
-        recorded = RecordingCommunicator(Late(inner.rank, inner._place, inner.accelerator), watch_s=None)
+        recorded = RecordingCommunicator(Late(inner.rank, inner._group, inner.accelerator), watch_s=None)
         recorded.all_gather_object("x" * 4000)
         with pytest.raises(CommTimeout) as caught:
             recorded.barrier(label="step")
@@ -294,7 +294,7 @@ def test_who_is_missing_is_logged_before_the_error_is_raised(caplog: pytest.LogC
             raise CommError(f"{collective} failed", missing_ranks=(1,))
 
     inner = LocalWorld(2, CpuAccelerator(), timeout_s=5.0).communicators[0]
-    recorded = RecordingCommunicator(Broken(inner.rank, inner._place, inner.accelerator), watch_s=None)
+    recorded = RecordingCommunicator(Broken(inner.rank, inner._group, inner.accelerator), watch_s=None)
     reasons: list[str] = []
 
     def record(reason: str) -> str:

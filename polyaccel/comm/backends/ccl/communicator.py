@@ -93,8 +93,8 @@ class CclCommunicator(Communicator):
         meeting = Collective(Operation.MEETING, number=0)
         try:
             address = group.host(timeout_s) if messages.rank == 0 else None
-            place = messages.broadcast_object(address)
-            group.join(None if messages.rank == 0 else place, messages.rank, messages.world_size, timeout_s)
+            shared_address = messages.broadcast_object(address)
+            group.join(None if messages.rank == 0 else shared_address, messages.rank, messages.world_size, timeout_s)
         except (CclTimeout, CclFailure) as error:
             raise _explained(error, meeting, messages.ranks[messages.rank], timeout_s) from None
         return cls(group, messages, accelerator, timeout_s)

@@ -57,8 +57,8 @@ class LocalWorld:
         if world_size < 1:
             raise CommError(f"a world of {world_size} ranks", hint="use at least one rank", value=world_size)
         self._state = WorldState(world_size, timeout_s)
-        place = ThreadGroup(tuple(range(world_size)), self._state)
-        self.communicators = tuple(LocalCommunicator(rank, place, accelerator) for rank in range(world_size))
+        group = ThreadGroup(tuple(range(world_size)), self._state)
+        self.communicators = tuple(LocalCommunicator(rank, group, accelerator) for rank in range(world_size))
 
     @property
     def traces(self) -> tuple[list[TracedCall], ...]:
@@ -108,20 +108,20 @@ class LocalCommunicator(Communicator):
     deterministic = True
     backend = "local"
 
-    def __init__(self, rank: int, place: ThreadGroup, accelerator: Accelerator) -> None:
+    def __init__(self, rank: int, group: ThreadGroup, accelerator: Accelerator) -> None:
         self.rank = rank
-        self.world_size = len(place.ranks)
-        self.ranks = place.ranks
+        self.world_size = len(group.ranks)
+        self.ranks = group.ranks
         self.accelerator = accelerator
-        self.timeout_s = place.state.timeout_s
-        self.host_topology = place.state.host_topology(self.ranks[rank])
-        self._place = place
+        self.timeout_s = group.state.timeout_s
+        self.host_topology = group.state.host_topology(self.ranks[rank])
+        self._group = group
         self._closed = False
 
     @property
     def trace(self) -> list[TracedCall]:
         """This rank's calls in order, on every group of its world."""
-        return self._place.state.traces[self.ranks[self.rank]]
+        return self._group.state.traces[self.ranks[self.rank]]
 
     def start(self, collective: Collective) -> Work:
         collective.check(self.rank, self.world_size)
@@ -181,20 +181,20 @@ class LocalCommunicator(Communicator):
         meeting = self._meet(Collective(Operation.SPLIT, number=self.next_number(), members=members), None)
         meeting.wait_for_all(self.rank)
         outer = tuple(self.ranks[rank] for rank in members)
-        place = meeting.once(lambda: ThreadGroup(outer, self._place.state))
+        group = meeting.once(lambda: ThreadGroup(outer, self._group.state))
         meeting.leave(self.rank)
-        return LocalCommunicator(members.index(self.rank), place, self.accelerator) if self.rank in members else None
+        return LocalCommunicator(members.index(self.rank), group, self.accelerator) if self.rank in members else None
 
     def close(self) -> None:
         self._closed = True
 
     def board(self) -> StatusStore:
-        return self._place.state.board
+        return self._group.state.board
 
     def _meet(self, collective: Collective, brings: Any) -> ThreadCollective:
         if self._closed:
             raise closed_error(collective)
-        return self._place.join(self.rank, collective.without_buffers(), brings)
+        return self._group.join(self.rank, collective.without_buffers(), brings)
 
     def _message(self, collective: Collective) -> Work:
         if self._closed:
@@ -202,7 +202,7 @@ class LocalCommunicator(Communicator):
         source, target = collective.source, collective.target
         pair = (collective.root, self.rank) if source is None else (self.rank, collective.root)
         brings = None if source is None else self._copy(source)
-        meeting = self._place.join_pair(self.rank, *pair, collective.without_buffers(), brings)
+        meeting = self._group.join_pair(self.rank, *pair, collective.without_buffers(), brings)
         if target is None:
             return self._work(meeting, lambda: None, collective, source)
         _poison(target)

@@ -116,11 +116,11 @@ class ThreadCollective:
     """One collective: `brought[rank]` is what each member brought, once all are there."""
 
     def __init__(
-        self, place: ThreadGroup, key: tuple[int, ...], members: tuple[int, ...], collective: Collective
+        self, group: ThreadGroup, key: tuple[int, ...], members: tuple[int, ...], collective: Collective
     ) -> None:
         self.collective = collective
         self.brought: dict[int, Any] = {}
-        self._place = place
+        self._group = group
         self._key = key
         self._members = members
         self._first: int | None = None
@@ -134,12 +134,12 @@ class ThreadCollective:
         if self._first is None:
             self._first = rank
         elif not collective.agrees_with(self.collective):
-            ranks = self._place.ranks
+            ranks = self._group.ranks
             self._disagreement = (
                 f"ranks disagree about collective #{collective.number}: rank {ranks[rank]} called "
                 f"{collective.described()}, rank {ranks[self._first]} called {self.collective.described()}"
             )
-            self._place.state.changed.notify_all()
+            self._group.state.changed.notify_all()
             self._check_agreed()
         self.brought[rank] = brings
 
@@ -148,7 +148,7 @@ class ThreadCollective:
 
     def wait_for_all(self, rank: int) -> None:
         """Block until every member is there. Raises CommTimeout naming those that are not, CommError on failure."""
-        state = self._place.state
+        state = self._group.state
         deadline = monotonic() + state.timeout_s
         with state.changed:
             while not self.is_complete():
@@ -169,25 +169,25 @@ class ThreadCollective:
 
     def leave(self, rank: int) -> None:
         """This member has its result; the last one to leave ends the meeting."""
-        with self._place.state.changed:
+        with self._group.state.changed:
             self._left.add(rank)
             if len(self._left) == len(self._members):
-                self._place.forget(self._key)
+                self._group.forget(self._key)
 
     def _check_agreed(self) -> None:
         if self._disagreement:
             raise CommError(self._disagreement, hint="every rank of a group must make the same calls in the same order")
 
     def _timed_out(self, rank: int) -> CommTimeout:
-        place = self._place
-        missing = [place.ranks[member] for member in self._members if member not in self.brought]
-        last = {one: place.state.traces[one][-1:] for one in missing}
+        group = self._group
+        missing = [group.ranks[member] for member in self._members if member not in self.brought]
+        last = {one: group.state.traces[one][-1:] for one in missing}
         where = "; ".join(
             f"rank {one} last called {calls[0].collective}" if calls else f"rank {one} has called nothing"
             for one, calls in last.items()
         )
         return CommTimeout(
-            f"{self.collective} on rank {place.ranks[rank]} timed out after {place.state.timeout_s:g} s: "
+            f"{self.collective} on rank {group.ranks[rank]} timed out after {group.state.timeout_s:g} s: "
             f"ranks {missing} did not arrive ({where})",
             missing_ranks=missing,
             hint="find out what the missing ranks do instead; every rank must make the same calls in the same order",

@@ -96,8 +96,8 @@ class MpiCommunicator(P2PCollectives[MpiExchange]):
                 self.accelerator, timeout_s=self.timeout_s, global_rank=outer[0], backend=self.backend
             )
             return alone if is_member else None
-        place = members.index(self.rank) if is_member else 0
-        part = self.comm.Split(0 if is_member else MPI.UNDEFINED, place)
+        group_rank = members.index(self.rank) if is_member else 0
+        part = self.comm.Split(0 if is_member else MPI.UNDEFINED, group_rank)
         if not is_member:
             return None
         return MpiCommunicator(part, outer, self.accelerator, self.timeout_s, self._board)

@@ -115,10 +115,10 @@ class ShmGroup:
 
     def prepare(self, op: ShmOp, collective: Collective, whole: Buffer | None) -> PreparedCall:
         """Convert `collective` for the library; `whole` is set if peers may read all elements in place."""
-        place, delta = (
+        heap_range, delta = (
             _NOWHERE if whole is None else self._host.heap.book.find(whole.data_ptr(), whole.nbytes) or _NOWHERE
         )
-        is_shared = place.base == 0
+        is_shared = heap_range.base == 0
         if is_shared and op not in (ShmOp.ALL_GATHER, ShmOp.BROADCAST):
             raise ShardingError(
                 f"{collective.operation.value}: the ranks have this buffer in common, there is nothing to combine",
@@ -138,8 +138,8 @@ class ShmGroup:
             # What each rank sends another in an all-to-all is compared part by part.
             parts=(1 if collective.pieces is None else 2) if sent is not None else _digest(counts, collective.bucket),
             most=0 if sent is None else max(sent),
-            base=place.base,
-            length=place.length,
+            base=heap_range.base,
+            length=heap_range.length,
             delta=delta,
         )
         source, target, pieces = collective.source, collective.target, collective.pieces

@@ -65,16 +65,16 @@ class HeapRange:
 class MappedMemory:
     """Mapped bytes, and the array over them, which keeps them mapped."""
 
-    def __init__(self, file: int, place: HeapRange, nbytes: int) -> None:
-        address = shm_library().pa_shm_map(file, place.base, place.length)
+    def __init__(self, file: int, heap_range: HeapRange, nbytes: int) -> None:
+        address = shm_library().pa_shm_map(file, heap_range.base, heap_range.length)
         if not address:
             raise CommError(
-                f"{place.length} bytes of shared memory cannot be mapped",
+                f"{heap_range.length} bytes of shared memory cannot be mapped",
                 hint="free memory, or raise the limit of address space (ulimit -v); POLYACCEL_COMM=gloo does without",
-                value=place.length,
+                value=heap_range.length,
             )
         self.mapped: int = address
-        self.address: int = address + place.shift
+        self.address: int = address + heap_range.shift
         self.nbytes = nbytes
 
     @property
@@ -96,12 +96,12 @@ class AddressBook:
         self._gone: deque[int] = deque()
         self._lock = Lock()
 
-    def add(self, start: int, nbytes: int, place: HeapRange) -> None:
+    def add(self, start: int, nbytes: int, heap_range: HeapRange) -> None:
         with self._lock:
             self._forget()
             at = bisect_right(self._starts, start)
             self._starts.insert(at, start)
-            self._found.insert(at, (start + nbytes, place))
+            self._found.insert(at, (start + nbytes, heap_range))
         self.version += 1
 
     def remove(self, start: int) -> None:
@@ -116,8 +116,8 @@ class AddressBook:
             at = bisect_right(self._starts, address) - 1
             if at < 0:
                 return None
-            start, (end, place) = self._starts[at], self._found[at]
-        return (place, address - start + place.shift) if address + nbytes <= end else None
+            start, (end, heap_range) = self._starts[at], self._found[at]
+        return (heap_range, address - start + heap_range.shift) if address + nbytes <= end else None
 
     def _forget(self) -> None:
         while self._gone:
@@ -146,17 +146,17 @@ class Heap:
         region = MappedMemory(self.file, HeapRange(base, length, 0), nbytes)
         shift = aligned_shift(region.mapped, nbytes)
         region.address += shift
-        place = HeapRange(base, length, shift)
-        self.book.add(region.address, nbytes, place)
-        weakref.finalize(region, self._free, region.mapped, region.address, place, os.getpid()).atexit = False
+        heap_range = HeapRange(base, length, shift)
+        self.book.add(region.address, nbytes, heap_range)
+        weakref.finalize(region, self._free, region.mapped, region.address, heap_range, os.getpid()).atexit = False
         return region.bytes()
 
-    def _free(self, mapped: int, address: int, place: HeapRange, owner: int) -> None:
+    def _free(self, mapped: int, address: int, heap_range: HeapRange, owner: int) -> None:
         # In a forked child the memory is the parent's still.
         is_owner = os.getpid() == owner
         if is_owner:
             self.book.remove(address)
-        shm_library().pa_shm_unmap(mapped, self.file, place.base, place.length, is_owner)
+        shm_library().pa_shm_unmap(mapped, self.file, heap_range.base, heap_range.length, is_owner)
 
 
 class PeerFile:
