@@ -137,6 +137,15 @@ class StageModule:
             outputs = original(*args, **named)
         except _PassEnded:
             has_ended = True
+        except Exception as error:
+            if current.reached or not part.start or not self._standing_in:
+                raise
+            raise PipelineError(
+                f"what {type(self.model).__name__} computes before {self.names[0]} fails on stage {self.stage}, where "
+                f"NaN stands in for the weights of another stage: {type(error).__name__}: {error}",
+                hint="let the model accept NaN there, or shard it by tensor_parallel or zero_optimization instead",
+                value=self.names[0],
+            ) from error
         is_last = part.stop == len(self.names)
         if current.reached != part.stop or has_ended == is_last:
             raise PipelineError(

@@ -44,6 +44,19 @@ class Drops(Gates):
         return self.norm(state[0])
 
 
+class Checks(Gates):
+    """The input of the first block must be finite."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        assert x.isfinite().all()
+        return super().forward(x)
+
+
 class TwoStacks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,6 +154,17 @@ def test_a_block_that_is_left_out_is_named():
         cut.run(lambda: cut.model(torch.ones(2, 6)), 1, received)
     assert caught.value.value == 3
     assert all(part in str(caught.value) for part in ("gates.3", "stage 1"))
+
+
+def test_a_check_of_what_stands_in_for_weights_is_named():
+    received = [torch.ones(2, 6), torch.arange(2), None]
+    cut = StageModule(Checks(4), (0, 1), 1, "uniform")
+    with pytest.raises(PipelineError) as caught:
+        cut.run(lambda: cut.model(torch.ones(2, 6)), 1, received)
+    assert caught.value.value == "gates.0"
+    cut = StageModule(Checks(4), (0, 1), 0, "uniform")  # has the weights: the script's own error
+    with pytest.raises(AssertionError):
+        cut.run(lambda: cut.model(torch.full((2, 6), torch.inf)), 0, [])
 
 
 def test_a_block_that_gives_something_else_than_before_is_named():
