@@ -24,7 +24,8 @@ PART = re.compile(r"<!-- docs/generate/(\w+)\.py: begin -->\n.*?<!-- docs/genera
 SOURCE_LINK = re.compile(r"\[([\w.]+)\]\((?:\.\./)+((?:polyaccel|csrc|plugins)/[^)]+)\)")
 CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 CODE = re.compile(r"(?<=<code>)[^<]*")
-BREAK = re.compile(r"([._/,=])(?=\w)")
+BREAK = re.compile(r"([._/,=])(?=[A-Za-z_]|(?<!\d\.)\d)")
+OPTION = re.compile(r"(?<![\w-])--[\w-]+")
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -33,5 +34,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let code in tables break after a dot, a slash, an underscore and a comma."""
-    return CELL.sub(lambda cell: CODE.sub(lambda code: BREAK.sub(r"\1<wbr>", code[0]), cell[0]), html)
+    """Let code in tables break after a dot, a slash, an underscore and a comma, but not inside of an option."""
+    return CELL.sub(lambda cell: CODE.sub(lambda code: breakable(code[0]), cell[0]), html)
+
+
+def breakable(code: str) -> str:
+    return OPTION.sub(r'<span class="option">\g<0></span>', BREAK.sub(r"\1<wbr>", code))

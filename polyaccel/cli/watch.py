@@ -7,7 +7,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyaccel.cli.parser import describe
+from polyaccel.cli.parser import describe, nearest
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability.dashboard.document import open_runs, write_page
 from polyaccel.observability.dashboard.run import is_run, runs_in
@@ -77,5 +77,15 @@ def chosen_runs(folders: Sequence[Path]) -> list[Path]:
         return found[:1]
     chosen: list[Path] = []
     for folder in folders:
-        chosen += [folder] if is_run(folder) else runs_in(folder) or [folder]  # the last is refused by its name
+        found = [folder] if is_run(folder) else runs_in(folder)
+        if not folder.exists() and (name := nearest(folder.name, _with_runs(folder.parent))):
+            hint = f"did you mean {folder.with_name(name)}?"
+            raise PolyaccelError(f"no such folder: {folder}", hint=hint, value=str(folder))
+        chosen += found or [folder]  # the last is refused by its name
     return chosen
+
+
+def _with_runs(parent: Path) -> list[str]:
+    """Return the names of the folders in `parent` that are runs or have runs."""
+    folders = (each for each in parent.iterdir() if each.is_dir()) if parent.is_dir() else ()
+    return [each.name for each in folders if is_run(each) or runs_in(each)]

@@ -39,6 +39,9 @@ def test_a_folder_without_runs_is_an_error(
 ) -> None:
     assert main(["watch", "runs/other"]) == 1
     assert "runs/other is not a run's folder" in capsys.readouterr().err
+    with pytest.raises(PolyaccelError) as caught:
+        chosen_runs([Path("run")])
+    assert (caught.value.value, caught.value.hint) == ("run", "did you mean runs?")
     monkeypatch.chdir(tmp_path / "runs")
     with pytest.raises(PolyaccelError) as caught:
         chosen_runs([])
