@@ -64,13 +64,22 @@ def test_a_difference_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself: an engine whose weights are moved before it trains."""
     comparison = compared("causal/llama")
     parameter = comparison.tiny.model.get_parameter("model.layers.1.mlp.down_proj.weight")
-    with torch.no_grad():
-        parameter.mul_(1.001)
-    try:
-        assert comparison.row("stage 3").result == "defect"
-    finally:
+    values = comparison._values
+
+    def with_wrong_weights(ranks, config, data_ranks, variant):
+        if variant.is_plain:
+            return values(ranks, config, data_ranks, variant)
         with torch.no_grad():
-            parameter.div_(1.001)
+            before = parameter.clone()
+            parameter.mul_(1.001)
+        try:
+            return values(ranks, config, data_ranks, variant)
+        finally:
+            with torch.no_grad():
+                parameter.copy_(before)
+
+    monkeypatch.setattr(comparison, "_values", with_wrong_weights)
+    assert comparison.row("stage 3").result == "defect"
 
 
 def test_the_walk_has_all_kinds_and_the_same_order() -> None:
