@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -113,7 +114,7 @@ def values_of(engine: JaxEngine) -> Values:
     return NativeValues(engine) if isinstance(engine, NativeEngine) else ViewsValues(engine)
 
 
-class EngineValues:
+class EngineValues(ABC):
     """The common part: parts of stacked parameters are put together, and states have the names of plain optax."""
 
     def __init__(self, engine: JaxEngine) -> None:
@@ -155,8 +156,9 @@ class EngineValues:
             found |= {paths[fqn][state]: value for fqn, value in self._whole(read).items()}
         return found | optimizer.numbers_by_path()
 
+    @abstractmethod
     def _read(self, fqn: str, kind: str) -> Array | None:
-        raise NotImplementedError
+        """The whole value of a kind of a parameter; None where it has none."""
 
 
 class ViewsValues(EngineValues):
