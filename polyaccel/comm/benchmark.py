@@ -107,7 +107,9 @@ class SpeedMeter:
             "reduce_scatter": lambda: communicator.reduce_scatter(part, whole),
             "all_to_all": lambda: communicator.all_to_all(other, whole),
             "broadcast": lambda: communicator.broadcast(whole, 0),
-            "send_recv": lambda: communicator.batch([each.on(each.source, each.target) for each in messages]),
+            "send_recv": lambda: communicator.batch(
+                [message.on(message.source, message.target) for message in messages]
+            ),
         }
         return calls[operation]
 

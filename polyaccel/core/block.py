@@ -114,9 +114,9 @@ def overlaps(source: Block, source_run: Run, target: Block, target_run: Run) -> 
             yield Copy((high - low,), low - source_run[0], (1,), low - target_run[0], (1,))
         return
     theirs = list(target.boxes(*target_run))
-    for one in source.boxes(*source_run):
+    for box in source.boxes(*source_run):
         for other in theirs:
-            shared = _intersection(one, other)
+            shared = _intersection(box, other)
             if shared is not None:
                 yield shared
 

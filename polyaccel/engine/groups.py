@@ -93,7 +93,7 @@ def require_order(state: Mapping[str, Any], sources: Sequence[int | None], tag: 
         if (
             isinstance(values, (list, tuple))
             and len(values) == len(sources)
-            and any(each != values[0] for each in values)
+            and any(value != values[0] for value in values)
         ):
             raise CheckpointError(
                 f"the schedule in checkpoint {tag!r} has {name!r} by position of groups that are in another order here",

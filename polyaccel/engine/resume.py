@@ -168,7 +168,11 @@ class TrainingRun:
         """`error` with the other checkpoints that there are."""
 
         def others() -> list[str]:
-            return [each.tag for each in list_checkpoints(saved.storage) if each.is_good and each.tag != saved.tag]
+            return [
+                checkpoint.tag
+                for checkpoint in list_checkpoints(saved.storage)
+                if checkpoint.is_good and checkpoint.tag != saved.tag
+            ]
 
         tags = ", ".join(on_rank_0(self.communicator, "listing checkpoints", others)) or "none"
         message = f"{error.message}\n  other complete checkpoints there, newest first: {tags}"

@@ -54,7 +54,7 @@ def begin_run(
 
 def _begun(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
-    free = next(each for each in names if not each.exists())
+    free = next(name for name in names if not name.exists())
     free.mkdir(parents=True)
     (free / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return free, dict(settings)

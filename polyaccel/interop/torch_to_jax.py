@@ -163,7 +163,7 @@ class TorchFunction:
             _require_unchanged(buffers, versions)
             return jax.tree.leaves(result)  # type: ignore[no-any-return]
 
-        zeros = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype.name)) for one in arguments]
+        zeros = [torch.zeros(argument.shape, dtype=getattr(torch, argument.dtype.name)) for argument in arguments]
         # Layers of JAX in the module run on the zeros now, though this be a call in a program that is being traced.
         with jax.ensure_compile_time_eval(), torch.no_grad(), _Draws(is_refused=not is_seeded), ExitStack() as until:
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}

@@ -112,10 +112,10 @@ class JaxAdapter(ModelAdapter):
             for fqn, spec in self._specs.items()
             if fqn not in arrays
         }
-        for place in params:
-            wanted = [slot for slot in place.bucket.slots if slot.param.fqn not in arrays]
+        for param in params:
+            wanted = [slot for slot in param.bucket.slots if slot.param.fqn not in arrays]
             if wanted:
-                with params.unsharded_view(place.bucket.index) as full:
+                with params.unsharded_view(param.bucket.index) as full:
                     for slot in wanted:
                         fqn, _, start = self.stacking.in_whole(slot.param.fqn, slot.param.shape, 0)
                         part = copies[fqn].view(start, slot.param.numel)

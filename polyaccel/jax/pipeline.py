@@ -56,8 +56,8 @@ class ArrayExchange:
     def begin(self, message: StageMessage, shapes: Sequence[Any], label: str, *, early: bool = True) -> None:
         """Receive arrays of these shapes, `early` in the background, in the order of the waits."""
         begun = self._begun[message] = []
-        for one in shapes:
-            buffer = self._accelerator.allocate(int(np.prod(one.shape)), DType.parse(np.dtype(one.dtype).name))
+        for shape in shapes:
+            buffer = self._accelerator.allocate(int(np.prod(shape.shape)), DType.parse(np.dtype(shape.dtype).name))
             work = None
             if buffer.numel:
                 work = self._ranks.recv(buffer, message.source, async_op=early, label=label)

@@ -153,8 +153,8 @@ class JaxPipelineEngine(ViewsEngine):
     def _pairs(self, data: Any) -> list[tuple[Any, Any]]:
         cast = jnp.float16 if self.runtime.casts_inputs else None
         found = []
-        for each in self._micro_batches(data):
-            inputs, labels = pair_of(as_inputs(each, self._device))
+        for batch in self._micro_batches(data):
+            inputs, labels = pair_of(as_inputs(batch, self._device))
             found.append((inputs if cast is None else cast_floats(inputs, cast), labels))
         return found
 

@@ -44,8 +44,8 @@ class TrialModel:
 
     def to_json(self) -> str:
         rows = [
-            [each.fqn, list(each.shape), each.dtype.value, each.trainable, self.units.get(each.fqn, "")]
-            for each in self.specs
+            [spec.fqn, list(spec.shape), spec.dtype.value, spec.trainable, self.units.get(spec.fqn, "")]
+            for spec in self.specs
         ]
         fields = {name: getattr(self, name) for name in ("nbytes_before", "is_remote", "total_nbytes")}
         return json.dumps({**fields, "others": dict(self.others), "parameters": rows})

@@ -73,7 +73,7 @@ def plan_training(
     """Plan a training without pipeline stages. `activations` are those of a micro-batch, where they are known."""
     config = planned.config
     found = forecasts(config, model, world_size, speeds)
-    taken = next((each.peak_nbytes for each in activations if each.is_own), 0)
+    taken = next((activation.peak_nbytes for activation in activations if activation.is_own), 0)
     return TrainingPlan(
         model=model,
         config=config,

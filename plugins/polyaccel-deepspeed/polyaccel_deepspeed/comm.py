@@ -69,7 +69,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
 def all_reduce_coalesced(tensors: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False,
                          prof: bool = False, log_name: str = "all_reduce", debug: Any = None) -> Any:  # fmt: skip
     """`all_reduce` of several tensors; with `async_op` an object to wait for all of them."""
-    works = [dist.all_reduce(each, op, group, async_op) for each in tensors]
+    works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
     return Works(works) if async_op else None
 
 

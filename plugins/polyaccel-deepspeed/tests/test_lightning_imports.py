@@ -44,7 +44,9 @@ class Module(lightning.LightningModule):
 
 
 def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=0.01, weight_decay=0.1)
+    return torch.optim.AdamW(
+        [parameter for parameter in module.parameters() if parameter.requires_grad], lr=0.01, weight_decay=0.1
+    )
 
 
 def decaying(optimizer: torch.optim.Optimizer) -> Any:

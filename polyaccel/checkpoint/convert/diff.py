@@ -48,7 +48,7 @@ class Difference:
     @property
     def is_equal(self) -> bool:
         """Whether both hold the same tensors bit by bit, and the same plain values."""
-        return not (self.missing or self.extra or self.scalars) and all(each.is_equal for each in self.tensors)
+        return not (self.missing or self.extra or self.scalars) and all(tensor.is_equal for tensor in self.tensors)
 
 
 def difference(one: CheckpointReader, other: CheckpointReader, progress: Callable[[int], None]) -> Difference:

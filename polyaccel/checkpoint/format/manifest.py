@@ -170,7 +170,7 @@ class Manifest:
             tag=checked.tag,
             world_size=checked.world_size,
             files=checked.files,
-            tensors=tuple(TensorEntry.from_tree(each) for each in checked.tensors),
+            tensors=tuple(TensorEntry.from_tree(tensor) for tensor in checked.tensors),
             scalars=scalars,
             blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in checked.blobs),
             not_finite=checked.not_finite,

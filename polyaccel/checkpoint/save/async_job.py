@@ -49,7 +49,7 @@ class SaveJob:
     def layout(self) -> FileLayout:
         """The layout of the file."""
         header = self.header.encode("latin-1")
-        return FileLayout(self.name, header, tuple(_segment(*each) for each in self.segments), self.nbytes)
+        return FileLayout(self.name, header, tuple(_segment(*segment) for segment in self.segments), self.nbytes)
 
     def to_bytes(self) -> bytes:
         """The job as JSON."""

@@ -66,14 +66,14 @@ def main(descriptor: int) -> None:
         if message is None:
             break
         data, (image, answer) = message
-        jobs = [each for each in jobs if each.is_alive()]
+        jobs = [job for job in jobs if job.is_alive()]
         jobs.append(
             Thread(target=_answered, args=(SaveJob.from_bytes(data), image, socket.socket(fileno=answer), ended))
         )
         jobs[-1].start()
     ended.set()
-    for each in jobs:
-        each.join()
+    for job in jobs:
+        job.join()
 
 
 def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> None:

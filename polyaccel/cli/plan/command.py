@@ -255,7 +255,7 @@ def _as_json(plan: TrainingPlan) -> dict[str, Any]:
         "limits": asdict(plan.limits),
         "checkpoint_nbytes": plan.checkpoint_nbytes,
         "copies_of_state": asdict(plan.copies),
-        "activations": [asdict(each) for each in plan.activations],
+        "activations": [asdict(activation) for activation in plan.activations],
         "settings": [_setting_as_json(forecast, plan) for forecast in plan.forecasts],
         "fitting": [asdict(forecast.setting) for forecast in plan.fitting],
     }

@@ -35,7 +35,8 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
             compute_s=args.compute,
             sequence_length=args.sequence_length,
             peaks=lambda rows: {
-                each.way: each.peak_nbytes for each in estimated_activations(args, planned.config, rows)
+                activation.way: activation.peak_nbytes
+                for activation in estimated_activations(args, planned.config, rows)
             },
             product_speed=_product_speed,
         )

@@ -110,11 +110,11 @@ def _as_json(plan: PipelinePlan) -> dict[str, Any]:
                 "activations_peak_nbytes": stage.needs.peak_nbytes,
                 "settings": [
                     {
-                        **asdict(one.setting),
-                        "is_own": one.is_own,
-                        "peak_nbytes": {place.value: one.memory.peak_nbytes(place) for place in Place},
+                        **asdict(forecast.setting),
+                        "is_own": forecast.is_own,
+                        "peak_nbytes": {place.value: forecast.memory.peak_nbytes(place) for place in Place},
                     }
-                    for one in stage.forecasts
+                    for forecast in stage.forecasts
                 ],
             }
             for stage in plan.stages

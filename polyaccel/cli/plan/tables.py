@@ -151,9 +151,9 @@ def _activation_table(plan: TrainingPlan) -> list[Group]:
     if not plan.activations:
         return []
     table = column_table("activations", "after forward", "peak")
-    for each in plan.activations:
-        name = f"{each.way}{'*' if each.is_own else ''}"
-        table.add_row(name, short_bytes(each.kept_nbytes), short_bytes(each.peak_nbytes))
+    for activation in plan.activations:
+        name = f"{activation.way}{'*' if activation.is_own else ''}"
+        table.add_row(name, short_bytes(activation.kept_nbytes), short_bytes(activation.peak_nbytes))
     return [titled(f"Memory of one micro-batch on one rank (* this config; {UNITS})", table)]
 
 

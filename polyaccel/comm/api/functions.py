@@ -590,7 +590,9 @@ def _equal_counts(comm: Communicator, array: Any) -> list[int]:
 def _one_a_rank(kind: str, comm: Communicator, arrays: Sequence[Any] | None, like: Buffer) -> list[Buffer]:
     """The buffers of a list with one array of `like`'s size and type for each rank."""
     buffers = [_buffer(comm, array) for array in arrays or ()]
-    if len(buffers) != comm.world_size or any((one.numel, one.dtype) != (like.numel, like.dtype) for one in buffers):
+    if len(buffers) != comm.world_size or any(
+        (buffer.numel, buffer.dtype) != (like.numel, like.dtype) for buffer in buffers
+    ):
         raise ShardingError(
             f"{kind}: {len(buffers)} tensors are not one of {like.numel} x {like.dtype.value} for each of "
             f"{comm.world_size} ranks",

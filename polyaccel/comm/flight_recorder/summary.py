@@ -121,7 +121,7 @@ def row_of(key: CallKey, latencies_ms: Sequence[float], straggler_ms: float | No
 def straggler_ms(own_ms: Sequence[float], of_ranks_ms: Iterable[Sequence[float]]) -> float | None:
     """How much longer `own_ms` are together than the shortest of each call; None if ranks counted differently."""
     of_ranks = list(of_ranks_ms)
-    if any(len(one) != len(own_ms) for one in of_ranks):
+    if any(len(rank) != len(own_ms) for rank in of_ranks):
         return None
     return float(sum(own_ms) - sum(min(call) for call in zip(*of_ranks, strict=True)))
 

@@ -117,8 +117,8 @@ def _share(
 ) -> tuple[Communicator | None, str]:
     """Shared memory for this host's ranks, and why some rank could not have it. Collective over all of `flat`."""
     near = None
-    for one in hosts:
-        near = flat.split(one) or near
+    for host in hosts:
+        near = flat.split(host) or near
     intra, failure = None, ""
     if near is None:
         raise CommError(f"rank {flat.rank} is on none of the hosts {list(hosts)}", value=hosts)

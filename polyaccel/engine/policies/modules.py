@@ -135,7 +135,7 @@ def cut_rules_of(config: ResolvedConfig) -> CutRules:
     partition = section.partition_config
     specs = partition.layer_specs if partition is not None else ()
     return CutRules(
-        tuple(LayerRule(each.patterns, each.partition_type, each.shape, each.partition_dim) for each in specs),
+        tuple(LayerRule(spec.patterns, spec.partition_type, spec.shape, spec.partition_dim) for spec in specs),
         partition is None or partition.use_default_specs,
         not section.vocab_parallel_lm_head,
         section.sequence_sharded,

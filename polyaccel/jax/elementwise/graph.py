@@ -104,7 +104,7 @@ class Operation:
 
     def origin(self) -> str:
         """The name of the function that asked for the operation, "" if unknown."""
-        frames = [frame for each in self.tracebacks for frame in getattr(each, "frames", None) or ()]
+        frames = [frame for traceback in self.tracebacks for frame in getattr(traceback, "frames", None) or ()]
         return function_name(frame.function_name for frame in frames)
 
 

@@ -32,11 +32,11 @@ class ModuleCall:
         """Return the arguments for `batch`, with flags like `train` and `extra` where it has none."""
         args: tuple[Any, ...] = () if isinstance(batch, Mapping) else _as_args(batch)
         named = {str(name): value for name, value in batch.items()} if isinstance(batch, Mapping) else {}
-        given = {one.name for one in self._params[: len(args)]} | named.keys()
+        given = {param.name for param in self._params[: len(args)]} | named.keys()
         flags = {
-            one.name: _FLAGS[one.name] is trains
-            for one in self._params
-            if one.name in _FLAGS and one.name not in given and _may_be_bool(one)
+            param.name: _FLAGS[param.name] is trains
+            for param in self._params
+            if param.name in _FLAGS and param.name not in given and _may_be_bool(param)
         }
         named = {**extra, **flags, **named}
         try:

@@ -184,7 +184,9 @@ class FirstStepProof:
             return self._run(engine, variant, data, shared, is_whole=is_whole)
 
         def merge(findings: Sequence[Finding]) -> list[Finding]:
-            own = [[one.key, one.found, one.wanted, one.spreads] for one in findings[:_MOST_FINDINGS]]
+            own = [
+                [finding.key, finding.found, finding.wanted, finding.spreads] for finding in findings[:_MOST_FINDINGS]
+            ]
             gathered = engine.communicator.all_gather_object(own)
             by_key = {key: Finding(key, *rest) for found in gathered for key, *rest in found}
             return in_order(by_key.values(), names)

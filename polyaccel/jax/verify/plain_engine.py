@@ -359,4 +359,4 @@ def _is_combination(whole: Mapping[str, Array], parts: Sequence[Mapping[str, Arr
 
 
 def _flat(gradients: Mapping[str, Array]) -> Array:
-    return np.concatenate([one.reshape(-1) for one in gradients.values()]).astype(np.float64)
+    return np.concatenate([gradient.reshape(-1) for gradient in gradients.values()]).astype(np.float64)

@@ -95,11 +95,15 @@ def record_engine(run: ActiveRun, engine: JaxEngine) -> None:
 def acted_of(engine: JaxEngine) -> dict[str, int]:
     """How many modules, parameters and parts of a batch each rewrite changed."""
     acted: dict[str, int] = {}
-    for one in engine.rewrites:
-        count = len(one.modules) + len(one.parameters)
-        if one.name in ("jax", "gradient_accumulation_steps"):
-            count += one.batch_parts
-        name = SLICES if one.name == "optimizer" and isinstance(engine.zero.optimizer, OptaxOptimizer) else one.name
+    for rewrite in engine.rewrites:
+        count = len(rewrite.modules) + len(rewrite.parameters)
+        if rewrite.name in ("jax", "gradient_accumulation_steps"):
+            count += rewrite.batch_parts
+        name = (
+            SLICES
+            if rewrite.name == "optimizer" and isinstance(engine.zero.optimizer, OptaxOptimizer)
+            else rewrite.name
+        )
         acted[name] = acted.get(name, 0) + count
     return acted
 

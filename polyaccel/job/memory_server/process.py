@@ -106,7 +106,7 @@ class EntryStore:
     def _below(self, key: str) -> list[str]:
         if key and not key.endswith("/"):
             return [key] if key in self._entries else []
-        return sorted(each for each in self._entries if each.startswith(key))
+        return sorted(entry for entry in self._entries if entry.startswith(key))
 
     def _checked(self, key: str, note: bytes, memory: int | None) -> ShelfEntry:
         if not 0 < len(key) <= MOST_KEY_LENGTH:

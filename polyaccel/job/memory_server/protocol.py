@@ -98,8 +98,8 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, int | Non
         note = exactly(connection, note_nbytes)
         return head, note, files.pop() if files else None
     finally:
-        for each in files:
-            os.close(each)
+        for file in files:
+            os.close(file)
 
 
 def seal_length(memory: int) -> None:

@@ -152,7 +152,7 @@ class HostAgent(SimpleElasticAgent):
         code = self._launcher.code() if self._has_ranks else self._code_of_others(worker_group)
         if code == 0:
             return RunResult(
-                state=State.SUCCEEDED, return_values={each.global_rank: 0 for each in worker_group.workers}
+                state=State.SUCCEEDED, return_values={worker.global_rank: 0 for worker in worker_group.workers}
             )
         if code is not None:
             self.code = code

@@ -192,7 +192,7 @@ class HostsSupervisor(Supervisor):
     def _patience_s(self) -> float | None:
         until = min(self._beat_s, inf if self._has_job else self._answer_until_s) - monotonic()
         until = min(until, self._lingers_at_s() - monotonic())
-        if any(each.has_unsent for each in self._processes()) or self._unjudged:
+        if any(process.has_unsent for process in self._processes()) or self._unjudged:
             until = _SEND_AGAIN_S
         before = super()._patience_s()
         return max(0.0, until if before is None else min(until, before))
@@ -209,10 +209,10 @@ class HostsSupervisor(Supervisor):
         self._judge()
         if self._lingers_at_s() <= monotonic():
             self._kill_at_s = 0.0
-        if monotonic() >= self._beat_s or any(each.has_unsent for each in self._processes()):
+        if monotonic() >= self._beat_s or any(process.has_unsent for process in self._processes()):
             self._beat_s = monotonic() + BEAT_S
-            for each in self._processes():
-                each.send("")
+            for process in self._processes():
+                process.send("")
         if not self._has_job and not self._is_ending and monotonic() >= self._answer_until_s:
             self._fail(JobFailure(1, f"{self._absent()} did not answer within {ANSWER_S:g} s"))
 
@@ -231,26 +231,26 @@ class HostsSupervisor(Supervisor):
             self._fail(JobFailure(LOST, f"{names}: the agent does not answer, or the connection to it is lost"))
             for number in silent:
                 self._note_end(number, LOST)  # no last word can be expected
-            for each in self._processes():
-                if set(each.way.hosts) <= set(silent):
-                    each.give_up()
+            for process in self._processes():
+                if set(process.way.hosts) <= set(silent):
+                    process.give_up()
 
     def _lingers_at_s(self) -> float:
         """Return when lingering ways are killed after all agents' last messages; one may be stopped."""
-        there = [each.done_s for each in self._processes() if each.state is not ProcessState.ENDED]
+        there = [process.done_s for process in self._processes() if process.state is not ProcessState.ENDED]
         if not self._is_ending or not there or self._kill_rounds:
             return inf
         return max(*there, self._output.waited_s) + _LAST_WORDS_S
 
     def _stop_oneself(self) -> None:
         """Announce to the agents that nothing will be sent for a while, and stop."""
-        for each in self._processes():
-            each.send(PAUSE)
+        for process in self._processes():
+            process.send(PAUSE)
         until_s = monotonic() + _PAUSE_S
-        while any(each.has_unsent for each in self._processes()) and monotonic() < until_s:
+        while any(process.has_unsent for process in self._processes()) and monotonic() < until_s:
             sleep(_SEND_AGAIN_S)
-            for each in self._processes():
-                each.flush()
+            for process in self._processes():
+                process.flush()
         stopped_s = monotonic()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._answer_until_s += monotonic() - stopped_s
@@ -266,7 +266,7 @@ class HostsSupervisor(Supervisor):
             self._note_end(number, int(said["ended"]))
             self._last_message_s.pop(number, None)
         elif "way" in said:
-            if not any(number in each.codes for each in self._processes()):
+            if not any(number in process.codes for process in self._processes()):
                 name = tuple(self._job.hosts)[number]
                 self._fail(JobFailure(LOST, f"{name}: the way to the agent, or the connection to it, is lost"))
         elif "code" in said:
@@ -280,11 +280,11 @@ class HostsSupervisor(Supervisor):
                 self._tell()
 
     def _note_end(self, number: int, code: int) -> None:
-        for each in self._processes():
-            if number in each.way.hosts:
-                each.codes[number] = code
-                if set(each.codes) >= set(each.way.hosts):
-                    each.done_s = min(each.done_s, monotonic())
+        for process in self._processes():
+            if number in process.way.hosts:
+                process.codes[number] = code
+                if set(process.codes) >= set(process.way.hosts):
+                    process.done_s = min(process.done_s, monotonic())
 
     def _is_going_on(self) -> bool:
         return bool(self._unjudged) or super()._is_going_on()
@@ -328,15 +328,15 @@ class HostsSupervisor(Supervisor):
             master_addr=self._job.master_addr or self._first_address or str(first["host"]),
             master_port=self._job.master_port or int(first["port"]),
         )
-        for each in self._processes():
-            each.send(job.to_json())
+        for process in self._processes():
+            process.send(job.to_json())
 
     def _absent(self) -> str:
         return ", ".join(name for number, name in enumerate(self._job.hosts) if number not in self._hellos)
 
     def _processes(self) -> list[HostProcess]:
-        return [each for each in self._ranks if isinstance(each, HostProcess)]
+        return [rank for rank in self._ranks if isinstance(rank, HostProcess)]
 
     def _ask_to_end(self) -> None:
-        for each in self._processes():
-            each.send(END)
+        for process in self._processes():
+            process.send(END)

@@ -70,9 +70,11 @@ class MachineAlarms:
 
     def _starving(self, step: int, figures: Sequence[RankFigures]) -> Iterator[Alarm]:
         shares = {
-            one.rank: one.own_s["data"] / one.seconds
-            for one in figures
-            if one.own_s is not None and one.seconds and one.own_s.get("data", 0.0) > self._settings.data * one.seconds
+            figure.rank: figure.own_s["data"] / figure.seconds
+            for figure in figures
+            if figure.own_s is not None
+            and figure.seconds
+            and figure.own_s.get("data", 0.0) > self._settings.data * figure.seconds
         }
         self._starved = {rank: self._starved.get(rank, 0) + 1 for rank in shares}
         worst = max(shares, key=lambda rank: shares[rank], default=None)
@@ -82,23 +84,25 @@ class MachineAlarms:
             yield Alarm(kind="data", step=step, value=shares[worst], ranks=(worst,), sentence=f"{what}: {hint}")
 
     def _creeping(self, step: int, figures: Sequence[RankFigures]) -> Iterator[Alarm]:
-        for one in figures:
-            if one.memory_nbytes is None:
+        for figure in figures:
+            if figure.memory_nbytes is None:
                 continue
-            found = self._creeps[one.rank].add(float(one.memory_nbytes))
+            found = self._creeps[figure.rank].add(float(figure.memory_nbytes))
             if found is None:
                 continue
             first, last, looks = found
             growth = last - first
             if growth < max(_LEAST_GROWTH_NBYTES, self._settings.memory_growth * first):
                 continue
-            steps = looks * one.steps
-            what = f"the memory of rank {one.rank} creeps up: {size(growth)} more in {steps:,} steps, {size(last)} now"
-            left = one.total_nbytes - last
+            steps = looks * figure.steps
+            what = (
+                f"the memory of rank {figure.rank} creeps up: {size(growth)} more in {steps:,} steps, {size(last)} now"
+            )
+            left = figure.total_nbytes - last
             if left > 0:
                 what += f", and none is left in {steps * left / growth:,.0f}"
             hint = "look for what keeps tensors over steps: losses without .item(), outputs in a list, a cache"
-            yield Alarm(kind="memory", step=step, value=growth, ranks=(one.rank,), sentence=f"{what}: {hint}")
+            yield Alarm(kind="memory", step=step, value=growth, ranks=(figure.rank,), sentence=f"{what}: {hint}")
 
 
 def _most_behind(worst: RankFigures, others: Sequence[RankFigures]) -> str:

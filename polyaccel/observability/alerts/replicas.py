@@ -39,9 +39,9 @@ class ReplicaDigests:
 def alarms_of_digests(figures: Sequence[RankFigures]) -> Iterator[Alarm]:
     """The ranks whose copies of parameters are not those of most others: an alarm for each set of these ranks."""
     digests: defaultdict[tuple[str, int, tuple[int, ...], int], dict[int, int]] = defaultdict(dict)
-    for one in figures:
-        for step, fqn, start, ranks, digest in one.digests:
-            digests[fqn, step, ranks, start][one.rank] = digest
+    for figure in figures:
+        for step, fqn, start, ranks, digest in figure.digests:
+            digests[fqn, step, ranks, start][figure.rank] = digest
     wrong: defaultdict[tuple[tuple[int, ...], int], dict[str, int]] = defaultdict(dict)
     for (fqn, step, _, _), by_rank in digests.items():
         counts = Counter(by_rank.values())

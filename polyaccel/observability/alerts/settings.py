@@ -56,7 +56,7 @@ class RankFigures:
 
     def to_plain(self) -> list[Any]:
         """As values that ranks can send each other."""
-        digests = [[*one[:3], list(one.ranks), one.digest] for one in self.digests]
+        digests = [[*digest[:3], list(digest.ranks), digest.digest] for digest in self.digests]
         losses = [[*pair] for pair in self.losses.items()]
         return [self.rank, self.place, losses, self.steps, self.seconds, self.own_s, self.memory_nbytes,
                 self.total_nbytes, digests]  # fmt: skip

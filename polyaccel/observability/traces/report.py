@@ -107,9 +107,9 @@ def _of_changes(trace: Trace, count: int) -> list[str]:
         "",
         f"what would be gained (the trace replayed without a change: {1e3 * same.seconds / count:.1f} ms a step)",
     ]
-    for one in changes:
-        gain = (same.seconds - one.seconds) / same.seconds if same.seconds else 0.0
-        lines.append(f"  {one.what}: {1e3 * one.seconds / count:.1f} ms a step ({100 * gain:.1f} % less)")
+    for change in changes:
+        gain = (same.seconds - change.seconds) / same.seconds if same.seconds else 0.0
+        lines.append(f"  {change.what}: {1e3 * change.seconds / count:.1f} ms a step ({100 * gain:.1f} % less)")
     return [
         *lines,
         "  reckoned so: each rank does its own work in the same order, as long as in the trace; a meeting ends when",

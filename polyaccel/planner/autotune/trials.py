@@ -78,7 +78,7 @@ def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[Tria
             step_s=shortest_s,
             spread=(longest_s - shortest_s) / (2 * shortest_s),
             phase_s=by_time[0]["phase_s"],
-            peak_nbytes=max(step["peak_memory_nbytes"] for each in _figures(folder) for step in _steps(each)),
+            peak_nbytes=max(step["peak_memory_nbytes"] for figure in _figures(folder) for step in _steps(figure)),
             wall_s=monotonic() - began,
         )
     return record, _trial_model(folder)

@@ -59,7 +59,11 @@ def _helpers_of(function: FunctionType) -> tuple[ref[FunctionType], ...]:
 
 
 def _binds(code: CodeType) -> tuple[str, ...]:
-    found = [each.argval for each in get_instructions(code) if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
+    found = [
+        instruction.argval
+        for instruction in get_instructions(code)
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    ]
     for inner in code.co_consts:
         found += _binds(inner) if isinstance(inner, CodeType) else ()
     return tuple(dict.fromkeys(found))

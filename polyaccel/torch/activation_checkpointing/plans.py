@@ -36,7 +36,9 @@ class ModulePlan:
         own = [part.__dict__ for part in parts]
         self.attributes = Attributes(*own)
         self.buffers = [(part, Entries(part._buffers)) for part in parts if part._buffers]
-        self.parameters = [one for part in parts for one in part._parameters.values() if one is not None]
+        self.parameters = [
+            parameter for part in parts for parameter in part._parameters.values() if parameter is not None
+        ]
         self.kinds = [kind for kind in dict.fromkeys(map(type, parts)) if uses_globals(kind)]
         self.held: list[tuple[Any, nn.Module, str]] = []
         """The attributes that may have state."""

@@ -223,7 +223,7 @@ class _Draws:
 
     def __init__(self, members: Sequence[_StandIn]) -> None:
         self.members = members
-        self._numels = [prod(each.shape) for each in members]
+        self._numels = [prod(member.shape) for member in members]
         self._scales = torch.tensor([0.3 + at % 5 for at in range(len(members))], dtype=torch.float64)
         self._drawn: dict[int, Tensor] = {}
 

@@ -128,11 +128,11 @@ class OffloadedStates:
             for gradients in zero.reducer.buckets:
                 yield from gradients.resident()
         elif kind is not StateKind.CONTIGUOUS_GRAD_BUFFER:
-            for place in zero.params:
+            for param in zero.params:
                 if kind is StateKind.LP_PARAMS:
-                    yield place.own
-                elif not place.master_is_view:
-                    yield place.master
+                    yield param.own
+                elif not param.master_is_view:
+                    yield param.master
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -195,9 +195,9 @@ def entries_of_writer(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen
     adapter.adopt_changes()
     values = {}
     is_writer = zero.communicator.rank == 0
-    for place in zero.params:
-        with zero.params.unsharded_view(place.bucket.index) as full:
-            for slot in place.bucket.slots if is_writer or place.bucket.kind.cut else ():
+    for param in zero.params:
+        with zero.params.unsharded_view(param.bucket.index) as full:
+            for slot in param.bucket.slots if is_writer or param.bucket.kind.cut else ():
                 flat = full.view(slot.offset, slot.param.numel).raw
                 whole = adapter.blocks.gather_full(slot.param.fqn, flat.detach().view(slot.param.shape))
                 if is_writer:

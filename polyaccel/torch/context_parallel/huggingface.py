@@ -134,7 +134,7 @@ class SequenceMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), named: Any = None) -> Any:
-        mask = next(one for one in tree_leaves((args, named)) if isinstance(one, cls))
+        mask = next(leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, cls))
         raise mask._refusal(getattr(function, "__name__", str(function)))
 
     def _refusal(self, read: str) -> PolyaccelError:

@@ -104,7 +104,7 @@ def _shift_of_function(model: PreTrainedModel) -> bool | None:
 def _takes_targets(model: PreTrainedModel, *, shifted: bool) -> bool:
     """Whether the model passes on, and its loss function uses, targets and their number."""
     forward: Callable[..., Any] = inspect.unwrap(type(model).forward)
-    if not any(one.kind is one.VAR_KEYWORD for one in inspect.signature(forward).parameters.values()):
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(forward).parameters.values()):
         return False
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(_ROWS, _TOKENS, _CLASSES, generator=generator)

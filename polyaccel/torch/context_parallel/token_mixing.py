@@ -75,7 +75,7 @@ def _small_copy(model: nn.Module) -> tuple[nn.Module, str]:
 
 def _mixer_of(own: nn.Module, prefix: str) -> str | None:
     """The first module of a copy whose tokens interact."""
-    transformer = next(one for one in own.modules() if isinstance(one, PreTrainedModel))
+    transformer = next(module for module in own.modules() if isinstance(module, PreTrainedModel))
     if _ALONE not in ALL_ATTENTION_FUNCTIONS:
         ALL_MASK_ATTENTION_FUNCTIONS.register(_ALONE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
         ALL_ATTENTION_FUNCTIONS.register(_ALONE, _attend_alone)
@@ -177,7 +177,7 @@ class _Comparison:
 
         def see(name: str, phase: str, values: Any) -> None:
             count = self._counts[name, phase] = self._counts.get((name, phase), 0) + 1
-            visit((name, phase, count), [one for one in tree_leaves(values) if isinstance(one, Tensor)])
+            visit((name, phase, count), [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)])
 
         def begin(name: str, args: Any, named: Any) -> None:
             see(name, "in", (args, named))  # what a module receives was joined by the one that calls it

@@ -99,7 +99,7 @@ class StackedExperts(nn.Module):
             )
         for name, own in self.names.items():
             values = [expert.get_parameter(name) for expert in experts]
-            stack = nn.Parameter(torch.stack([one.detach() for one in values]), values[0].requires_grad)
+            stack = nn.Parameter(torch.stack([value.detach() for value in values]), values[0].requires_grad)
             self.register_parameter(own, stack)
         self.__dict__["_expert"] = deepcopy(experts[0]).to("meta")
         self.__dict__["rowwise"] = Rowwise.from_expert(self.__dict__["_expert"])

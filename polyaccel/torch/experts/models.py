@@ -67,7 +67,7 @@ class ExpertParallelExperts(nn.Module):
             numbers = torch.repeat_interleave(torch.tensor(plan.counts)).to(came.device).unsqueeze(1)
             found = super().forward(came, numbers, torch.ones_like(numbers, dtype=came.dtype))
         out: Tensor = found
-        without = [] if len(came) else [one for one in self.parameters() if one.requires_grad]
+        without = [] if len(came) else [parameter for parameter in self.parameters() if parameter.requires_grad]
         out = _Joined.apply(out, came, *map(present, without))  # type: ignore[no-untyped-call]
         return routing.combined(plan.combine(out), tokens).view_as(hidden_states)
 

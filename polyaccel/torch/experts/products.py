@@ -112,7 +112,7 @@ def computed(
 
 def _is_marked(module: Any) -> bool:
     marks = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-    return all(isinstance(getattr(module, each, None), bool) for each in marks)
+    return all(isinstance(getattr(module, mark, None), bool) for mark in marks)
 
 
 class _Grouped(torch.autograd.Function):
@@ -133,7 +133,7 @@ class _Grouped(torch.autograd.Function):
         ctx.products, ctx.parts, ctx.is_transposed = products, parts, is_transposed
         of_rows, of_weights = ctx.needs_input_grad[4:6]
         ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None)
-        counts = [sum(each) for each in parts]
+        counts = [sum(part) for part in parts]
         count_operations(2 * len(rows) * weights[0].numel())
         weights = weights.transpose(1, 2) if is_transposed else weights
         to = None if room is None else room.rows(len(rows), weights.shape[1], rows.dtype)
@@ -151,7 +151,7 @@ class _Grouped(torch.autograd.Function):
         grad = grad.contiguous()
         of_rows = of_weights = of_bias = None
         if weights is not None:
-            counts = [sum(each) for each in parts]
+            counts = [sum(part) for part in parts]
             of_rows = products.input_grad(grad, weights.transpose(1, 2) if ctx.is_transposed else weights, counts)
         if rows is not None:
             pair = (rows, grad) if ctx.is_transposed else (grad, rows)
@@ -202,7 +202,7 @@ class Rowwise:
         """What experts make of their `rows` (rows, features)."""
         made: list[Any] = [rows]
         for number, step in enumerate(self._steps, 1):
-            args = [made[one.step] if isinstance(one, _Value) else one for one in step.args]
+            args = [made[arg.step] if isinstance(arg, _Value) else arg for arg in step.args]
             if isinstance(step.make, str):
                 made.append(layer(args[0], step.make, number == self._result))
             else:

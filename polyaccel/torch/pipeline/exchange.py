@@ -54,7 +54,7 @@ class _Known:
     def numbers(self) -> list[int]:
         """The description as numbers, of which `read` is the inverse."""
         assert self.structure is not None  # it is of an output
-        shapes = [number for one in self.shapes for number in (len(one), *one)]
+        shapes = [number for shape in self.shapes for number in (len(shape), *shape)]
         padded = self.structure.ljust(-(-len(self.structure) // 8) * 8)
         packed = torch.frombuffer(bytearray(padded), dtype=torch.int64).tolist()
         return [int(self.is_steady), len(self.shapes), *shapes, *packed]

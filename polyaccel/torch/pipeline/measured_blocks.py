@@ -92,7 +92,7 @@ class _Trial:
             began_s, roots = self._now(), self._roots[part]
             if roots:
                 # What comes before the blocks may stand behind several of them, and is needed again.
-                torch.autograd.backward(roots, [torch.ones_like(one) for one in roots], retain_graph=True)
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retain_graph=True)
             self._taken[part] += self._now() - began_s
         self._roots.clear()
         *blocks, behind = self._taken

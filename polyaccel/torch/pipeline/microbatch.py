@@ -72,7 +72,7 @@ def mean_of(outputs: Sequence[Any]) -> Any:
     or of other shapes."""
     first = outputs[0]
     if isinstance(first, Tensor):
-        if any(one.shape != first.shape for one in outputs):
+        if any(output.shape != first.shape for output in outputs):
             raise PolyaccelError("the outputs of micro-batches have other shapes", hint=_NO_MEAN)
         return torch.stack(list(outputs)).mean(0, dtype=first.dtype if first.is_floating_point() else torch.float32)
     if isinstance(first, (tuple, list)):

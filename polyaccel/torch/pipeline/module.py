@@ -369,5 +369,7 @@ def _weighed(layers: Sequence[Any]) -> list[tuple[str, int]]:
         else:
             built = layer
         parameters = built.parameters() if isinstance(built, nn.Module) else ()
-        weighed.append((class_name(built), sum(one.numel() for one in parameters if one.requires_grad)))
+        weighed.append(
+            (class_name(built), sum(parameter.numel() for parameter in parameters if parameter.requires_grad))
+        )
     return weighed

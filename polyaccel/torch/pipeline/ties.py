@@ -92,7 +92,7 @@ class TiedWeights:
 
     def agree_on_types(self) -> None:
         """Send holders the type in which parameters are held. Every stage calls it."""
-        own = {str(one.dtype) for one in self._module.parameters() if one.is_floating_point()}
+        own = {str(parameter.dtype) for parameter in self._module.parameters() if parameter.is_floating_point()}
         gathered = sorted({name for names in self._ranks.all_gather_object(sorted(own)) for name in names})
         self._dtype = getattr(torch, gathered[0].removeprefix("torch.")) if len(gathered) == 1 else None
 

@@ -299,7 +299,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def as_called(model: nn.Module, inputs: Any) -> Any:
     """`inputs` where the model's tensors are, in its type where they are real numbers, and without caches of keys."""
-    first = next((one for one in model.parameters() if not is_deferred(one)), None)
+    first = next((parameter for parameter in model.parameters() if not is_deferred(parameter)), None)
     if first is not None:
         inputs = to_device(inputs, first.device)
     if isinstance(inputs, Mapping) and "use_cache" not in inputs:

@@ -70,13 +70,14 @@ def unflatten(value: StageValue) -> Any:
 def leaves_of(value: StageValue, *, needs_grad: bool) -> StageValue:
     """`value` without the graph behind it, as a stage receives it."""
     return StageValue(
-        value.structure, [one.detach().requires_grad_(one.requires_grad and needs_grad) for one in value.tensors]
+        value.structure,
+        [tensor.detach().requires_grad_(tensor.requires_grad and needs_grad) for tensor in value.tensors],
     )
 
 
 def aliases_of(value: StageValue) -> StageValue:
     """`value` as a layer may get it. See [Note: In-place layers]."""
-    tensors = [_Alias.apply(one) if one.requires_grad else one for one in value.tensors]  # type: ignore[no-untyped-call]
+    tensors = [_Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in value.tensors]  # type: ignore[no-untyped-call]
     return StageValue(value.structure, tensors)
 
 

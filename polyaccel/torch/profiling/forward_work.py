@@ -61,7 +61,7 @@ class ForwardWork:
         self._last = (0, 0)
         self._uncounted: set[str] = set()
         """The operations that were named as not counted."""
-        floating = next((each for each in module.parameters() if each.is_floating_point()), None)
+        floating = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
         if floating is not None:
             device, dtype = floating.device, settings.autocast_dtype or floating.dtype
             counter.measure_peak = lambda: measured_peak(device, dtype)

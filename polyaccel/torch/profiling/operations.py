@@ -23,7 +23,7 @@ def _with_shapes(formula: Any) -> Any:
     """`formula` of shapes as a formula of tensors, as torch keeps its own."""
 
     def of_tensors(*args: Any, out_val: Any = None, **named: Any) -> int:
-        shapes = [each.shape if isinstance(each, torch.Tensor) else each for each in args]
+        shapes = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
         return int(formula(*shapes, **named))
 
     return of_tensors

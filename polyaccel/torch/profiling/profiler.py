@@ -183,5 +183,5 @@ def _elapsed_s(begin: Any, end: Any) -> float:
 
 def inputs_of_shape(module: nn.Module, shape: tuple[int, ...]) -> Tensor:
     """Ones of `shape`, of the type and on the device of the module's first floating parameter."""
-    first = next((one for one in module.parameters() if one.is_floating_point()), torch.ones(()))
+    first = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), torch.ones(()))
     return torch.ones(shape, dtype=first.dtype, device=first.device)

@@ -69,7 +69,9 @@ def matching_modules(model: nn.Module, *choices: ModuleChoice) -> list[nn.Module
     Returns:
         Matching modules, in the order of `named_modules`.
     """
-    return [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in choices)]
+    return [
+        module for name, module in model.named_modules() if any(_matches(name, module, choice) for choice in choices)
+    ]
 
 
 def set_configured_leaves(model: nn.Module, leaves: Iterable[nn.Module]) -> None:

@@ -106,7 +106,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self._step = step
         self.sharding.attach(step, self.units, self._passes.on_user_backward)
         has_optimizer = step.optimizer is not None
-        self._owned.begin(place.bucket.slots[0].param.fqn for place in step.params if place.shared is not None)
+        self._owned.begin(param.bucket.slots[0].param.fqn for param in step.params if param.shared is not None)
         trained = {fqn: self.parameter(fqn) for fqn, spec in self._specs.items() if spec.trainable and has_optimizer}
         self._gradients = GradientAccess(step, trained, self._passes)
         for parameter in self.names:
@@ -137,10 +137,10 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self._step.params.gathered.close()
         for parameter, _ in self._owned.whole():  # with what users wrote there last
             bind(parameter, Tensor.data.__get__(parameter).clone())  # type: ignore[attr-defined]
-        for place in self._step.params:
-            if place.is_sharded:
-                with self._step.params.unsharded_view(place.bucket.index) as full:
-                    for slot in place.bucket.slots:
+        for param in self._step.params:
+            if param.is_sharded:
+                with self._step.params.unsharded_view(param.bucket.index) as full:
+                    for slot in param.bucket.slots:
                         self.residency.show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
 
     # What users ask of a parameter (`ParameterOwner`).

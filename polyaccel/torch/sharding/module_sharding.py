@@ -33,7 +33,7 @@ class ModuleSharding:
     def attach(self, step: ZeroEngine, units: Collection[str], begin: Callable[[], None]) -> None:
         """Gather `step`'s parameters around their modules; `begin` runs before a module's backward."""
         self.bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._names.values()}
-        self._sharded = [place.bucket.index for place in step.params if place.is_sharded]
+        self._sharded = [param.bucket.index for param in step.params if param.is_sharded]
         self._step = step
         buckets_of: dict[str, list[int]] = {}
         for parameter, fqn in self._names.items():

@@ -94,7 +94,7 @@ def gather_full(value: Tensor, block: Block, ranks: Communicator) -> Tensor:
 
 
 def _tuples(runs: Any) -> tuple[tuple[Run, ...], ...]:
-    return tuple(tuple((start, length) for start, length in one) for one in runs)
+    return tuple(tuple((start, length) for start, length in run) for run in runs)
 
 
 def cuts_of(module: nn.Module) -> dict[nn.Parameter, TensorShard]:

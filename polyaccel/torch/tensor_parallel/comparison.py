@@ -109,7 +109,7 @@ def _verdict(modules: Mapping[str, nn.Module], root: str, region: CutRegion, cal
         return _Verdict(root, reason="no call of it was recorded")
     block = modules[root]
     own = _moved(region, root, "")
-    hows = {one.how for one in region.modules if one.sizes is None}
+    hows = {module.how for module in region.modules if module.sizes is None}
     if not region.layers and "column" in hows and "row" not in hows:
         return _Verdict(root, reason="its outputs are parts")
     reason = ""
@@ -222,7 +222,7 @@ class _Comparison:
         hidden, narrow = self._narrowed
         if hidden == narrow:
             return {}
-        cut = {_joined(one.name, name): dim for one in region.modules for name, (dim, _) in one.cuts.items()}
+        cut = {_joined(module.name, name): dim for module in region.modules for name, (dim, _) in module.cuts.items()}
         return {
             parameter: tuple(
                 narrow if length == hidden and cut.get(name) != dim else length
@@ -260,9 +260,9 @@ class _Comparison:
 
 def _head_counts(region: CutRegion) -> tuple[int, ...]:
     """The query heads of each rank; nothing where a region has none."""
-    for one in region.heads:
+    for head in region.heads:
         for name in names.QUERY_HEADS:
-            if (found := one.attributes.get(name) or one.config_numbers.get(name)) is not None:
+            if (found := head.attributes.get(name) or head.config_numbers.get(name)) is not None:
                 return found
     return ()
 
@@ -305,7 +305,7 @@ def _with_shared(region: CutRegion, names: Sequence[str]) -> CutRegion:
 
 def _root(region: CutRegion) -> str:
     """The smallest module that has all of a region."""
-    paths = [name.split(".") if name else [] for name in (region.name, *(one.name for one in region.modules))]
+    paths = [name.split(".") if name else [] for name in (region.name, *(module.name for module in region.modules))]
     common: list[str] = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:
@@ -316,7 +316,7 @@ def _root(region: CutRegion) -> str:
 
 def _hidden(modules: Mapping[str, nn.Module], region: CutRegion) -> int:
     """The features that enter a region."""
-    first = modules[next((one.name for one in region.modules if one.how == "column"), region.modules[0].name)]
+    first = modules[next((module.name for module in region.modules if module.how == "column"), region.modules[0].name)]
     return inputs_of(first) if is_linear(first) else 1
 
 

@@ -37,22 +37,22 @@ def other_layouts(block: nn.Module, region: CutRegion, ranks: int) -> Iterator[C
         of_features = _of_features(modules, one, width)
         variants = [one, _counted(modules, one, width)]
         if of_features:
-            variants += [replace(each, modules=(*each.modules, *of_features)) for each in variants]
-        for each in variants:
-            if each != region:
-                yield each
+            variants += [replace(variant, modules=(*variant.modules, *of_features)) for variant in variants]
+        for variant in variants:
+            if variant != region:
+                yield variant
 
 
 def _fused(
     modules: dict[str, nn.Module], region: CutRegion, end: CutModule, width: int, ranks: int
 ) -> Iterator[CutRegion]:
     """Layouts of a layer with all inner features two or three times."""
-    for one in region.modules:
-        if one.how != "column" or not is_linear(modules[one.name]) or one.rows is not None:
+    for module in region.modules:
+        if module.how != "column" or not is_linear(modules[module.name]) or module.rows is not None:
             continue
-        outputs = outputs_of(modules[one.name])
+        outputs = outputs_of(modules[module.name])
         if outputs == 2 * width and not region.heads:
-            yield _with(modules, region, {one.name: scaled(end.cuts["weight"][1], 2)})
+            yield _with(modules, region, {module.name: scaled(end.cuts["weight"][1], 2)})
         if outputs != 3 * width or len(region.heads) != 1:
             continue
         attention = modules[region.heads[0].name]
@@ -65,7 +65,7 @@ def _fused(
             if groups >= ranks:  # whole groups of heads
                 inner = even_runs(groups, ranks, unit=each)
                 counts = tuple(count * heads // groups for count in even_parts(groups, ranks))
-                yield _with(modules, region, {one.name: scaled(inner, 3), end.name: inner}, counts)
+                yield _with(modules, region, {module.name: scaled(inner, 3), end.name: inner}, counts)
             if heads // groups >= ranks:  # a part of each group
                 parts = [run for (run,) in even_runs(heads // groups, ranks, unit=size)]
                 fused, inner = (
@@ -73,7 +73,7 @@ def _fused(
                     for times in (3 * groups, groups)
                 )
                 counts = tuple(count * groups for count in even_parts(heads // groups, ranks))
-                yield _with(modules, region, {one.name: fused, end.name: inner}, counts)
+                yield _with(modules, region, {module.name: fused, end.name: inner}, counts)
 
 
 def _with(

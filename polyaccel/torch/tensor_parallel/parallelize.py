@@ -194,11 +194,11 @@ def keep_part(parameter: nn.Parameter, value: Tensor) -> None:
 def _to_be_cut(modules: Mapping[str, nn.Module], plan: CutPlan) -> dict[str, nn.Parameter]:
     """The parameters that `plan` cuts by name, of tied ones the first."""
     found: dict[nn.Parameter, str] = {}
-    for each in plan.modules:
-        for name in each.cuts:
-            parameter = modules[each.name]._parameters[name]
+    for module in plan.modules:
+        for name in module.cuts:
+            parameter = modules[module.name]._parameters[name]
             assert parameter is not None
-            found.setdefault(parameter, f"{each.name}.{name}")
+            found.setdefault(parameter, f"{module.name}.{name}")
     return {name: parameter for parameter, name in found.items()}
 
 

@@ -146,4 +146,4 @@ def as_autocast(*tensors: Any) -> Any:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(None if each is None else each.to(dtype) for each in tensors)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)

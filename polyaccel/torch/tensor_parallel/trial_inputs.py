@@ -67,7 +67,7 @@ def recorded_calls(model: nn.Module, names: Sequence[str], widths: Mapping[str, 
         if len(found) == len(names):
             break
         try:
-            own = random_copy(model, thin=sum(one.numel() for one in model.parameters()) > _LARGE)
+            own = random_copy(model, thin=sum(parameter.numel() for parameter in model.parameters()) > _LARGE)
             _run_recorded(own, [each for each in names if each not in found], found, args, kwargs)
         except Exception as error:
             _log.debug("a trial of %s failed: %s: %s", type(model).__name__, type(error).__name__, error)
@@ -86,9 +86,9 @@ class _WatchedWeight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            for one in _tensors((args, kwargs or {})):
-                if isinstance(one, cls) and one.note is not None and func not in _WITHOUT_VALUES:
-                    one.note()
+            for tensor in _tensors((args, kwargs or {})):
+                if isinstance(tensor, cls) and tensor.note is not None and func not in _WITHOUT_VALUES:
+                    tensor.note()
             return func(*args, **(kwargs or {}))
 
 
@@ -189,7 +189,7 @@ def _inputs(model: nn.Module, width: int) -> Iterator[tuple[tuple[Any, ...], dic
     """Arguments that a model may take: its own trial inputs, words, vectors, images."""
     config = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(6)
-    largest = next((one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)), 8)
+    largest = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 8)
     ids = torch.randint(largest // 2, max(largest, 2), (_ROWS, _TOKENS), generator=generator)
     main = getattr(model, "main_input_name", None)
     if main is not None and config is not None:
@@ -209,9 +209,10 @@ def _inputs(model: nn.Module, width: int) -> Iterator[tuple[tuple[Any, ...], dic
 def _takes_one(module: nn.Module) -> bool:
     """Whether a module can be called with a single tensor."""
     needed = [
-        each
-        for each in signature(module.forward).parameters.values()
-        if each.default is Parameter.empty and each.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.POSITIONAL_ONLY)
+        parameter
+        for parameter in signature(module.forward).parameters.values()
+        if parameter.default is Parameter.empty
+        and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.POSITIONAL_ONLY)
     ]
     return len(needed) <= 1
 

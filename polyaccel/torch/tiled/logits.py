@@ -127,7 +127,7 @@ class LazyLogits(Tensor):
     def transformed(self, logits: Tensor) -> Tensor:
         """What the model made of `logits`."""
         for func, args, kwargs in self.operations:
-            logits = func(*(logits if each is _LOGITS else each for each in args), **kwargs)
+            logits = func(*(logits if arg is _LOGITS else arg for arg in args), **kwargs)
         return logits
 
     def total_loss(self, targets: Tensor, ignored: int) -> Tensor:

@@ -52,8 +52,8 @@ class TiledModel:
         """Compute as before."""
         if self._loss is not None:
             self._loss.release()
-        for each in self._mlps:
-            each.release()
+        for mlp in self._mlps:
+            mlp.release()
         self._mlps.clear()
 
 
@@ -219,7 +219,10 @@ def _is_mlp(module: nn.Module) -> bool:
         return False
     kinds = inspect.Parameter
     arguments = inspect.signature(type(module).forward).parameters.values()
-    return len([one for one in arguments if one.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]) == 1 + 1  # self
+    return (
+        len([argument for argument in arguments if argument.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)])
+        == 1 + 1
+    )  # self
 
 
 def _has_only_token_layers(modules: list[nn.Module]) -> bool:
@@ -246,7 +249,7 @@ def _with_loss(model: nn.Module) -> Any:
         from transformers import PreTrainedModel
     except ModuleNotFoundError:
         raise ConfigError([_no_loss(model, "transformers is not installed")]) from None
-    found = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if found is None:
         raise ConfigError([_no_loss(model, "no model of transformers is in it")])
     names = inspect.unwrap(type(found).forward).__code__.co_names

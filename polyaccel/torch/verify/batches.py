@@ -42,8 +42,12 @@ class MicroBatch:
 
     def packed(self) -> list[list[Any]]:
         """Return the tensors as plain values: their types, shapes and bytes."""
-        leaves = [one.detach().cpu().contiguous() for one in tree_leaves((self.inputs, self.named)) if _is_tensor(one)]
-        return [[str(one.dtype), list(one.shape), one.view(-1).view(torch.uint8).numpy().tobytes()] for one in leaves]
+        leaves = [
+            leaf.detach().cpu().contiguous() for leaf in tree_leaves((self.inputs, self.named)) if _is_tensor(leaf)
+        ]
+        return [
+            [str(leaf.dtype), list(leaf.shape), leaf.view(-1).view(torch.uint8).numpy().tobytes()] for leaf in leaves
+        ]
 
     def with_packed(self, leaves: Sequence[Sequence[Any]]) -> MicroBatch:
         """Return this micro-batch with the tensors of another rank; itself where it has other ones."""

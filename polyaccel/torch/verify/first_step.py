@@ -81,7 +81,7 @@ class FirstStepProof:
         self._reason = "the script brought its own groups" if has_own_mesh else ""
         self._shrunk: ShrunkModel | None = None
         self._refusal = ""
-        self._numel = sum(one.numel() for one in model.parameters())
+        self._numel = sum(parameter.numel() for parameter in model.parameters())
         self._taken: list[MicroBatch] = []
         self._handle: RemovableHandle | None = None
         if not self._reason:
@@ -146,12 +146,12 @@ class FirstStepProof:
         return [ProofRanks.from_mesh(self._config, mesh, 2)]
 
     def _too_large(self, engine: TorchEngine, ranks: Sequence[ProofRanks]) -> str:
-        is_alone = all(one.mesh.world_size == 1 for one in ranks)
+        is_alone = all(rank.mesh.world_size == 1 for rank in ranks)
         accelerator = engine.accelerator if is_alone else host_accelerator(engine.accelerator)
         if self._shrunk is not None or engine.communicator.rank:
             return ""
         stats = accelerator.memory_stats()
-        needed = self._numel * max(one.mesh.world_size for one in ranks) * _BYTES_OF_PARAMETER
+        needed = self._numel * max(rank.mesh.world_size for rank in ranks) * _BYTES_OF_PARAMETER
         if self._numel <= _MOST and needed <= (stats.free_nbytes or stats.total_nbytes or 1 << 32) // 2:
             return ""
         return f"{self._numel:,} parameters are too many for one rank {self._refusal}".rstrip()
@@ -190,7 +190,7 @@ class FirstStepProof:
         idle = [name for name in self._names if not proof.acted.get(name)]
         if proof.is_weak:
             self._say(engine, "the model draws other numbers in each run")
-        elif proof.findings and proof.blamed and any(one.kind not in EXACT for one in proof.findings):
+        elif proof.findings and proof.blamed and any(finding.kind not in EXACT for finding in proof.findings):
             raise _error_of(proof)
         elif proof.findings:
             self._say(engine, f"{' and '.join(proof.blamed) or 'no single rewrite'} changes {proof.findings[0]}")

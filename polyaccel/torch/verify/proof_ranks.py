@@ -52,7 +52,9 @@ class ProofRanks:
         """Return the mesh with `data_ranks` at most, or 1 where there are many others."""
         others = mesh.world_size // max(1, mesh.size_of(_DATA_AXES))
         most = data_ranks if others * data_ranks <= _MOST_RANKS else 1
-        axes = [MeshAxis(one.name, min(one.size, most) if one.name in _DATA_AXES else one.size) for one in mesh.axes]
+        axes = [
+            MeshAxis(axis.name, min(axis.size, most) if axis.name in _DATA_AXES else axis.size) for axis in mesh.axes
+        ]
         small = Mesh(tuple(axes))
         zero = config.zero_optimization
         if small.world_size % zero.zero_hpz_partition_size:
@@ -67,12 +69,12 @@ class ProofRanks:
 
     def plain(self) -> ProofRanks:
         """Return the ranks with their own samples, for runs of plain torch."""
-        axes = tuple(one for one in self.mesh.axes if one.name not in SHARED_AXES)
+        axes = tuple(axis for axis in self.mesh.axes if axis.name not in SHARED_AXES)
         default = type(self.config)()
         changes = {name: getattr(default, name) for name in _SECTIONS}
         small = Mesh(axes or (MeshAxis("data", 1),))
         places = [small.coordinates(rank) for rank in range(small.world_size)]
-        first = [self.mesh.rank_at({**dict.fromkeys((one.name for one in self.mesh.axes), 0), **at}) for at in places]
+        first = [self.mesh.rank_at({**dict.fromkeys((axis.name for axis in self.mesh.axes), 0), **at}) for at in places]
         return ProofRanks(self.config.model_copy(update=changes), small, tuple(self.sources[rank] for rank in first))
 
     @property
@@ -98,7 +100,9 @@ class ProofRanks:
 
 def _sources(small: Mesh, mesh: Mesh) -> tuple[int, ...]:
     places = (small.coordinates(rank) for rank in range(small.world_size))
-    return tuple(mesh.rank_at({name: 0 if name in SHARED_AXES else at for name, at in one.items()}) for one in places)
+    return tuple(
+        mesh.rank_at({name: 0 if name in SHARED_AXES else at for name, at in place.items()}) for place in places
+    )
 
 
 _is_alone: ContextVar[bool] = ContextVar("polyaccel_proof", default=False)

@@ -140,8 +140,8 @@ def record_steps(
     """Let the steps of `engine` be recorded. Collective at each step."""
     runtime = runtime or engine.runtime
     acted = run.record_of(runtime.communicator.rank).acted
-    for one in engine.rewrites:
-        acted[one.name] = acted.get(one.name, 0) + len(one.modules) + len(one.parameters)
+    for rewrite in engine.rewrites:
+        acted[rewrite.name] = acted.get(rewrite.name, 0) + len(rewrite.modules) + len(rewrite.parameters)
     if engine.zero.optimizer is None:
         return
     specs = {spec.fqn: spec for spec in engine.adapter.param_specs()}

@@ -74,7 +74,7 @@ class ShrunkModel:
 
 
 def _has_own_forward(model: nn.Module) -> bool:
-    return any("forward" in vars(one) for one in model.modules())
+    return any("forward" in vars(module) for module in model.modules())
 
 
 def _structure(model: nn.Module) -> set[tuple[str, str]]:

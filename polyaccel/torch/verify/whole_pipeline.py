@@ -57,7 +57,7 @@ def _rebuilt(model: PipelineModule) -> PipelineModule:
         raise PolyaccelError("a rank has only its blocks of the parameters", hint="leave tensor ranks out")
     layers, settings = layers_of(model)
     memo: dict[int, Any] = {}
-    own = [one if isinstance(one, LayerSpec) else copy.deepcopy(one, memo) for one in layers]
+    own = [layer if isinstance(layer, LayerSpec) else copy.deepcopy(layer, memo) for layer in layers]
     states = states_of(torch.device("cpu"))
     try:
         whole: PipelineModule = type(model).__new__(type(model))

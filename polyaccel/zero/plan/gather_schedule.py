@@ -233,7 +233,7 @@ class GatherSchedule:
         """A step begins, and follows `segments`."""
         if segments is not self.segments:
             self.segments = tuple(segments)
-            self._events = [each for segment in segments for each in segment.events]
+            self._events = [event for segment in segments for event in segment.events]
             self._uses = list(_first_holds(self._events))
         self._segment = self._next_use = self._at = self._low = 0
         self._high = len(self.segments[0].events) if self.segments else 0

@@ -60,7 +60,7 @@ class Getters(TorchEngine):
     @property
     def num_experts(self) -> list[int]:
         """How many experts each of the model's layers of experts has, on all ranks together."""
-        return [one.num_experts for one in self.module.modules() if isinstance(one, MoE)]
+        return [module.num_experts for module in self.module.modules() if isinstance(module, MoE)]
 
     @property
     def has_moe_layers(self) -> bool:

@@ -88,8 +88,8 @@ def split_params_into_different_moe_groups_for_optimizer(
     split = []
     for group in found:
         group["params"], experts = split_params_into_shared_and_expert_params(group["params"])
-        for name in sorted({one.group_name for one in experts}):  # type: ignore[attr-defined]
-            members = [one for one in experts if one.group_name == name]  # type: ignore[attr-defined]
+        for name in sorted({expert.group_name for expert in experts}):  # type: ignore[attr-defined]
+            members = [expert for expert in experts if expert.group_name == name]  # type: ignore[attr-defined]
             parts = [members] if max_group_size is None else _in_parts(members, max_group_size)
             split += [{**group, "name": name, "moe": True, "params": part} for part in parts]
     return found + split
@@ -99,12 +99,12 @@ def _in_parts(members: Sequence[nn.Parameter], most: float) -> list[list[nn.Para
     """`members` in order, in lists of no more than `most` elements, or of one parameter."""
     parts: list[list[nn.Parameter]] = []
     held = 0
-    for one in members:
-        numel = getattr(one, "ds_numel", one.numel())
+    for member in members:
+        numel = getattr(member, "ds_numel", member.numel())
         if not parts or held + numel > most:
             parts.append([])
             held = 0
-        parts[-1].append(one)
+        parts[-1].append(member)
         held += numel
     return parts
 

@@ -56,7 +56,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.base)
     set_seed(5)
     model = get_peft_model(model, adapters(given.kind))
-    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=0.01, eps=1e-4)
+    optimizer = torch.optim.AdamW(
+        (parameter for parameter in model.parameters() if parameter.requires_grad), lr=0.01, eps=1e-4
+    )
     data = DataLoader(Tokens(STEPS * MICRO_BATCH * RANKS), batch_size=micro_batch)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     tuner = accelerator.unwrap_model(model)

@@ -247,7 +247,9 @@ class CooperativeReader:
             failed = self._note_spoilt(gathered)
             todo = [carried for carried in todo if carried.extent in failed]
         self._brought += 1
-        if delivers and any(self._source(c, each) != each.group for c in self._rounds[number] for each in c.landings):
+        if delivers and any(
+            self._source(c, landing) != landing.group for c in self._rounds[number] for landing in c.landings
+        ):
             self._deliver(number, borrowed)
 
     def _read_rounds(self, first: int) -> None:

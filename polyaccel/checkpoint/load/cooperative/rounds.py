@@ -35,7 +35,7 @@ class ScheduledRead(NamedTuple):
 
     def landing(self, group: int) -> ReadTarget | None:
         """Where it comes into a group; None where it does not."""
-        return next((each for each in self.landings if each.group == group), None)
+        return next((landing for landing in self.landings if landing.group == group), None)
 
 
 Round = tuple[ScheduledRead, ...]

@@ -226,7 +226,7 @@ def _start_messages(messages: list[dist.P2POp]) -> list[Any]:
         works: list[Any] = dist.batch_isend_irecv(messages)
         return works
     # A backend that is a group itself: torch 2.14 looks for the backend inside of it and finds none.
-    return [one.op(one.tensor, one.peer, one.group) for one in messages]
+    return [message.op(message.tensor, message.peer, message.group) for message in messages]
 
 
 _splits: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
