@@ -268,7 +268,7 @@ class HostsSupervisor(Supervisor):
         elif "way" in said:
             if not any(number in process.codes for process in self._processes()):
                 name = tuple(self._job.hosts)[number]
-                self._fail(JobFailure(LOST, f"{name}: the way to the agent, or the connection to it, is lost"))
+                self._fail(JobFailure(LOST, f"{name}: the agent, or the connection to it, is lost"))
         elif "code" in said:
             host, code = tuple(self._job.hosts)[number], int(said["code"])
             why, was_asked = f"the part of the job on {host} failed: {said['why']}", code - 128 in self._passed_on

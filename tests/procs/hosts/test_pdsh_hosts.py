@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,8 @@ import json, os, socket, sys
 found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "TOKEN")]
 print(json.dumps([*found, socket.gethostname(), sys.argv[1:]]))
 """
+LOST = re.compile("host2: the agent.* or the connection to it,? is lost")
+"""Silence or the end of the connection is noticed first, whichever comes first on this machine."""
 FAILS = """
 import os, signal, sys
 if os.environ["RANK"] == "2":
@@ -95,11 +98,7 @@ def test_a_way_that_is_killed_ends_the_job(running: WaitingJob, name: str) -> No
     os.kill(pdsh if name == "pdsh" else _ssh_of(pdsh), signal.SIGKILL)
     code, said = running.ended()
     assert code == (137 if name == "pdsh" else 255)
-    assert (
-        "was killed by SIGKILL" in said
-        if name == "pdsh"
-        else "the way to the agent, or the connection to it, is lost" in said
-    )
+    assert "was killed by SIGKILL" in said if name == "pdsh" else "the agent, or the connection to it, is lost" in said
     running.hosts.wait_until_nothing_is_left()
 
 
@@ -109,7 +108,7 @@ def test_a_way_that_is_stopped_ends_the_job(running: WaitingJob) -> None:
     os.kill(_ssh_of(pdsh), signal.SIGSTOP)
     code, said = running.ended()
     assert code == 255
-    assert "the agent does not answer, or the connection to it is lost" in said
+    assert LOST.search(said)
     running.hosts.wait_until_nothing_is_left()
 
 
@@ -117,7 +116,7 @@ def test_an_agent_that_is_killed_ends_the_job(running: WaitingJob) -> None:
     running.hosts.up.hosts[1].run("pkill", "-KILL", "-f", "polyaccel.launch.remote.agent")
     code, said = running.ended()
     assert code == 255
-    assert "host2: the way to the agent, or the connection to it, is lost" in said
+    assert LOST.search(said)
     running.hosts.wait_until_nothing_is_left()
 
 
@@ -125,7 +124,7 @@ def test_a_host_without_a_network_ends_the_job_on_both_sides(running: WaitingJob
     running.hosts.up.hosts[1].cut()
     code, said = running.ended()
     assert code == 255
-    assert "host2: the agent does not answer, or the connection to it is lost" in said
+    assert LOST.search(said)
     running.hosts.wait_until_nothing_is_left()
 
 
