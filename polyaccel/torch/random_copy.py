@@ -53,16 +53,29 @@ def random_copy(
             getattr(one, name).clear()
         if "forward" in vars(one):
             raise TypeError(f"{type(one).__name__} has a forward among its attributes")
-        _choose_plain_kernels(getattr(one, "config", None))
+    choose_plain_kernels(made)
     return made.eval()
 
 
-def _choose_plain_kernels(settings: Any) -> None:
-    """Let a copy of a transformers model compute what a host in float32 and float64, and thin weights, can compute."""
-    if "flash" in str(getattr(settings, "_attn_implementation", "")):
-        settings._attn_implementation = "sdpa"
-    if getattr(settings, "_experts_implementation", None) is not None:
-        settings._experts_implementation = "eager"  # grouped products take neither float64 nor strides of 0
+def choose_plain_kernels(model: nn.Module) -> None:
+    """Let a transformers model compute what a host in float32 and float64, and thin weights, can compute.
+
+    Its modules get configs of their own: the old ones may be another model's too.
+    """
+    copies: dict[int, Any] = {}
+    for one in model.modules():
+        settings: Any = getattr(one, "config", None)
+        is_flash = "flash" in str(getattr(settings, "_attn_implementation", ""))
+        has_kinds = getattr(settings, "_experts_implementation", None) is not None
+        if not (is_flash or has_kinds):
+            continue
+        if id(settings) not in copies:
+            copies[id(settings)] = made = copy.copy(settings)
+            if is_flash:
+                made._attn_implementation = "sdpa"
+            if has_kinds:
+                made._experts_implementation = "eager"  # grouped products take neither float64 nor strides of 0
+        one.config = copies[id(settings)]
 
 
 @contextmanager

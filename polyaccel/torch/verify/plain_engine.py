@@ -30,6 +30,7 @@ from polyaccel.torch.api.optimizer import ZeroOptimizer, make_groups, torch_opti
 from polyaccel.torch.data import cast_floats
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.engine.torch_engine import TorchEngine
+from polyaccel.torch.random_copy import choose_plain_kernels
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.verify.recording import Quantities, StepRecording, attributes_of
@@ -82,6 +83,7 @@ class PlainEngine(TorchEngine):
         move_weights(model, run.variant)
         if self._is_double:
             model.double()
+            choose_plain_kernels(model)
         own = _optimizer(runtime, model, client, model_parameters)
         self.optimizer: Any = None
         if own is not None:
