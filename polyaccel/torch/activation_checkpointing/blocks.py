@@ -12,6 +12,12 @@ too.
 With a limit, the first pass is recomputed whole, and what would have been kept is counted meanwhile: it needs the least
 memory that there is. The choice holds for passes whose inputs are nowhere larger; a larger one is another trial. It
 follows from shapes alone, so that ranks with equal shapes make the same choice.
+
+[Note: Recomputation in compiled graphs]
+In a graph of `torch.compile` blocks are recomputed by torch's own checkpoint, which the compiler plans. It restores
+nothing but random numbers of torch's: a block that changes a buffer would change it twice. So blocks run between the
+graphs first, and join them when two runs in a row of each have changed nothing. Blocks with collectives, where graphs
+end, never do. Between the graphs a block is compiled by itself if `engine.compile` was called: both of its runs are.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from logging import getLogger
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -52,6 +59,7 @@ from polyaccel.torch.sharding.units import find_blocks
 log = getLogger(__name__)
 
 Shapes = tuple[torch.Size, ...]
+_RUNS_BEFORE_JOINING = 2
 
 
 class Recomputation:
@@ -80,6 +88,7 @@ class Recomputation:
             if policy.recomputes_blocks:
                 self.blocks = RecomputedBlocks(module, policy, regions, saved_tensor_hooks)
                 self.blocks.trace = trace
+                self.blocks.has_collectives = along(("tensor", "sequence", "expert")).world_size > 1
 
     def forward_pass(self, *inputs: Any) -> AbstractContextManager[None]:
         """Around a forward pass of the module on `inputs`."""
@@ -90,6 +99,11 @@ class Recomputation:
         around = nullcontext() if self.blocks is None else self.blocks.forward_pass(inputs)
         with active.active(), around:
             yield
+
+    def compile(self, *args: Any, **named: Any) -> None:
+        """Compile the blocks for their runs between graphs, with these arguments of `torch.compile`."""
+        if self.blocks is not None:
+            self.blocks.compile_options = args, named
 
     def release(self) -> None:
         """Give the blocks back as they were."""
@@ -121,6 +135,15 @@ class RecomputedBlocks:
             Level.NOTHING: RunOptions(reentrant=policy.reentrant, saved_tensor_hooks=saved_tensor_hooks),
             Level.OPERATIONS: RunOptions(contexts=contexts, saved_tensor_hooks=saved_tensor_hooks),
         }
+        moves = regions.store is not None and regions.store.moves
+        self._suits_graphs = policy.memory_limit is None and not (self._kept or moves or policy.reentrant)
+        self._unchanged: Counter[str] = Counter()
+        """Runs in a row in which each block changed nothing, of those between graphs."""
+        self.has_collectives = False
+        self.compile_options: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """Arguments of `torch.compile`; None where the engine has compiled nothing."""
+        self.joins_graphs = False
+        """Whether compiled graphs contain the blocks. See [Note: Recomputation in compiled graphs]."""
         self._saved_tensor_hooks = saved_tensor_hooks
         self.trace: RunTrace | None = None
         """The record of each block that is computed again."""
@@ -199,8 +222,16 @@ class RecomputedBlocks:
         self._levels = chosen
         log.info("activation checkpointing: %s", describe(costs, levels, _megabytes))
 
-    def run(self, name: str, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
-        """One call of the block `name`, whose forward is `function`."""
+    def run(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        named: dict[str, Any],
+        *,
+        is_observed: bool = False,
+    ) -> Any:
+        """One call of the block `name`, whose forward is `function`; `is_observed`: between compiled graphs."""
         if not torch.is_grad_enabled() or is_inside_region():
             return function(*args, **named)
         key = (name, self._counts[name])
@@ -218,7 +249,29 @@ class RecomputedBlocks:
         way = self._ways[level]
         if self.trace is not None and self.trace.is_on:
             way = replace(way, again=partial(span_again, name, self.trace))
+        if is_observed and self._suits_graphs and not self.has_collectives:
+            way = replace(way, report=partial(self._observe, name))
         return regions.run(function, args, named, way)
+
+    def _observe(self, name: str, is_changed: bool) -> None:
+        self._unchanged[name] = 0 if is_changed else self._unchanged[name] + 1
+        self.joins_graphs = all(self._unchanged[block] >= _RUNS_BEFORE_JOINING for block in self._blocks)
+
+
+def _run_traced(
+    run: Callable[..., Any], blocks: RecomputedBlocks, function: Callable[..., Any], args: Any, named: dict[str, Any]
+) -> Any:
+    """Call a block's `function` in the graph that is traced, or `run` between two graphs.
+
+    The block's name stays out of it: a graph for each name would be compiled.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **named)
+    if blocks.joins_graphs:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **named)
+    from polyaccel.torch.run_outside_graph import run_outside_graph
+
+    return run_outside_graph(run, *args, **named)
 
 
 class BlockForward:
@@ -230,12 +283,22 @@ class BlockForward:
         self._name = name
         self.block = block
         self._original = original
+        self._compiled: Any = None
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():  # a second run would fill a cache of keys once more
             args = tuple(None if _is_empty_cache(one) else one for one in args)
             named = {name: None if _is_empty_cache(one) else one for name, one in named.items()}
+        if torch.compiler.is_compiling():
+            return _run_traced(self._run, self._blocks, self._original, args, named)
         return self._blocks.run(self._name, self._original, args, named)
+
+    def _run(self, *args: Any, **named: Any) -> Any:
+        options = self._blocks.compile_options
+        if self._compiled is None and options is not None:
+            self._compiled = torch.compile(self._original, *options[0], **options[1])
+        function = self._original if self._compiled is None else self._compiled
+        return self._blocks.run(self._name, function, args, named, is_observed=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.block))
@@ -253,7 +316,12 @@ class BlockFunction:
         self._name = name
 
     def __call__(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _run_traced(partial(self._run, function), self._blocks, function, args, named)
         return self._blocks.run(self._name, function, args, named)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return self._blocks.run(self._name, function, args, named, is_observed=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return run_plainly

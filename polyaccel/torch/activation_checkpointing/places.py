@@ -32,6 +32,26 @@ class Place:
         """Make it hold `contents`, with `instead` of the value of each id that is a key there."""
         raise NotImplementedError
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether it holds anything else than what was saved."""
+        return not _is_same(self.saved, self.contents())
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether two contents are the same objects or plain values."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, dict):
+        return old.keys() == new.keys() and all(_is_same(value, new[name]) for name, value in old.items())
+    if isinstance(old, (list, tuple)):
+        return len(old) == len(new) and all(map(_is_same, old, new))
+    if isinstance(old, (np.ndarray, torch.Tensor)):
+        return old.shape == new.shape and bool((old == new).all())
+    return isinstance(old, (bool, int, float, complex, str, bytes, set)) and old == new
+
 
 class Attributes(Place):
     """The attributes of modules or of another object, by each `__dict__`. Those that make up a module stay."""

@@ -46,6 +46,7 @@ class RunOptions:
     `contexts` makes the contexts in which torch runs it and runs it again. `saved_tensor_hooks` puts hooks on saved
     tensors in force inside, both times, and the caller leaves them. `first` is a context around the first run alone,
     `again` one around each recomputation: a variable of the region's function would be restored with the state.
+    `report` gets whether the first run changed anything that is restored around the second.
     """
 
     reentrant: bool = False
@@ -53,6 +54,7 @@ class RunOptions:
     saved_tensor_hooks: Callable[[], saved_tensors_hooks | None] | None = None
     first: Callable[[Sequence[Any]], AbstractContextManager[Any]] | None = None
     again: Callable[[], AbstractContextManager[Any]] | None = None
+    report: Callable[[bool], None] | None = None
 
 
 PLAIN = RunOptions()
@@ -80,6 +82,10 @@ class RecomputedRegions:
         self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], way: RunOptions = PLAIN
     ) -> Any:
         """`function(*args, **named)` as a region."""
+        if torch.compiler.is_compiling():
+            from polyaccel.torch.run_outside_graph import run_outside_graph
+
+            return run_outside_graph(self.run, function, args, named, way)
         self.count += 1
         if isinstance(function, partial):
             args, named = (*function.args, *args), {**function.keywords, **named}
@@ -162,6 +168,8 @@ class _Call:
                 named = dict(zip(self._names, values[self._count :], strict=True))
                 outputs = self._function(*values[: self._count], **named)
             if self._state is not None and is_first:
+                if self._way.report is not None:
+                    self._way.report(self._state.is_changed())
                 self._state.end_first_run()
             return outputs
         finally:

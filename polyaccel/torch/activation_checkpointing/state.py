@@ -59,6 +59,20 @@ class RegionState:
         self._versions = _versions(self._parameters)
         self._host, self._named = host_states(), named_random_states().states()
 
+    def is_changed(self) -> bool:
+        """Whether the first run has left anything else than its outputs. Called before `end_first_run`."""
+        host, named = self._host.used_since(), named_random_states()
+        tensors = zip(self._tensors, self._copies, strict=True)
+        return (
+            bool(self._unknown or self._arrays)
+            or any(state is not None for state in host)
+            or named.states() != self._named
+            or any(place.is_changed for place in self._places)
+            or _versions(self._parameters) != self._versions
+            or any(_version(held.tensor) != held.version for held in self._others)
+            or any(not torch.equal(held.tensor, copy) for held, copy in tensors)
+        )
+
     def end_first_run(self) -> None:
         """Look at what the first run has changed, and name what a second run cannot see as it was."""
         self._host = self._host.used_since()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.context_parallel.shares import Span
+from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.host_values import host_values
 
 TILE = 512
@@ -92,6 +93,7 @@ class DocumentMask:
     is False at padding; None where there is none. `rows` is 1 where all rows are the same.
     """
 
+    @outside_graphs
     @host_values()
     def __init__(self, length: int, segments: Tensor | None = None, is_key: Tensor | None = None) -> None:
         self.length = length
@@ -136,6 +138,7 @@ def segments_of_positions(positions: Tensor) -> Tensor | None:
     return torch.nn.functional.pad(began.to(torch.int64).cumsum(-1), (1, 0))
 
 
+@outside_graphs
 @host_values()
 def pieces(
     row: RowMarks, rule: AttentionRule, queries: Sequence[Span], keys: Sequence[Span], longest: int | None = None

@@ -124,6 +124,17 @@ class TorchEngine(nn.Module, TorchStates):
             self._passes.watch_outputs(outputs)
         return outputs
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module, not the engine around it. Graphs end where parameters are gathered and ranks communicate.
+
+        Args:
+            *args: Arguments of `torch.compile` after the module.
+            **kwargs: Named arguments of `torch.compile`.
+        """
+        self._own_module.compile(*args, **kwargs)
+        if self.recomputation is not None:
+            self.recomputation.compile(*args, **kwargs)
+
     # Gradients.
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

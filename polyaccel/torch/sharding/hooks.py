@@ -120,7 +120,6 @@ class UnshardHooks:
         self._in_backward: list[HookedModule] = []
         self._handles: list[Any] = []
         self._names = {part: name for name, part in module.named_modules()}
-        self._is_compiled = any("_orig_mod" in part._modules or part._compiled_call_impl for part in self._names)
         self._sites: dict[nn.Module, HookedModule] = {}
         self._of_bucket: dict[int, list[HookedModule]] = {}
         for part, name in self._names.items():
@@ -246,12 +245,8 @@ class UnshardHooks:
                 if not self._calls:
                     self._unsharder.learns = self._trains
 
-        enter, leave = EngineHook(before), EngineHook(after)
-        if self._is_compiled:  # what is around or inside the site, so that its hooks would be compiled too
-            disable: Callable[[EngineHook], EngineHook] = torch.compiler.disable
-            enter, leave = disable(enter), disable(leave)
-        yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
-        yield site.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        yield site.module.register_forward_pre_hook(EngineHook(before), with_kwargs=True)
+        yield site.module.register_forward_hook(EngineHook(after), with_kwargs=True, always_call=True)
 
     @property
     def _is_outermost(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.sharding.gradients import ShowsGradient, install_grad_property
 from polyaccel.torch.sharding.ownership import ParamRecord, bind, record_of
 
@@ -82,11 +83,11 @@ class ShardedParameter(ShowsGradient, nn.Parameter):
 
 
 class EngineHook:
-    """`function` as a hook of an engine on the user's module. A copy of the module shares it, so `function` must look
-    at which module calls it; pickling the module raises ShardingError."""
+    """`function` as a hook of an engine on the user's module, outside of compiled graphs. A copy of the module shares
+    it, so `function` must look at which module calls it; pickling the module raises ShardingError."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self._function = outside_graphs(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)

@@ -15,11 +15,13 @@ from torch.autograd.function import once_differentiable
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.context_parallel.losses import IGNORED, CausalLoss
+from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
 Reduction = Literal["mean", "sum", "none"]
 
 
+@outside_graphs
 def vocabulary_cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
 
+@outside_graphs
 def to_shared(x: Tensor, ranks: TensorRanks) -> Tensor:
     """The replicated `x`, for what every rank computes by itself; its gradient is added up over the ranks."""
     if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
@@ -29,36 +31,43 @@ def to_shared(x: Tensor, ranks: TensorRanks) -> Tensor:
     return _ToShared.apply(x, ranks)  # type: ignore[no-untyped-call, no-any-return]
 
 
+@outside_graphs
 def summed(x: Tensor, ranks: TensorRanks) -> Tensor:
     """The replicated sum of the ranks' `x`."""
     return x if ranks.size == 1 else _Summed.apply(x, ranks)  # type: ignore[no-untyped-call]
 
 
+@outside_graphs
 def summed_(x: Tensor, ranks: TensorRanks) -> Tensor:
     """`summed` in the contiguous memory of `x`, which no other operation may need."""
     return x if ranks.size == 1 else _SummedInPlace.apply(x, ranks)  # type: ignore[no-untyped-call]
 
 
+@outside_graphs
 def part_of(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part of the replicated `x` along `dim`, where rank r's has `sizes[r]` elements."""
     return _PartOf.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
+@outside_graphs
 def gathered(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -> Tensor:
     """All ranks' parts, replicated."""
     return _Gathered.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
+@outside_graphs
 def gathered_shared(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -> Tensor:
     """All-gather for replicated computation; gradients are reduce-scattered (sequence parallelism)."""
     return _GatheredShared.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
+@outside_graphs
 def summed_part(x: Tensor, ranks: TensorRanks, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part of the sum of the ranks' `x`: what leaves a row layer under Megatron's sequence parallelism."""
     return _SummedPart.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
+@outside_graphs
 def shared_weight(weight: Tensor, ranks: TensorRanks) -> Tensor:
     """Scale a whole weight's gradient by ranks; the engine takes means. See [Note: Gradient means over ranks]."""
     if ranks.size == 1 or not (torch.is_grad_enabled() and weight.requires_grad):

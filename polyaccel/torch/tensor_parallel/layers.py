@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.core.block import Run
+from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
 from polyaccel.torch.tensor_parallel.functions import gathered, part_of, shared_weight, summed_, to_shared
@@ -96,6 +97,7 @@ class ColumnLayer(SharedModule):
     weight: Tensor
     bias: Tensor | None
 
+    @outside_graphs
     def forward(self, x: Tensor) -> Tensor:
         """The outputs of this rank, or all."""
         share = self.share
@@ -126,6 +128,7 @@ class RowLayer(SharedModule):
     weight: Tensor
     bias: Tensor | None
 
+    @outside_graphs
     def forward(self, x: Tensor) -> Tensor:
         """The whole outputs."""
         share = self.share
@@ -144,6 +147,7 @@ class VocabularyEmbedding(nn.Embedding):
 
     share: ShardSpec
 
+    @outside_graphs
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Embedding's has
         """The embeddings, whole."""
         assert self.share.rows is not None
@@ -164,6 +168,7 @@ class FeatureEmbedding(nn.Embedding):
 
     share: ShardSpec
 
+    @outside_graphs
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Embedding's has
         """The embeddings, whole or in part."""
         found = functional.embedding(input, present(self.weight), self.padding_idx)

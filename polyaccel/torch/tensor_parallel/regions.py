@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.host_values import host_values
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
@@ -33,6 +34,7 @@ class Regions:
     def __deepcopy__(self, memo: dict[int, Any]) -> Regions:
         return Regions(self._ranks)
 
+    @outside_graphs
     @host_values()
     def enter(self, tensor: Tensor) -> None:
         """From here on tensors on the device of `tensor` are this rank's own. Nothing happens inside of a region."""
@@ -47,6 +49,7 @@ class Regions:
         seeded.manual_seed(int.from_bytes(digest, "little") >> 1)
         self._begun = random.get_rng_state()
 
+    @outside_graphs
     @host_values()
     def leave(self) -> None:
         """What follows is the same on all ranks. Nothing happens outside of regions."""
@@ -63,6 +66,7 @@ class Regions:
         self._outside = self._begun = None
 
 
+@outside_graphs
 @host_values()
 def sync_rng(ranks: TensorRanks) -> None:
     """Copy the first rank's generator states, so that replicated values are drawn equally. Collective."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.sharding.units import find_blocks
 from polyaccel.torch.tensor_parallel.functions import gathered, part_of, shared_weight, summed_part
 from polyaccel.torch.tensor_parallel.plan import CutPlan, TokenPlan
@@ -55,6 +56,7 @@ class TokenStream:
         twin = memo[id(self)] = TokenStream(self._ranks, copy.deepcopy(self._regions, memo))
         return twin
 
+    @outside_graphs
     def begin(self, x: Tensor, *, draws_apart: bool) -> Tensor:
         """This rank's tokens of what enters the first block."""
         if x.dim() != _DIM + 2:
@@ -71,6 +73,7 @@ class TokenStream:
             self._regions.enter(x)
         return part_of(x, self._ranks, _DIM, self.sizes)
 
+    @outside_graphs
     def end(self, x: Tensor) -> Tensor:
         """All tokens of what leaves the last block."""
         sizes, self.sizes = self.sizes, None
@@ -105,6 +108,7 @@ class TokenStream:
         finally:
             self._gathered = before
 
+    @outside_graphs
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         """This rank's outputs of a linear layer, for all tokens."""
         tokens = self._gathered
@@ -112,6 +116,7 @@ class TokenStream:
             return product(chosen(x, weight, bias, self._ranks, transposed), x, weight, bias, transposed)
         return _ColumnOfTokens.apply(x, tokens.part, weight, bias, tokens.again, transposed)  # type: ignore[no-untyped-call, no-any-return]
 
+    @outside_graphs
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         """The whole outputs of a linear layer for this rank's tokens, of its part `x` of the inputs for all tokens."""
         assert self.sizes is not None

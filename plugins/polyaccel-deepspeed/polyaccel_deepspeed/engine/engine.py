@@ -293,7 +293,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
                 [Problem("schedule", schedule, "belongs to DeepCompile, which does not exist here", "leave it out")],
                 source="compile",
             )
-        self._own_module.compile(backend=backend, **(compile_kwargs or {}))
+        super().compile(backend=backend, **(compile_kwargs or {}))
         self._is_compiled = True
 
     def get_compile_time(self) -> dict[str, float]:
