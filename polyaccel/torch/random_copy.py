@@ -60,7 +60,7 @@ def random_copy(
 def choose_plain_kernels(model: nn.Module) -> None:
     """Let a transformers model compute what a host in float32 and float64, and thin weights, can compute.
 
-    Its modules get configs of their own: the old ones may be another model's too.
+    Its modules get copies of their configs, which may be another model's too.
     """
     copies: dict[int, Any] = {}
     for one in model.modules():
