@@ -44,6 +44,8 @@ RUN = {
     "polyaccel run --ranks 2 continued.py",
     "polyaccel run --emit k8s --image registry.example/train:1 --num-nodes 2 --ranks 8 train.py",
     "polyaccel run --ranks 2 train.py",
+    "polyaccel trace runs/slow",
+    "polyaccel verify --ranks 2 train.py",
     "polyaccel run --ranks 2 equinox_model.py",
     "polyaccel run --ranks 2 flax_model.py",
     "polyaccel run --ranks 2 stages.py",
