@@ -244,6 +244,15 @@ def test_the_shell_scripts_of_a_page_parse(page: str, tmp_path: Path) -> None:
             assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_job_of_slurm_starts_ranks_that_its_batch_allows() -> None:
+    text = (DOCS / "tutorials" / "slurm.md").read_text(encoding="utf-8")
+    nodes, tasks, batch = (
+        int(re.findall(pattern, text)[0])
+        for pattern in (r"--nodes=(\d+)", r"--ntasks-per-node=(\d+)", r'"train_batch_size": (\d+)')
+    )
+    assert batch % (nodes * tasks) == 0
+
+
 @pytest.mark.parametrize("page", having("dockerfile"))
 def test_an_image_copies_files_of_its_page_and_extras_of_ours(page: str) -> None:
     (image,) = (block.text for block in blocks(page) if block.language == "dockerfile")
