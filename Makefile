@@ -24,6 +24,7 @@ EXAMPLES := cifar10 gpt_jax mixture pipeline
 LOCK := requirements-dev.lock
 # One a device; on a CPU at least two, for one rank alone exchanges nothing.
 COUNT_RANKS := from polyaccel.cli.run import count_ranks as n; from polyaccel import get_accelerator as a; print(n() if a().name != "cpu" else max(2, n()))
+TRAIN = $(BIN)/polyaccel run --ranks $$ranks examples/gpt/train.py $(ARGS)
 EXTRAS := torch,examples,docs,dev
 PACKAGES :=
 TORCH := 2.13.0
@@ -40,7 +41,7 @@ help: ## show this list
 	@echo '  Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS="arguments of the command"'
 
 train: $(STAMP) ## train a language model under ZeRO-2, one rank a device, at least two on a CPU; results are in runs/
-	$(BIN)/polyaccel run --ranks $$($(BIN)/python -c '$(COUNT_RANKS)') examples/gpt/train.py $(ARGS)
+	@ranks=$$($(BIN)/python -c '$(COUNT_RANKS)') && echo $(TRAIN) && exec $(TRAIN)
 
 test: $(STAMP) ## run the tests but those in tests/slow.txt, WORKERS=3 files at a time
 	$(PYTEST) -m 'not slow' --ignore $(BUILDS) $(ARGS)

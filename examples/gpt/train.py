@@ -3,9 +3,8 @@
     polyaccel run --ranks 2 examples/gpt/train.py
     polyaccel run --ranks 2 examples/gpt/train.py --resume
 
-Also runs under torchrun, mpirun and srun, and alone: `python examples/gpt/train.py`. Figures, log, checkpoint, sample
-and report.html are in runs/gpt. Ctrl-C, or SIGTERM, stops it at the end of a step, with a checkpoint; a second one at
-once.
+Also runs under torchrun, mpirun and srun, and alone: `python examples/gpt/train.py`. All that it leaves is in runs/gpt.
+Ctrl-C, or SIGTERM, stops it at the end of a step, with a checkpoint; a second one at once.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ def train(args: argparse.Namespace) -> int:
     if args.resume and engine.load_checkpoint(f"{folder}/checkpoint")[1]["corpus"] != corpus.digest:
         raise PolyaccelError("the library is not the run's", hint="resume with the Python that started the run")
     validation = Windows(corpus.validation, shape.context)
-    last = min(run["steps"], args.until or run["steps"])
-    stop, stopped_by = polyaccel.StopRequest(), 0
+    last, stop, stopped_by = min(run["steps"], args.until or run["steps"]), polyaccel.StopRequest(), 0
     with polyaccel.open_progress(run["steps"], engine.global_steps) as progress:
-        progress.say(f"{folder}: {run['size']} GPT, {model.numel / 1e6:.1f} M parameters, {run['precision']}")
+        shared = f"{run['precision']}, {engine.train_batch_size()} samples a step on {comm.get_world_size()} ranks"
+        progress.say(f"{folder}: {run['size']} GPT, {model.numel / 1e6:.1f} M parameters, {shared}")
         while engine.global_steps < last and not stopped_by:
             engine.train_batch()
             assert engine.metrics is not None  # after an optimizer step
@@ -96,8 +95,10 @@ def train(args: argparse.Namespace) -> int:
 
 
 def config_of(args: argparse.Namespace, run: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The config with the settings of the run in place of each "auto"."""
+    """The config with the settings of the run in place of each "auto", and a batch that the ranks can share."""
     config: dict[str, Any] = json.loads(Path(args.config or Path(__file__).with_name("config.json")).read_text())
+    if not args.config:
+        config["train_batch_size"] += -config["train_batch_size"] % comm.get_world_size()  # as many on each rank
     schedule = config.get("scheduler", {}).get("params", {})
     if schedule.get("total_num_steps") == "auto":
         schedule |= {"total_num_steps": run["steps"], "warmup_num_steps": max(2, run["steps"] // 20)}

@@ -102,8 +102,10 @@ def train(args: argparse.Namespace) -> int:
 
 
 def config_of(args: argparse.Namespace, run: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The config with the number of steps in its schedule, and the run's folder."""
+    """The config with a batch that the ranks can share, the number of steps in its schedule, and the run's folder."""
     config: dict[str, Any] = json.loads(Path(args.config or Path(__file__).with_name("config.json")).read_text())
+    if not args.config:
+        config["train_batch_size"] += -config["train_batch_size"] % comm.get_world_size()  # as many on each rank
     if config.get("scheduler", {}).get("params", {}).get("total_num_steps") == "auto":
         steps = run["steps"]
         config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20)}

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import polyaccel
 from polyaccel.torch.data import RepeatingLoader
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path(__file__), help="what to train on (default: this file)")
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="where to save the trained model")
+    parser.add_argument("--out", type=Path, help="a folder for the trained model, which from_pretrained loads")
     args = parser.parse_args()
 
     polyaccel.init_distributed()
@@ -48,11 +48,15 @@ def main() -> None:
         if engine.communicator.rank == 0 and (step % 10 == 0 or step == args.steps):
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
     if args.out is not None:
-        engine.save_16bit_model(str(args.out))
+        weights = engine.module_state_dict()  # every rank asks: at stage 3 they are gathered
+        if engine.communicator.rank == 0:
+            model.save_pretrained(args.out, state_dict=weights)
+            if args.model is not None:
+                AutoTokenizer.from_pretrained(args.model).save_pretrained(args.out)
     engine.destroy()
 
 
-def load(name: str | None, text: str) -> tuple[torch.nn.Module, list[int]]:
+def load(name: str | None, text: str) -> tuple[PreTrainedModel, list[int]]:
     """The model and the tokens of a text; without a name a tiny model of bytes."""
     if name is not None:
         tokenizer = AutoTokenizer.from_pretrained(name)

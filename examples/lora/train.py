@@ -27,13 +27,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="a folder or a Hub id (default: a tiny Llama with random weights)")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", help="a folder for the adapters, which PeftModel.from_pretrained loads")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     tiny = LlamaConfig(vocab_size=256, **sizes)
     base = LlamaForCausalLM(tiny) if args.model is None else AutoModelForCausalLM.from_pretrained(args.model)
-    model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(base, LoraConfig(r=8))
     model.print_trainable_parameters()
     data = [torch.arange(row, row + 32) % base.config.vocab_size for row in range(64)]  # counting is easy to learn
 
@@ -46,6 +47,10 @@ def main() -> None:
         engine.step()
         if engine.communicator.rank == 0 and (step % 10 == 0 or step == args.steps):
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    if args.out is not None:
+        weights = engine.module_state_dict()  # every rank asks: at stage 3 they are gathered
+        if engine.communicator.rank == 0:
+            model.save_pretrained(args.out, state_dict=weights)
     engine.destroy()
 
 

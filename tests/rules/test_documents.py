@@ -72,6 +72,21 @@ def test_a_target_is_there_and_does_what_it_is_for(target: str) -> None:
     assert MAKE.get(target, "") in done.stdout
 
 
+def test_make_train_prints_one_short_line_and_runs_it(tmp_path: Path) -> None:
+    for name, text in {"python": "echo 3", "polyaccel": "printf '[%s]' \"$@\"; exit 5"}.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    make = ["make", "-n", "train", f"VENV={tmp_path}", "ARGS=--steps 2"]
+    shown = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    (recipe,) = (line for line in shown.stdout.splitlines() if "examples/gpt/train.py" in line)
+    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, timeout=280)
+    line, ran = done.stdout.split("\n")
+    assert line == f"{tmp_path}/bin/polyaccel run --ranks 3 examples/gpt/train.py --steps 2"
+    assert ran == "[run][--ranks][3][examples/gpt/train.py][--steps][2]"
+    assert done.returncode == 5
+
+
 def test_make_makes_its_environment_when_it_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(
         ["make", "-n", "test", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True, timeout=280

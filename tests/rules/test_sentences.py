@@ -52,7 +52,7 @@ def blocks_of_markdown(text: str) -> Iterator[str]:
             continue
         mark = re.match(r"`{3,}|~{3,}", stripped)
         is_code = line.startswith("    ") and not lines and not in_list
-        is_prose = bool(stripped) and not re.match(r"#|\||:::|!!!|\?\?\?|--8<--|<|\[[^\]]+\]:", stripped)
+        is_prose = bool(stripped) and not re.match(r"#|\||:::|===|!!!|\?\?\?|--8<--|<|\[[^\]]+\]:", stripped)
         if (mark or is_code or not is_prose or ITEM.match(stripped)) and lines:
             yield " ".join(lines)
             lines = []

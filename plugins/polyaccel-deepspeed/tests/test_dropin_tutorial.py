@@ -15,6 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "tutorials" / "from_trainer.md"
 TITLED = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMANDS = {
     "torchrun --standalone --nproc-per-node 2 trainer.py": [*torchrun(), "trainer.py"],
+    "polyaccel run --ranks 2 trainer.py": ["-m", "polyaccel", "run", "--ranks", "2", "trainer.py"],
     "accelerate launch --use_deepspeed --num_processes 2 accelerated.py": [
         *LAUNCH, "--use_deepspeed", "accelerated.py",
     ],
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_job_of_the_page_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert f"```text\n{command}\n```" in page
+    assert re.search(rf"^( *)```text\n\1{re.escape(command)}\n\1```$", page, re.MULTILINE)
     for name, text in TITLED.findall(page):
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

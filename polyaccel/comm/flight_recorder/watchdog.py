@@ -221,10 +221,12 @@ def describe_missing_ranks(
         if end is not None:
             descriptions[rank] = f"rank {rank} {end}"
         elif rank in missing or is_late:
-            description = _describe_call(note, _key(group), seq, call, now_s, is_news=is_news or rank in missing)
+            # a call that fails at once can precede the first note that has the group
+            is_certain = rank in missing and (is_late or note is None or _key(group) in note.calls)
+            description = _describe_call(note, _key(group), seq, call, now_s, is_news=is_news or is_certain)
             if description is not None:
                 descriptions[rank] = f"rank {rank} {description}"
-            elif rank in missing:
+            elif is_certain:
                 descriptions[rank] = f"rank {rank} entered this call too, but did not carry it through"
     return descriptions
 

@@ -25,8 +25,8 @@ def report_of(trace: Trace) -> str:
         lines.append(f"  rank {rank}: {1e3 * alone_s / count:.1f} ms a step ({100 * alone_s / whole_s:.1f} %)")
     meetings = meetings_of(trace)
     lines += _of_tiers(trace, count)
-    lines += ["", "late to meetings", *_of_late(meetings, count)]
-    lines += ["", "the straggler of each meeting", *_of_meetings(meetings, count)] if meetings else []
+    lines += ["", "late to collectives", *_of_late(meetings, count)]
+    lines += ["", "the straggler of each collective", *_of_meetings(meetings, count)] if meetings else []
     lines += ["", "critical path", *_of_path(trace, begin_s, count)]
     lines += _of_changes(trace, count)
     return "\n".join(lines)
@@ -112,6 +112,6 @@ def _of_changes(trace: Trace, count: int) -> list[str]:
         lines.append(f"  {change.what}: {1e3 * change.seconds / count:.1f} ms a step ({100 * gain:.1f} % less)")
     return [
         *lines,
-        "  reckoned so: each rank does its own work in the same order, as long as in the trace; a meeting ends when",
+        "  estimate: each rank does its own work in the same order, as long as in the trace; a collective ends when",
         "  its last rank has come and the transfer has taken what it took; messages of a pipeline wait as they did",
     ]

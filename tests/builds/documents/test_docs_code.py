@@ -1,4 +1,4 @@
-"""What the documentation tells people to write and type works: page by page, every block of code.
+"""What the documentation tells people to write and type works: page by page, every block of code, in tabs too.
 
 A block with a file's name as title is that file. Python without one is the page's script, in one piece. Bash and
 Dockerfiles are files: the first is parsed, the second copies what the page has.
@@ -31,12 +31,16 @@ DOCS = ROOT / "docs"
 PAGES = [page.relative_to(DOCS).as_posix() for page in sorted(DOCS.rglob("*.md"))]
 LANGUAGES = {"python", "json", "sh", "console", "toml", "text", "bash", "dockerfile"}
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TAB = re.compile(r"^===[!+]? \"[^\"]+\"\n((?:(?: {4}.*)?\n)*)", re.MULTILINE)
+"""A tab of the page, with its contents."""
 
 RUN = {
     "polyaccel doctor",
     "polyaccel config schema > ds_config.schema.json",
     "polyaccel plan ds_config.json 1.3B -n 8 --memory 16GiB",
     "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json",
+    "polyaccel run --ranks 2 train.py --deepspeed --deepspeed_config ds_config.json",
+    "torchrun --standalone --nproc-per-node 2 train.py --deepspeed --deepspeed_config ds_config.json",
     "python train.py",
     "python flax_model.py",
     "python plain.py",
@@ -44,6 +48,8 @@ RUN = {
     "polyaccel run --ranks 2 continued.py",
     "polyaccel run --emit k8s --image registry.example/train:1 --num-nodes 2 --ranks 8 train.py",
     "polyaccel run --ranks 2 train.py",
+    "polyaccel trace runs/slow",
+    "polyaccel verify --ranks 2 train.py",
     "polyaccel run --ranks 2 equinox_model.py",
     "polyaccel run --ranks 2 flax_model.py",
     "polyaccel run --ranks 2 stages.py",
@@ -54,6 +60,7 @@ RUN = {
 }
 """Commands that are run next to the page's files, in the page's order."""
 ELSEWHERE = {
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": ".github/workflows/gate.yml",
     "pip install -e '.[torch]'": "Makefile",
     "pip install -e '.[jax]'": "Makefile",
     "pip install ./plugins/polyaccel-deepspeed": "tests/builds/dropin/test_dropin_installed.py",
@@ -89,7 +96,13 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    return [Block(*found) for found in BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))]
+    return blocks_of((DOCS / page).read_text(encoding="utf-8"))
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Blocks in column 0, of the page or of a tab. Those in a list are parts of its text."""
+    text = TAB.sub(lambda tab: re.sub("^ {4}", "", tab[1], flags=re.MULTILINE), text)
+    return [Block(*found) for found in BLOCK.findall(text)]
 
 
 def having(language: str) -> list[str]:
@@ -141,6 +154,14 @@ def commands(page: str) -> Iterator[str]:
     for block in blocks(page):
         if block.language == "sh":
             yield from block.text.splitlines()
+
+
+def test_blocks_in_tabs_are_found_and_those_in_a_list_are_not() -> None:
+    fence = "```"
+    tabs = "".join(f'=== "{name}"\n\n    {fence}sh\n    {name}\n\n    x\n    {fence}\n\n' for name in ("one", "two"))
+    listed = f"- an item\n\n    {fence}sh\n    listed\n    {fence}\n\n    indented\n"
+    found = blocks_of(f"{listed}\nText.\n\n{tabs}{fence}json\n{{}}\n{fence}\n")
+    assert found == [Block("sh", "", "one\n\nx\n"), Block("sh", "", "two\n\nx\n"), Block("json", "", "{}\n")]
 
 
 def test_every_block_says_its_language() -> None:
@@ -221,6 +242,15 @@ def test_the_shell_scripts_of_a_page_parse(page: str, tmp_path: Path) -> None:
             assert is_file(block)
             done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, timeout=60)
             assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_job_of_slurm_starts_ranks_that_its_batch_allows() -> None:
+    text = (DOCS / "tutorials" / "slurm.md").read_text(encoding="utf-8")
+    nodes, tasks, batch = (
+        int(re.findall(pattern, text)[0])
+        for pattern in (r"--nodes=(\d+)", r"--ntasks-per-node=(\d+)", r'"train_batch_size": (\d+)')
+    )
+    assert batch % (nodes * tasks) == 0
 
 
 @pytest.mark.parametrize("page", having("dockerfile"))

@@ -96,6 +96,16 @@ def test_a_run_leaves_everything_there_is_to_see(whole: Path) -> None:
     assert (run / "ranks" / "1.jsonl").is_file()
 
 
+def test_three_ranks_train_on_a_batch_that_they_can_share(tmp_path: Path) -> None:
+    launcher = [*BY_LAUNCHER[:-1], "3"]
+    done = start(launcher, tmp_path, *SMALL, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert set(losses(tmp_path)) == {1, 2}
+    resolved = json.loads((tmp_path / "runs" / "gpt" / "run.json").read_text())["config"]
+    assert resolved["train_batch_size"] == 18
+    assert "18 samples a step" in done.stdout
+
+
 def test_it_learns(whole: Path) -> None:
     found = validation_losses(whole)
     assert set(found) == {3, 6}

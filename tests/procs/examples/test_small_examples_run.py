@@ -72,8 +72,15 @@ def test_a_model_of_transformers_trains(
     name: str, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(needs)
-    run(EXAMPLES / name / "train.py", tmp_path, monkeypatch, "--steps", "3")
+    run(EXAMPLES / name / "train.py", tmp_path, monkeypatch, "--steps", "3", "--out", "trained")
     assert 0 < last_loss(capsys.readouterr().out) < 2 * math.log(256)
+    transformers = pytest.importorskip("transformers")
+    if name == "lora":
+        assert (tmp_path / "trained" / "adapter_model.safetensors").stat().st_size > 1000
+        assert pytest.importorskip("peft").PeftConfig.from_pretrained("trained").r == 8
+    else:
+        _, found = transformers.AutoModelForCausalLM.from_pretrained("trained", output_loading_info=True)
+        assert not any(found.values())
 
 
 @pytest.mark.parametrize("name", ["flax", "equinox"])

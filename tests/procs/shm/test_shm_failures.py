@@ -27,6 +27,7 @@ from polyaccel.errors import CommError, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
 
 NEVER_S = 500.0
+OTHER_BUCKET = " in other parts or for another bucket"
 KILLS = int(os.environ.get("POLYACCEL_SHM_KILLS", "5"))
 
 
@@ -64,6 +65,10 @@ def other_way(comm: Communicator, kind: str) -> None:
         comm.all_reduce(buffer, ReduceOp.MAX)
     elif kind == "size":
         comm.all_reduce(buffer.view(0, 59))
+    elif kind == "bucket":
+        comm.all_reduce(buffer, bucket=1)
+    elif kind == "both":
+        comm.all_reduce(buffer, ReduceOp.MAX, bucket=1)
     else:
         comm.all_reduce(comm.allocate(60, DType.INT32))
 
@@ -75,6 +80,8 @@ def other_way(comm: Communicator, kind: str) -> None:
         ("reduction", "all_reduce max 60 x float32"),
         ("size", "all_reduce sum 59 x float32"),
         ("type", "all_reduce sum 60 x int32"),
+        ("bucket", f"all_reduce sum 60 x float32{OTHER_BUCKET}"),
+        ("both", "all_reduce max 60 x float32"),
     ],
 )
 def test_another_call_is_named_at_once_on_every_rank(trio: RankPool, kind: str, called: str) -> None:
@@ -83,7 +90,8 @@ def test_another_call_is_named_at_once_on_every_rank(trio: RankPool, kind: str, 
     everybody = "\n".join([str(caught.value), *caught.value.__notes__])
     assert f" all_reduce sum 60 x float32 'norm' on rank 0 failed: rank 1 called {called} instead" in everybody
     assert f" all_reduce sum 60 x float32 'norm' on rank 2 failed: rank 1 called {called} instead" in everybody
-    assert f" {called} on rank 1 failed: rank 0 called all_reduce sum 60 x float32 instead" in everybody
+    own = called.removesuffix(OTHER_BUCKET) + (" bucket 1" if kind in ("bucket", "both") else "")
+    assert f" {own} on rank 1 failed: rank 0 called all_reduce sum 60 x float32 instead" in everybody
 
 
 def goes_on_after_an_error(comm: Communicator) -> str:

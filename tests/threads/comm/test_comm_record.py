@@ -184,6 +184,7 @@ def test_a_call_that_failed_before_its_limit_is_not_explained_by_ranks_that_are_
     assert told(note(41, "barrier"), (1,), started_s=NOW_S - 60, is_late=False) == {
         1: "rank 1 entered this call too, but did not carry it through"
     }
+    assert told(note(5, "barrier", group="2,3"), (2,), started_s=NOW_S - 0.5, is_late=False) == {}
     ended = note(41, "barrier", process=process(os.getpid(), 1))
     assert list(told(ended, (1,), started_s=NOW_S - 60, is_late=False)) == [1, 2]
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from example_modules import example_modules
+from example_modules import EXAMPLES, example_modules
 
-from polyaccel import PolyaccelError
+from polyaccel import PolyaccelError, comm
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,26 @@ def test_generation_is_repeatable_and_goes_past_the_context(gpt: SimpleNamespace
 
     assert len(draw(b"def ")) == 70 > shape.context
     assert draw(b"def ") == draw(b"def ") != draw(b"class ")
+
+
+# The config.
+
+
+@pytest.mark.parametrize("example", ["gpt", "gpt_jax"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8, 24])
+def test_any_number_of_ranks_can_share_a_batch(example: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if example == "gpt_jax":
+        pytest.importorskip("jax")
+    monkeypatch.setattr(comm, "get_world_size", lambda: ranks)
+    run = {"steps": 10, "precision": "fp32"}
+    file = EXAMPLES / example / "config.json"
+    own = json.loads(file.read_text(encoding="utf-8"))["train_batch_size"]
+    with example_modules(example) as modules:
+        config_of = modules.train.config_of
+        batch = config_of(SimpleNamespace(config=None), run, "runs")["train_batch_size"]
+        assert own <= batch < own + ranks
+        assert batch % ranks == 0
+        assert config_of(SimpleNamespace(config=str(file)), run, "runs")["train_batch_size"] == own
 
 
 # The corpus.

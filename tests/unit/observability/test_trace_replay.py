@@ -73,4 +73,4 @@ def test_the_report_tells_meetings_tiers_and_gains() -> None:
     assert "  all_reduce gradients of bucket 0: rank 1 came last 1 of 1 times, 4000.0 ms a step" in said
     assert "what would be gained (the trace replayed without a change: 10000.0 ms a step)" in said
     assert "  rank 1 works as fast as the median of the others: 8000.0 ms a step (20.0 % less)" in said
-    assert "reckoned so: each rank does its own work in the same order" in said
+    assert "estimate: each rank does its own work in the same order" in said

@@ -246,5 +246,5 @@ def _described(key: CallKey, collective: Collective) -> str:
     theirs = Collective(Operation(ShmOp(key.op).name.lower()), numel=key.numel, root=key.root)
     theirs.dtype = None if key.op == ShmOp.BARRIER else dtype
     theirs.reduction = REDUCES[key.reduce]
-    is_other = key.parts not in (0, _digest(collective.counts, collective.bucket))
-    return theirs.agreed() + (" in other parts or for another bucket" if is_other else "")
+    text, is_other = theirs.agreed(), key.parts not in (0, _digest(collective.counts, collective.bucket))
+    return text + (" in other parts or for another bucket" if is_other and text == collective.agreed() else "")
