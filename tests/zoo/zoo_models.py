@@ -111,6 +111,9 @@ def build(entry: Entry, steps: int = 2) -> Tiny:
 
 def _configs(entry: Entry) -> Any:
     whole = CONFIG_MAPPING[entry.type]()
+    own = getattr(transformers, entry.name).config_class
+    if own is not None and not isinstance(whole, own):  # a model of texts within one of several kinds of input
+        whole = own()
     made = candidates(whole)
     while True:
         try:

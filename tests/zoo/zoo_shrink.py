@@ -54,6 +54,38 @@ _DROPPED = {
     "label2id",
 }
 
+_STATES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+PARTICULAR: dict[str, dict[str, Any]] = {
+    "bamba": {**_STATES, "attn_layer_indices": [1]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16},
+    "falcon_h1": {**_STATES, "mamba_d_ssm": 128},
+    "gemma3n_text": {"intermediate_size": 64},
+    "gemma4_text": {"per_layer_config": {}},
+    "gemma4_unified_text": {"per_layer_config": {}},
+    "granitemoe_swa": {"intermediate_size": 16},
+    "granitemoehybrid": {**_STATES, "layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3},
+    "llama4_text": {"intermediate_size_mlp": 64},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "recurrent_gemma": {"use_cache": False},
+    "reformer": {"is_decoder": True},
+    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 64},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Fields that no rule finds, by type."""
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -147,6 +179,7 @@ def _fields(config: Any, factors: Factors, tokens: _Tokens) -> dict[str, Any]:
         small["decoder_start_token_id"] = 2
     small.pop("use_cache", None)
     small["num_labels"] = 3
+    small.update(PARTICULAR.get(config.model_type, {}))
     return small
 
 
@@ -179,7 +212,7 @@ def _field(name: str, value: Any, factors: Factors, tokens: _Tokens, depth: int,
     """One field of the small config."""
     number = type(value) is int
     if _DROPS.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return 0.0
+        return type(value)(0)
     if name in _NOISE:
         return 0.0
     if name == "apply_spec_augment":
