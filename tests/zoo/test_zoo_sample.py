@@ -15,6 +15,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "causal/mixtral": ("tensor 2", "expert 2", "tiles", "stage 3"),
     "causal/apertus": ("tensor 2", "ring 2", "pipeline 2", "recomputation"),
     "causal/gpt2": ("tensor 2", "Ulysses 2, stage 3", "pipeline 2", "recomputation"),
+    "causal/gemma4_unified": ("Ulysses 2, stage 3",),
     "causal/mamba": ("pipeline 2", "recomputation", "ring 2"),
     "masked/mobilebert": ("tensor 2", "ring 2"),
     "masked/mpnet": ("tensor 2",),
@@ -27,6 +28,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "speech/whisper": ("recomputation", "stage 3"),
 }
 HINTED = {
+    "causal/gemma4_unified": ("Ulysses 2, stage 3",),
     "causal/mamba": ("ring 2",),
     "causal/mixtral": ("tiles",),
     "masked/mobilebert": ("ring 2",),

@@ -169,7 +169,15 @@ class SequenceMask:
             make = ALL_MASK_ATTENTION_FUNCTIONS[cut.core]
             length = cut.marks.length
             arguments.update(batch_size=cut.rows, q_length=length, kv_length=length, q_offset=0, kv_offset=0)
-            self._whole = (make(mask_function=function, attention_mask=is_key, **arguments),)
+            try:
+                self._whole = (make(mask_function=function, attention_mask=is_key, **arguments),)
+            except IndexError:
+                raise PolyaccelError(
+                    f"the sequences of a {cut.model} cannot be cut over ranks: its mask reads a tensor of this rank's "
+                    "tokens alone",
+                    hint=OTHER_METHOD,
+                    value=cut.model,
+                ) from None
         return self._whole[0]
 
 
