@@ -32,7 +32,8 @@ class StepCounters:
         self.step_applied = False
         self.step_samples = train_batch_size
         """Samples of the last optimizer step."""
-        self._boundary: bool | None = None
+        self.boundary_by_hand: bool | None = None
+        """Whether micro-batches end an accumulation, as set by hand; None counts them."""
         self._next_sizes: tuple[int, int] | None = None
         """Accumulation steps and batch size from the next window on."""
         self.set_batch(gradient_accumulation_steps=gradient_accumulation_steps, train_batch_size=train_batch_size)
@@ -81,13 +82,13 @@ class StepCounters:
     @property
     def is_boundary(self) -> bool:
         """Whether the present micro-batch ends an accumulation, so that `step` updates the parameters."""
-        if self._boundary is not None:
-            return self._boundary
+        if self.boundary_by_hand is not None:
+            return self.boundary_by_hand
         return self._position + 1 >= self.gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set by hand whether micro-batches end an accumulation, from now on; None goes back to counting."""
-        self._boundary = is_boundary
+        self.boundary_by_hand = is_boundary
 
     def advance(self, *, skipped: bool = False) -> bool:
         """End the micro-batch; return whether it was a boundary. `skipped`: its update was not applied."""
@@ -103,6 +104,10 @@ class StepCounters:
         self._since_boundary = 0 if was_boundary else self._since_boundary + 1
         self.begin_window()
         return was_boundary
+
+    def skip_to_last(self) -> None:
+        """Count the micro-batches of the present window but the last as finished."""
+        self.micro_steps += self.gradient_accumulation_steps - 1 - self._position
 
     def state_dict(self) -> dict[str, int]:
         return {

@@ -99,6 +99,14 @@ class JaxPipelineEngine(ViewsEngine):
         """Raises PolyaccelError: a stage does not have a loss."""
         raise self._alone("engine.grad_step(...)")
 
+    def value_and_grad(self, batch: Any, params: Any = None, *, rng: Any = None) -> tuple[jax.Array, Any]:
+        """Raises PolyaccelError: a stage does not have a loss."""
+        raise self._alone("engine.value_and_grad(...)")
+
+    def apply_gradients(self, gradients: Any, loss: Any = None) -> None:
+        """Raises PolyaccelError: `value_and_grad` gives none."""
+        raise self._alone("engine.apply_gradients(...)")
+
     def program(self, batch: Any) -> jax.stages.Compiled:
         """Raises PolyaccelError: a stage has a program for each of its chunks."""
         raise self._alone("engine.program(...)")

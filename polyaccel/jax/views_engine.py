@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.rewrites import RewriteContext
+from polyaccel.jax.user_gradients import by_engine_name, mean_over_ranks
 from polyaccel.jax.views import CopyCount
 from polyaccel.zero.engine import ZeroEngine
 
@@ -91,6 +93,30 @@ class ViewsEngine(JaxEngine):
             raise
         self._losses.append(loss)
         return loss
+
+    def _mean_gradients(
+        self, leaves: Sequence[Any] | None, batch: Any, rng: Any, number: int, factor: float
+    ) -> tuple[jax.Array, Any, list[Any]]:
+        if leaves is None:
+            leaves = jax.tree.leaves(self.params)  # gathered copies where they are sharded
+        batch = as_inputs(batch, self._device)
+        self._checks.require_scalable(batch)
+        key = jax.random.fold_in(self._key, number) if rng is None else rng
+        loss, aux, gradients = self._loss_function.gradients(leaves, batch, key, factor)
+        loss, *means = mean_over_ranks([loss, *gradients], self._stage_runtime.communicator, self.accelerator)
+        return loss, aux, means
+
+    def _take_gradients(self, gradients: Sequence[jax.Array]) -> None:
+        self._settle_params()
+        self.zero.begin_backward(reduce=True)
+        try:
+            for fqn, gradient in by_engine_name(gradients, self.adapter, self.accelerator):
+                self.zero.reducer.add_gradient(fqn, gradient)
+            self.zero.reducer.end_backward()
+            self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
+        except BaseException:
+            self.zero.reducer.abort_backward()  # reducing half a pass could leave the other ranks waiting
+            raise
 
     @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:

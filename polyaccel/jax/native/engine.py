@@ -6,6 +6,7 @@ in views mode, and so are config, checkpoints and metrics; `params` are copies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -120,6 +121,30 @@ class NativeEngine(JaxEngine):
         with self.timer("backward"):
             losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._loss_factor)
         return self._take(losses, aux)
+
+    def _mean_gradients(
+        self, leaves: Sequence[Any] | None, batch: Any, rng: Any, number: int, factor: float
+    ) -> tuple[jax.Array, Any, list[Any]]:
+        cut = self._cut(batch)
+        self._meet("gradients of JAX")
+        whole = None if leaves is None else [self._mesh.on_each(jnp.asarray(leaf)) for leaf in leaves]
+        keys = None if rng is None else self._keys_of_devices(rng)
+        loss, aux, found = self._program.mean_gradients(
+            self.zero.params.held.params, whole, keys, cut, np.uint32(number), np.float32(factor)
+        )
+        own = [self._mesh.own_parts(gradient)[0] for gradient in found]
+        return self._mesh.own_parts(loss)[0], self._own_aux(aux), own
+
+    def _keys_of_devices(self, rng: Any) -> Any:
+        """A key for each of this process's devices: `rng` itself where there is one."""
+        count = len(self._mesh.local)
+        return self._mesh.over_devices([key[None] for key in (jax.random.split(rng, count) if count > 1 else [rng])])
+
+    def _take_gradients(self, gradients: Sequence[jax.Array]) -> None:
+        self._meet("gradients of JAX")
+        self.zero.take_gradients(
+            [self._mesh.over_devices([gradient[None]] * len(self._mesh.local)) for gradient in gradients]
+        )
 
     def total_gradients(self) -> Gradients:
         """The gradients that the next update will use, by bucket, for a call of `before_update`. Collective."""

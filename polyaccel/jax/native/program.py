@@ -117,6 +117,12 @@ class StepProgram:
         self.differentiate = jax.jit(differentiate, donate_argnums=1)
         """(params, gradients so far or None, batch, micro-batches before, factor of the loss) -> (each device's loss,
         each device's auxiliary output, gradients)."""
+        everywhere = (WHOLE, WHOLE, CUT, CUT, WHOLE, WHOLE)
+        self.mean_gradients = jax.jit(spread(self._mean_gradients, everywhere, (WHOLE, CUT, WHOLE)))
+        """(params, leaves in place of them or None, keys of devices or None, batch, micro-batches before, factor of the
+        loss) -> (mean loss, each device's auxiliary output, mean gradients of the trained leaves)."""
+        self.take_gradients = jax.jit(spread(self._take, (CUT,), CUT))
+        """(gradients of the trained leaves, each with an axis over devices) -> gradients by bucket."""
         self.update = jax.jit(update_all, static_argnums=0, donate_argnums=1)
         """(recipe, held, gradients, inputs) -> (held, Outcome)."""
         self.step = jax.jit(step, static_argnums=0, donate_argnums=1)
@@ -147,10 +153,11 @@ class StepProgram:
         leaves = self._leaves(params)
         trained = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if spec.trainable]
         frozen = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if not spec.trainable]
-        key = jax.random.fold_in(jax.random.key(self._seed), jax.lax.axis_index(AXIS))
-        loss, aux, found = self._function.differentiate(
-            trained, frozen, _own(batch), jax.random.fold_in(key, micro), factor
-        )
+        loss, aux, found = self._function.differentiate(trained, frozen, _own(batch), self._key(micro), factor)
+        return loss[None], _stacked(aux), self._added(gradients, found)
+
+    def _added(self, gradients: Any, found: Sequence[Any]) -> Gradients:
+        """`gradients` so far and those that were `found` for the trained leaves, by bucket."""
         names = [spec.fqn for spec in self._specs if spec.trainable]
         by_name = dict(zip(names, found, strict=True))
         added: Gradients = {}
@@ -160,7 +167,29 @@ class StepProgram:
                 gradient = self._reduce(bucket, gradient)
             gradient = gradient.astype(_dtype(self._accumulate_dtype(bucket)))
             added[bucket.index] = gradient if gradients is None else gradients[bucket.index] + gradient
-        return loss[None], _stacked(aux), added
+        return added
+
+    def _take(self, found: Any) -> Gradients:
+        return self._added(None, [gradient[0] for gradient in found])
+
+    def _mean_gradients(self, params: Any, leaves: Any, keys: Any, batch: Any, micro: Any, factor: Any) -> Any:
+        """(mean loss, auxiliary output, mean gradients of the trained leaves) over all devices."""
+        leaves = self._leaves(params) if leaves is None else leaves
+        trained = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if spec.trainable]
+        frozen = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if not spec.trainable]
+        key = self._key(micro) if keys is None else keys[0]
+        loss, aux, found = self._function.differentiate(trained, frozen, _own(batch), key, factor)
+
+        def mean(value: Any) -> Any:
+            wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+            return (jax.lax.psum(wide, AXIS) / self._mesh.world_size).astype(value.dtype)
+
+        return mean(loss), _stacked(aux), [mean(gradient) for gradient in found]
+
+    def _key(self, micro: Any) -> Any:
+        """The random key of a micro-batch on this device."""
+        key = jax.random.fold_in(jax.random.key(self._seed), jax.lax.axis_index(AXIS))
+        return jax.random.fold_in(key, micro)
 
     def _evaluate(self, params: Any, batch: Any) -> Any:
         loss, aux = self._function.call(self._leaves(params), _own(batch), None)

@@ -67,6 +67,11 @@ class NativeStep:
         self._is_incomplete = False
         return loss, aux
 
+    def take_gradients(self, gradients: Sequence[Any]) -> None:
+        """Hold gradients of the trained leaves, in tree order, each with an axis over devices. Collective."""
+        self.consistency.require()
+        self._gradients = self._program.take_gradients(list(gradients))
+
     def gradients_with(self, last: tuple[Any, int, float] | None) -> Gradients:
         """Copies of the gradients so far, with those of a `last` micro-batch, whose update has not begun: it, the
         number of micro-batches before, and the factor of its loss. Collective."""

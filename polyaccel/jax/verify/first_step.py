@@ -34,7 +34,8 @@ from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.program.batches import as_inputs
 from polyaccel.jax.pytree import named_leaves
 from polyaccel.jax.rewrites import RewriteContext
-from polyaccel.jax.verify.plain_engine import PlainJaxEngine, PlainPrograms
+from polyaccel.jax.verify.plain_engine import PlainJaxEngine
+from polyaccel.jax.verify.plain_programs import PlainPrograms
 from polyaccel.jax.verify.runs import (
     SLICES,
     acted_of,

@@ -12,110 +12,26 @@ only its parts can be compared.
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.core.types import DType
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.engine import OptimizerGroups
-from polyaccel.jax.modules import as_function
-from polyaccel.jax.pipeline import LayerList
 from polyaccel.jax.program.batches import as_inputs, split_batch
-from polyaccel.jax.program.function import LossFn, loss_and_aux
-from polyaccel.jax.pytree import dtype_of, named_leaves
+from polyaccel.jax.pytree import dtype_of
 from polyaccel.jax.rewrites import RewriteContext
-from polyaccel.jax.verify.plain_update import Array, PlainUpdate, transform
+from polyaccel.jax.verify.plain_programs import PlainPrograms
+from polyaccel.jax.verify.plain_update import Array, PlainUpdate
 from polyaccel.jax.verify.recording import StepRecording
 from polyaccel.jax.views import CopyCount
 from polyaccel.verify.variant import NOISE, ActiveRun, Variant
-
-_OTHER_KERNELS = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
-"""Options of XLA by which a program rounds otherwise, as the engine's programs do."""
-_CHOICES = re.compile(r"\b(top_k|sort|argmax|argmin|max|min|round)\b")
-
-
-class PlainPrograms:
-    """The compiled programs of plain runs, which those with the same kernels share: compilation is most of their cost.
-
-    `kernels` compiles a function.
-    """
-
-    def __init__(self, given: RewriteContext, kernels: Callable[..., Any]) -> None:
-        model, params = given.model, given.params
-        self._kernels = kernels
-        self._as_drawn: Callable[[], tuple[Any, Any]]
-        self._function: LossFn
-        if isinstance(model, (list, tuple)):
-            self._function, params = LayerList.from_model(model, params), list(params)
-        else:
-            self._function, params = as_function(model, given.params, with_units=False)
-            self._as_drawn = partial(as_function, model, given.params)
-        self._model = model
-        self.params = params
-        self.leaves, self.structure = named_leaves(params)
-        self.names = list(self.leaves)
-        self.with_gradients = kernels(jax.value_and_grad(self._loss, has_aux=True))
-        self.without = kernels(lambda leaves, batch: self._loss(leaves, {}, batch, None))
-        self._updates: dict[Any, Any] = {}
-        self._draws: bool | None = None
-
-    @staticmethod
-    def get_or_create(run: ActiveRun, given: RewriteContext, shared: dict[bool, PlainPrograms]) -> PlainPrograms:
-        """Return the programs for `run`, and keep them in `shared`."""
-        reorders = run.variant.reorders
-        if reorders not in shared:
-            is_other = reorders and jax.default_backend() == "cpu"
-            kernels = partial(jax.jit, compiler_options=_OTHER_KERNELS if is_other else None)
-            shared[reorders] = PlainPrograms(given, kernels)
-        return shared[reorders]
-
-    def update_of(self, update: Callable[..., Any]) -> Any:
-        """Return the program of a transformation's `update` of whole parameters."""
-        if update not in self._updates:
-            self._updates[update] = self._kernels(partial(transform, update))
-        return self._updates[update]
-
-    def _loss(self, trained: Mapping[str, Any], frozen: Mapping[str, Any], batch: Any, rng: Any) -> tuple[Any, Any]:
-        leaves = [trained[name] if name in trained else frozen[name] for name in self.names]
-        return loss_and_aux(self._function(jax.tree.unflatten(self.structure, leaves), batch, rng))
-
-    def draws(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
-        """Return whether the function uses its random key. Called before its first gradient."""
-        if self._draws is None:
-            self._draws = self._looks_at_key(leaves, inputs)
-            linen = sys.modules.get("flax.linen")
-            if self._draws and linen is not None and isinstance(self._model, linen.Module):
-                self._function, _ = self._as_drawn()  # a block of linen draws from one key, at every stage
-        return self._draws
-
-    def has_choices(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
-        """Return whether the function compares numbers to choose, as routers and ReLUs do."""
-        return _CHOICES.search(str(self._traced(leaves, inputs))) is not None
-
-    def _traced(self, leaves: Mapping[str, Any], inputs: Any) -> Jaxpr:
-        """The function's program."""
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), inputs)
-        whole = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in leaves.items()}
-        traced = jax.make_jaxpr(lambda own, batch, key: self._loss(own, {}, batch, key))
-        return traced(whole, shapes, jax.random.key(0)).jaxpr
-
-    def _looks_at_key(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
-        program = self._traced(leaves, inputs)
-        live = {id(atom) for atom in program.outvars}
-        for equation in reversed(program.eqns):
-            if any(id(variable) in live for variable in equation.outvars):
-                live |= {id(atom) for atom in equation.invars}
-        return id(program.invars[-1]) in live
 
 
 class PlainJaxEngine:
@@ -149,6 +65,7 @@ class PlainJaxEngine:
         self._record = run.record_of(self.communicator.rank) if run.variant.noise else None
         self._sum: dict[str, Array] = {}
         self._losses: list[float] = []
+        self._calls_since_update = 0
         self._norm: float | None = None
         self._recording = StepRecording(run, self.communicator.rank, self, lambda: self.optimizer.param_groups)
 
@@ -198,6 +115,31 @@ class PlainJaxEngine:
         """Compute the loss and gradients of a micro-batch."""
         return self._differentiate(batch, 1)
 
+    def value_and_grad(self, batch: Any, params: Any = None, *, rng: Any = None) -> tuple[jax.Array, Any]:
+        """Compute the mean loss and gradients of all ranks. Collective."""
+        own = self._leaves if params is None else {name: np.asarray(leaf) for name, leaf in self._named(params).items()}
+        number = self.micro_steps + self._calls_since_update
+        found = self._found(batch, 1, own, number, rng)
+        self._calls_since_update += 1
+        sums = {name: sum(one[name] for _, one in found) for name in found[0][1]}
+        gradients = {name: self._reduced(value, self._scale) for name, value in sums.items()}
+        zeros = {name: np.zeros_like(leaf) for name, leaf in self._leaves.items()}
+        loss = self._reduced(np.float32(sum(float(one) for one, _ in found)), 1.0)
+        leaves = [jnp.asarray(gradients.get(name, zeros[name])) for name in self._names]
+        return jnp.asarray(loss), jax.tree.unflatten(self._structure, leaves)
+
+    def apply_gradients(self, gradients: Any, loss: Any = None) -> None:
+        """Run one optimizer step with the mean of the ranks' gradients. Collective."""
+        named = self._named(gradients)
+        self._sum = {name: self._reduced(np.asarray(named[name], np.float32), 1.0) for name in self.weights()}
+        self._losses = [] if loss is None else [float(loss)]
+        self._calls_since_update = 0
+        self.micro_steps += self.gradient_accumulation_steps()
+        self._update_with_sum()
+
+    def _named(self, tree: Any) -> dict[str, Any]:
+        return dict(zip(self._names, jax.tree.leaves(tree), strict=True))
+
     def train_batch(self, data_iter: Any = None) -> jax.Array:
         """Run one optimizer step. Collective."""
         count = self.gradient_accumulation_steps()
@@ -215,6 +157,9 @@ class PlainJaxEngine:
         if self.micro_steps % self.gradient_accumulation_steps():
             return
         self._average()
+        self._update_with_sum()
+
+    def _update_with_sum(self) -> None:
         self._recording.before_update()
         wide = [value.astype(np.float64) for value in self._sum.values()]
         self._norm = float(np.float32(np.sqrt(sum(float(np.square(value).sum()) for value in wide))))
@@ -243,15 +188,8 @@ class PlainJaxEngine:
         self._sum.clear()
 
     def _differentiate(self, batch: Any, count: int) -> jax.Array:
-        """The loss of `count` micro-batches in one batch, whose gradients are added. See [Note: Whole batches]."""
-        inputs = as_inputs(batch)
-        draws = self._programs.draws(self._leaves, inputs)
-        if self._record is not None and not self._record.has_choices:
-            self._record.has_choices = self._programs.has_choices(self._leaves, inputs)
-        found = [self._of_part(part, key, weight) for part, key, weight in self._parts(batch, count)]
-        if len(found) > 1 and not draws:
-            whole = self._of_part(inputs, self._key_of(self.micro_steps, 0), count)
-            found = found if _is_combination(whole[1], [of_part for _, of_part in found]) else [whole]
+        """The loss of `count` micro-batches in one batch, whose gradients are added."""
+        found = self._found(batch, count, self._leaves, self.micro_steps, None)
         for _, gradients in found:
             for name, gradient in gradients.items():
                 self._sum[name] = self._sum[name] + gradient if name in self._sum else gradient
@@ -259,19 +197,43 @@ class PlainJaxEngine:
         self._losses += [float(loss)] * count
         return loss
 
-    def _of_part(self, inputs: Any, key: Any, weight: float) -> tuple[Any, dict[str, Array]]:
+    def _found(
+        self, batch: Any, count: int, leaves: Mapping[str, Array], number: int, rng: Any
+    ) -> list[tuple[Any, dict[str, Array]]]:
+        """The losses and gradients of `count` micro-batches from `number` on, at `leaves`. See [Note: Whole batches].
+
+        `rng` takes the place of the keys.
+        """
+        inputs = as_inputs(batch)
+        draws = self._programs.draws(self._leaves, inputs)
+        if self._record is not None and not self._record.has_choices:
+            self._record.has_choices = self._programs.has_choices(self._leaves, inputs)
+        parts = self._parts(batch, count, number)
+        if rng is not None:
+            keys = jax.random.split(rng, len(parts)) if len(parts) > 1 else [rng]
+            parts = [(part, key, weight) for (part, _, weight), key in zip(parts, keys, strict=True)]
+        found = [self._of_part(part, key, weight, leaves) for part, key, weight in parts]
+        if len(found) > 1 and not draws:
+            whole = self._of_part(inputs, self._key_of(number, 0), count, leaves)
+            found = found if _is_combination(whole[1], [of_part for _, of_part in found]) else [whole]
+        return found
+
+    def _of_part(
+        self, inputs: Any, key: Any, weight: float, leaves: Mapping[str, Array]
+    ) -> tuple[Any, dict[str, Array]]:
         """The loss and gradients of a part of a batch, with a weight."""
-        trained = {name: jnp.asarray(value) for name, value in self.weights().items()}
-        (loss, self.aux), found = self._programs.with_gradients(trained, self._frozen(), inputs, key)
+        trained = {name: jnp.asarray(leaves[name]) for name in self.weights()}
+        frozen = {name: jnp.asarray(leaves[name]) for name in self._names if name not in trained}
+        (loss, self.aux), found = self._programs.with_gradients(trained, frozen, inputs, key)
         return weight * loss, {name: np.asarray(one, np.float32) * np.float32(weight) for name, one in found.items()}
 
-    def _parts(self, batch: Any, count: int) -> list[tuple[Any, Any, float]]:
+    def _parts(self, batch: Any, count: int, number: int) -> list[tuple[Any, Any, float]]:
         """(inputs, key, weight) of what the engine computes by itself: parts over micro-batches, then over devices."""
         cures = {"length_cure": "give all arrays a first axis over samples"}
         found = []
         for micro, one in enumerate(split_batch(batch, count, over="micro-batches", **cures)):
             for at, part in enumerate(split_batch(one, self._own_devices, over="devices", **cures)):
-                found.append((as_inputs(part), self._key_of(self.micro_steps + micro, at), 1 / self._own_devices))
+                found.append((as_inputs(part), self._key_of(number + micro, at), 1 / self._own_devices))
         return found
 
     def _key_of(self, micro_steps: int, device: int) -> Any:
@@ -282,30 +244,30 @@ class PlainJaxEngine:
         key = jax.random.fold_in(self._key, rank * self._own_devices + device)
         return jax.random.fold_in(key, micro_steps)
 
-    def _frozen(self) -> dict[str, Any]:
-        return {
-            name: jnp.asarray(self._leaves[name])
-            for name, wanted in zip(self._names, self._trained, strict=True)
-            if not wanted
-        }
-
     def _named_leaves(self) -> dict[str, Any]:
         return {name: jnp.asarray(value) for name, value in self._leaves.items()}
 
     def _average(self) -> None:
         """Average the sums over micro-batches and ranks. Collective."""
-        factor = 1.0 / self.gradient_accumulation_steps()
-        if self.config.gradient_allreduce_op == "sum":
-            factor *= self.mesh.size_of(("data",))
-        size = self.communicator.world_size
-        for name in [name for name, wanted in zip(self._names, self._trained, strict=True) if wanted]:
+        for name in self.weights():
             value = self._sum.get(name, np.zeros_like(self._leaves[name]))
-            if size > 1:
-                travels = self.communicator.allocate(value.size, DType.FLOAT32)
-                travels.copy_from(NumpyBuffer(np.ascontiguousarray(value.reshape(-1))))
-                self.communicator.all_reduce(travels)
-                value = np.frombuffer(travels.to_bytes(), np.float32).reshape(value.shape)
-            self._sum[name] = value * np.float32(factor / size)
+            self._sum[name] = self._reduced(value, self._scale / self.gradient_accumulation_steps())
+
+    @property
+    def _scale(self) -> float:
+        """The factor of a mean over ranks by which it becomes what the config reduces to."""
+        return float(self.mesh.size_of(("data",))) if self.config.gradient_allreduce_op == "sum" else 1.0
+
+    def _reduced(self, value: Any, factor: float) -> Array:
+        """The mean of a value over ranks, times a factor. Collective."""
+        value, size = np.asarray(value, np.float32), self.communicator.world_size
+        if size > 1:
+            travels = self.communicator.allocate(value.size, DType.FLOAT32)
+            travels.copy_from(NumpyBuffer(np.ascontiguousarray(value.reshape(-1))))
+            self.communicator.all_reduce(travels)
+            value = np.frombuffer(travels.to_bytes(), np.float32).reshape(value.shape)
+        scaled: Array = value * np.float32(factor / size)
+        return scaled
 
     # What scripts ask.
 

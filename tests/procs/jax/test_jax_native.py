@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("jax")
 
 import jax
+import jax_surgery as surgery
 import native_jax_model as model
 from jax_models import make_config, torch_gpt, train_torch
 
@@ -111,6 +112,13 @@ def check(found, expected, rel=1e-6, atol=2e-6):
 def test_as_in_views_mode(native, world, stage, accumulation, changes):
     expected = views(world, model.make_config(stage, accumulation, **changes))
     check(native(world, model.make_config(stage, accumulation, native=True, **changes)), expected)
+
+
+@pytest.mark.parametrize(("world", "stage"), [("two processes", 2), ("three devices", 0), ("two by two", 1)])
+def test_sam_equals_plain_jax(at, world, stage):
+    native = {"jax": {"execution": "native"}}
+    runs = at(world, surgery.train, stage, "sam", 2, native, DEVICES[world])
+    surgery.check_sam(runs, PROCESSES[world] * DEVICES[world], 2)
 
 
 @pytest.mark.parametrize(("world", "stage", "accumulation"), GPT_CASES)

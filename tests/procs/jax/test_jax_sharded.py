@@ -10,6 +10,7 @@ pytest.importorskip("jax")
 
 from jax_models import make_config, torch_gpt, train_torch
 from jax_sharded_models import ZERO, build, model_of, tokens, train_sharded
+from jax_surgery import check_sam, train
 from pairwise import combinations
 
 from polyaccel.comm.default import set_default_communicator
@@ -51,6 +52,10 @@ def test_stage_3_equals_stage_2_bitwise_and_torch_within_rounding(rank_pool, wor
     assert_equal(runs, at_stage_2(world, "units", config, STEPS))
     assert runs[0].losses[:-1] == pytest.approx(of_torch.losses, rel=limit)
     assert runs[0].norms == pytest.approx(of_torch.norms, rel=10 * limit)
+
+
+def test_sam_at_stage_3_equals_plain_jax(rank_pool):
+    check_sam(rank_pool(2).run(train, 3, "sam", 2, {}, timeout_s=PATIENCE_S), 2, 2)
 
 
 def test_scanned_layers_in_bf16(rank_pool):
