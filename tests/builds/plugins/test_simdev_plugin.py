@@ -21,6 +21,8 @@ FAULTS = {
     "failing_allocation": "test_memory_is_counted",
     "wrong_kernel": "test_kernels_mean_what_the_reference_says",
 }
+FILES = {"test_simdev.py": 25, "test_without_plugin.py": 3, "test_training.py": 6}
+"""The files of the plugin's own tests, and how many tests of each pass at least."""
 CONTROL = "test_allocations_are_zero_and_aligned"
 """A test that none of the faults concerns: it stays green, so the suite runs on a device that has one."""
 pytestmark = [
@@ -45,11 +47,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def run_tests(site: Path, *arguments: str, fault: str = "") -> tuple[int, str]:
-    """pytest on the plugin's own tests in an environment that has it; the exit code and what it wrote."""
+def run_tests(site: Path, *arguments: str, file: str = "", fault: str = "") -> tuple[int, str]:
+    """pytest on the plugin's own tests, or one file of them, in an environment that has it: exit code and output."""
     settings = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-c", str(PLUGIN.parents[1] / "pyproject.toml")]
     job = subprocess.run(
-        [sys.executable, "-m", "pytest", *settings, *arguments, str(PLUGIN / "tests")],
+        [sys.executable, "-m", "pytest", *settings, *arguments, str(PLUGIN / "tests" / file)],
         env={**os.environ, "PYTHONPATH": str(site), "POLYACCEL_SIMDEV_FAULT": fault},
         capture_output=True,
         text=True,
@@ -58,12 +60,20 @@ def run_tests(site: Path, *arguments: str, fault: str = "") -> tuple[int, str]:
     return job.returncode, job.stdout + job.stderr
 
 
-def test_it_keeps_the_contracts_and_trains(site: Path) -> None:
-    code, output = run_tests(site)
+@pytest.mark.parametrize("file", FILES)
+def test_it_keeps_the_contracts_and_trains(site: Path, file: str) -> None:
+    code, output = run_tests(site, file=file)
     assert code == 0, output
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None
-    assert int(passed[1]) >= 30, output
+    assert int(passed[1]) >= FILES[file], output
+
+
+def test_it_trains_as_one_rank_does(site: Path) -> None:
+    """One training of `test_training.py`, which `make test-slow` runs whole."""
+    code, output = run_tests(site, "-k", "ranks_that_share_layers", file="test_training.py")
+    assert code == 0, output
+    assert re.search(r"\b1 passed\b", output), output
 
 
 @pytest.mark.parametrize("fault", FAULTS)
