@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     ConfigSource: TypeAlias = str | Path | Mapping[str, Any] | Config
     OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+    StateReduction: TypeAlias = Literal["mean", "none"] | Callable[[str], Literal["mean", "none"]]
 
 _JAX_HOMES = frozenset({"equinox", "flax"})
 
@@ -56,6 +57,8 @@ def initialize(
     optimizer: Any = None,
     *,
     params: Any,
+    state: Any = None,
+    state_reduction: StateReduction = "mean",
     seed: int | None = None,
     stacked: Sequence[str] = (),
     distributed_port: int | None = None,
@@ -81,6 +84,8 @@ def initialize(
     config_params: ConfigSource | None = None,
     *,
     params: Any = None,
+    state: Any = None,
+    state_reduction: StateReduction | None = None,
     seed: int | None = None,
     stacked: Sequence[str] = (),
 ) -> Any:
@@ -92,10 +97,11 @@ def initialize(
     Args:
         args: Parsed command-line arguments. `args.deepspeed_config` is the config if no other is given.
         model: A `torch.nn.Module`. For JAX: a function `fn(params, batch, rng)` that returns a scalar loss or (loss,
-            auxiliary output); a module of flax or equinox; or the layers of a pipeline, a list of functions
-            `layer(params, value, rng)`, the last of which gets (value, labels) and returns the loss.
+            auxiliary output); a module of flax or equinox, or a `flax.nnx.ModelAndOptimizer`; or the layers of a
+            pipeline, a list of functions `layer(params, value, rng)`, the last of which gets (value, labels) and
+            returns the loss.
         optimizer: Optimizer that overrides the config's. For torch an instance, or a callable that makes one from
-            parameters; for JAX an elementwise optax transformation.
+            parameters; for JAX an elementwise optax transformation, or a `flax.nnx.Optimizer` that has it.
         model_parameters: Parameters to train, or dicts of optimizer groups. None takes all of the torch module.
         training_data: A torch Dataset, for which a `ShardedDataLoader` of this rank's micro-batches is built.
         lr_scheduler: Schedule that overrides the config's: an instance, or a callable that makes one from the
@@ -109,7 +115,14 @@ def initialize(
         mesh_param: (data-parallel ranks, sequence-parallel ranks), for a model that shards its sequences itself.
         config_params: DeepSpeed's older name of `config`.
         params: For JAX: pytree of the function's parameters, whose floating leaves are trained; a list of pytrees for a
-            list of functions.
+            list of functions; or a flax `TrainState`, of which parameters, transformation and further fields are taken.
+        state: For JAX: pytree of arrays that the function carries, such as running statistics, counters and random
+            keys. The function is then `fn(params, state, batch, rng)` and returns (loss, new state), or (loss, (new
+            state, auxiliary output)). The engine replaces the state after each micro-batch; `engine.state` is its
+            value. For a module of linen a mapping of collections, for one of equinox its `equinox.nn.State`.
+        state_reduction: For JAX: what ranks make of the state at the accumulation boundary. "mean" averages floating
+            leaves, and others must be equal. "none" keeps each rank's own. A function of a leaf's dotted name returns
+            one of the two.
         seed: For JAX: seed of the random keys that the function gets; None is 0.
         stacked: For JAX: names of the subtrees of `params` whose arrays have a leading axis over layers, for
             `polyaccel.jax.scan_units`.
@@ -144,7 +157,13 @@ def initialize(
         "mpu": mpu,
         "mesh_param": mesh_param,
     }
-    of_jax = {"params": params, "seed": seed, "stacked": stacked or None}
+    of_jax = {
+        "params": params,
+        "state": state,
+        "state_reduction": state_reduction,
+        "seed": seed,
+        "stacked": stacked or None,
+    }
     _refuse_foreign("a torch module" if home == "torch" else "JAX", of_jax if home == "torch" else of_torch)
     frontend = _load_frontend(home)
     if model is None:
@@ -159,7 +178,8 @@ def initialize(
     }
     if home == "torch":
         return frontend.initialize(model, **both, **of_torch)
-    return frontend.initialize(model, params, seed=seed or 0, stacked=stacked, **both)
+    carried = {"state": state, "state_reduction": state_reduction or "mean"}
+    return frontend.initialize(model, params, seed=seed or 0, stacked=stacked, **carried, **both)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -6,7 +6,7 @@ The function's random keys follow from the seed and the count of micro-batches, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.engine.imported_states import own_scalars, own_schedule_state, state_names
 from polyaccel.engine.resume import LoadPlan, SavedValues, TrainingRun, check_names, validate_state_dict, wanted_state
 from polyaccel.errors import CheckpointError
+from polyaccel.jax.carried_state import CarriedState
 from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.stacking import Stacking
@@ -36,7 +37,12 @@ saved names, `dst` is the tree of parameters, the floating ones at least float32
 
 
 def contents_of(
-    run: TrainingRun, stacking: Stacking, client_state: Mapping[str, Any], *, allows_bytes: bool
+    run: TrainingRun,
+    stacking: Stacking,
+    client_state: Mapping[str, Any],
+    *,
+    allows_bytes: bool,
+    state: CarriedState | None = None,
 ) -> SaveContents:
     """Return what this rank saves of `run`, cut by `stacking`. Collective where there are stages."""
     run.zero.consistency.require()
@@ -49,12 +55,16 @@ def contents_of(
         scalars["client_optimizer"] = {_OPTAX: dict(optimizer.numbers)}
     if run.schedule is not None:
         scalars["lr_scheduler"] = run.schedule.state_dict()
+
+    def pieces() -> Iterator[TensorPiece]:
+        for slot, kind, start, buffer in run.zero.local_shards():
+            fqn, shape, at = stacking.in_whole(slot.param.fqn, slot.param.shape, start)
+            yield TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
+        if state is not None:
+            yield from state.pieces(_whole_shapes(run, stacking))
+
     return SaveContents(
-        pieces=lambda: (
-            TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
-            for slot, kind, start, buffer in run.zero.local_shards()
-            for fqn, shape, at in [stacking.in_whole(slot.param.fqn, slot.param.shape, start)]
-        ),
+        pieces=pieces,
         scalars=scalars,
         rank_blobs={_OPTAX: optimizer.whole_state()} if isinstance(optimizer, OptaxOnTree) else {},
     )
@@ -69,6 +79,7 @@ def load_run(
     schedule: bool,
     name_map: NameMap | None,
     custom: OwnTree | None = None,
+    state: CarriedState | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Take over a checkpoint on all ranks or none; return path and client state. Collective."""
     run.zero.params.wait_all_gathers()
@@ -84,6 +95,7 @@ def load_run(
             schedule=schedule,
             name_map=name_map,
             custom=custom,
+            state=state,
         )
 
     run.load_together(saved, check)
@@ -100,10 +112,12 @@ def _check(
     schedule: bool,
     name_map: NameMap | None,
     custom: OwnTree | None,
+    state: CarriedState | None,
 ) -> LoadPlan:
     """Check what this rank takes over; `members`: all stages' parameters. See [Note: All-or-nothing load]."""
-    shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
-    renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
+    shapes = _whole_shapes(run, stacking)
+    buffers = () if state is None else state.saved_names(shapes)
+    renamed = RenamedReader(saved, name_map, shapes, stacking.layers, buffers)
     state_names(saved, None, wanted=optimizer_states)
     renamed.scalars = own_scalars(run, renamed, members, wanted=optimizer_states)
     reader: RenamedReader | CustomLoadReader = renamed
@@ -135,9 +149,12 @@ def _check(
             of_schedule = own_schedule_state(reader.tag, of_schedule, run.schedule.state_dict())
         validate_state_dict(run.schedule, of_schedule)
     wanted.verify(reader)
+    take_state = None if state is None else state.loading(renamed, shapes, run.accelerator.allocate)
 
     def read() -> None:
         wanted.read(reader, run.accelerator)
+        if take_state is not None:
+            take_state()
         run.load_progress(values)
         if sources is not None:
             wanted.begin_fresh(run)
@@ -151,6 +168,11 @@ def _check(
 
     steps = {fqn: reader.steps_of(fqn) for fqn in run.zero.steps} if sources is not None else {}
     return LoadPlan(read=read, is_whole=optimizer_states, steps=steps)
+
+
+def _whole_shapes(run: TrainingRun, stacking: Stacking) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters by name, stacked ones as one."""
+    return dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,13 @@ from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
+from polyaccel.jax.carried_state import StateOfEngine
 from polyaccel.jax.checkpoint import CustomLoad, OwnTree, contents_of, load_run
 from polyaccel.jax.operations import BatchWork, first_dtype
 from polyaccel.jax.program.batch_checks import BatchChecks, is_iterator
 from polyaccel.jax.program.batches import split_batch
 from polyaccel.jax.program.calls import engine_call
+from polyaccel.jax.program.carried import Carried, StateForm
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
 from polyaccel.jax.step_profiler import JaxStepProfiler
@@ -53,7 +55,7 @@ class OptimizerGroups:
         self.param_groups = param_groups
 
 
-class JaxEngine(Engine):
+class JaxEngine(StateOfEngine, Engine):
     """A JAX function in training under ZeRO, built by `polyaccel.initialize`.
 
     `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts. `params` follow the
@@ -62,7 +64,7 @@ class JaxEngine(Engine):
 
     Args:
         rewrites: The function `fn(params, batch, rng)`, which returns a scalar loss or (loss, auxiliary output), its
-            parameters, and the rewrites that `polyaccel.initialize` has applied so far.
+            parameters and state, and the rewrites that `polyaccel.initialize` has applied so far.
     """
 
     _beyond: Communicator | None = None
@@ -77,6 +79,7 @@ class JaxEngine(Engine):
         self.aux: Any = None
         """The function's auxiliary output for the last micro-batch."""
         self.optimizer = OptimizerGroups([dict(rewrites.hyperparameters)])
+        form = None if rewrites.state is None else StateForm(rewrites.state)
         stacked = rewrites.stacked if self._are_sharded else ()
         self.adapter = JaxAdapter(rewrites.params, self.accelerator, rewrites.param_dtype, stacked)
         self._loss_function = LossFunction(
@@ -87,6 +90,7 @@ class JaxEngine(Engine):
             self.adapter.originals,
             rewrites.cast_inputs,
             rewrites.recomputation,
+            form,
         )
         specs = self.adapter.param_specs()
         profile = profile_settings_of(runtime.config) if self.communicator.rank == 0 else None
@@ -105,6 +109,8 @@ class JaxEngine(Engine):
         self._checks = BatchChecks(self._traced, self.loss_scaler)
         rewrites.engine = self
         rewrites.apply([one for one in REWRITES if one.needs_engine])
+        if form is not None:
+            self._carried = self._carry(form, rewrites.state)
         rewrites.release()
 
     @property
@@ -122,6 +128,8 @@ class JaxEngine(Engine):
 
     def _traced(self, batch: Any) -> Any:
         """The loss of `batch` as JAX traces it, for shapes alone: a program of parameters, batch and key."""
+        if self._carried is not None:
+            batch = Carried(self._carried.form.shapes(), batch)
         leaves = [jax.ShapeDtypeStruct(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in self.adapter.leaves()]
         return jax.make_jaxpr(self._loss_function.call)(leaves, batch, jax.random.key(0))
 
@@ -160,7 +168,7 @@ class JaxEngine(Engine):
         """Compute the loss and the gradients of the batches of all ranks, and keep neither. Collective.
 
         It is `jax.value_and_grad(fn)(params, batch, rng)`, averaged over ranks: change the gradients as you like, and
-        give them to `apply_gradients`. The auxiliary output is in `aux`.
+        give them to `apply_gradients`. The auxiliary output is in `aux`. Each call replaces a carried state.
 
         Args:
             batch: Micro-batch as in `grad_step`.
@@ -235,6 +243,7 @@ class JaxEngine(Engine):
             self._apply_update(self.optimizer.param_groups)
         finally:
             self._has_own_gradients = False
+        self._reduce_state()
         self._calls_since_update = 0
         self.counters.skip_to_last()
         self._end_step(self.optimizer.param_groups, None if loss is None else float(loss), {})
@@ -331,6 +340,7 @@ class JaxEngine(Engine):
         self._losses.clear()
         self._settle_replica()
         self._apply_update(self.optimizer.param_groups)
+        self._reduce_state()
         self._end_step(self.optimizer.param_groups, loss, {})
 
     def zero_grad(self) -> None:
@@ -395,7 +405,9 @@ class JaxEngine(Engine):
 
     def _contents(self, client_state: Mapping[str, Any]) -> SaveContents:
         allows_bytes = self._saver.policy.allows_bytes
-        return contents_of(self._run(), self.adapter.stacking, client_state, allows_bytes=allows_bytes)
+        return contents_of(
+            self._run(), self.adapter.stacking, client_state, allows_bytes=allows_bytes, state=self._carried
+        )
 
     @engine_call
     def load_checkpoint(
@@ -437,6 +449,7 @@ class JaxEngine(Engine):
                 schedule=load_lr_scheduler_states,
                 name_map=name_map,
                 custom=None if custom_load_fn is None else OwnTree(custom_load_fn, self.params),
+                state=self._carried,
             )
 
         is_whole = load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None

@@ -15,6 +15,7 @@ from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, Problem
+from polyaccel.jax.carried_state import Reduction
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import DeviceMesh, native_mesh
@@ -22,6 +23,7 @@ from polyaccel.jax.pipeline_engine import JaxPipelineEngine
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.pytree import require_only_params
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
+from polyaccel.jax.training_states import taken_apart
 from polyaccel.jax.verify.first_step import FirstStepProof
 from polyaccel.jax.verify.plain_engine import PlainJaxEngine
 from polyaccel.jax.verify.runs import config_without, float32_config, record_engine, switch_off
@@ -35,6 +37,8 @@ def initialize(
     model: Any,
     params: Any,
     *,
+    state: Any,
+    state_reduction: Reduction,
     optimizer: Any,
     config: str | Path | Mapping[str, Any] | Config,
     seed: int,
@@ -43,6 +47,7 @@ def initialize(
     dist_init_required: bool | None,
 ) -> JaxEngine:
     """Build an engine around `model`, a function or a module of flax or equinox; as `polyaccel.initialize`."""
+    model, params, state, optimizer = taken_apart(model, params, state, optimizer)
     require_only_params(params)
     parsed = load_config(config)
     if (run := active_run()) is not None:
@@ -62,6 +67,8 @@ def initialize(
     given = RewriteContext(
         model=model,
         params=params,
+        state=state,
+        state_reduction=state_reduction,
         runtime=runtime,
         client=optimizer,
         seed=seed,

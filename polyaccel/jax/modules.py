@@ -3,27 +3,31 @@
 The batch is passed as to a module of torch: a mapping as named arguments, a tuple or list as positional ones, anything
 else as the one argument; it returns its loss, or (loss, auxiliary output). The module is in training mode where there
 is a random key, and in evaluation mode elsewhere, by its own switch (`model.eval()` of nnx, `inference_mode` of
-equinox) and by arguments like `train`. Its repeated blocks are units (`polyaccel.jax.program.module_units`).
+equinox) and by arguments like `train`. Its repeated blocks are units (`polyaccel.jax.program.module_units`). Its state
+is carried (`polyaccel.jax.program.carried`): collections of linen other than "params", variables of nnx that are not
+`Param` or random, and `equinox.nn.State`.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from polyaccel.errors import InvariantError, PolyaccelError
+from polyaccel.jax.program.carried import with_new_state
 from polyaccel.jax.program.function import LossFn
 from polyaccel.jax.program.module_calls import LinenStreams, ModuleCall, missing_stream
 from polyaccel.jax.program.module_units import blocks_of, equinox_with_units, linen_interceptor, nnx_with_units
 
 
-def as_function(model: Any, params: Any, *, with_units: bool = True) -> tuple[LossFn, Any]:
-    """Return function and parameters of `model`, whose repeated blocks are units `with_units`.
+def as_function(model: Any, params: Any, state: Any = None, *, with_units: bool = True) -> tuple[LossFn, Any, Any]:
+    """Return function, parameters and state of `model`, whose repeated blocks are units `with_units`.
 
-    flax.linen needs `params` from `model.init`.
+    flax.linen needs `params` from `model.init`. With state the function is `fn(params, state, batch, rng)`.
     """
     kind = type(model).__name__
     for package, name, convert in _KINDS:
@@ -35,7 +39,7 @@ def as_function(model: Any, params: Any, *, with_units: bool = True) -> tuple[Lo
                     hint="pass a function fn(params, batch, rng) that uses its parts, and its parameters as params=",
                     value=kind,
                 )
-            return convert(model, params, with_units)
+            return convert(model, params, state, with_units)
     if hasattr(model, "opt_state"):
         raise PolyaccelError(
             f"a {kind} is a training state, and no model",
@@ -49,27 +53,50 @@ def as_function(model: Any, params: Any, *, with_units: bool = True) -> tuple[Lo
         raise PolyaccelError(
             "initialize was called without params", hint="pass the pytree of the function's parameters"
         )
-    return model, params
+    _require_arguments(model, state)
+    return model, params, state
 
 
-def _from_linen(model: Any, params: Any, with_units: bool) -> tuple[LossFn, Any]:
+def _require_arguments(function: Any, state: Any) -> None:
+    """Raise PolyaccelError for a function that takes a state and gets none, or the other way round."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    if _takes(signature, 3) and not _takes(signature, 4) and state is not None:
+        hint = "take the state as fn(params, state, batch, rng), and return (loss, new_state)"
+        raise PolyaccelError("a function of three arguments got state=", hint=hint, value=str(signature))
+    if _takes(signature, 4) and not _takes(signature, 3) and state is None:
+        hint = "pass state= to initialize, or let the function be fn(params, batch, rng)"
+        raise PolyaccelError("a function of four arguments got no state=", hint=hint, value=str(signature))
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _from_linen(model: Any, params: Any, state: Any, with_units: bool) -> tuple[LossFn, Any, Any]:
     from flax import linen
     from flax.errors import InvalidRngError
 
     if params is None:
         raise PolyaccelError("a flax.linen module has no parameters", hint="pass params=model.init(key, ...)")
-    others = sorted(set(params) - {"params"}) if "params" in params else []
-    if others:
-        raise _stateful(others)
-    params = params.get("params", params)
+    if state is not None and not isinstance(state, Mapping):
+        kind, hint = type(state).__name__, 'pass a mapping of collections: state={"batch_stats": ...}'
+        raise PolyaccelError(f"the state of a flax.linen module is a {kind}", hint=hint, value=kind)
     interceptor = linen_interceptor(blocks_of(params) if with_units else ())
     of_call, streams = ModuleCall(type(model)), LinenStreams()
 
-    def loss(params: Any, batch: Any, rng: Any) -> Any:
+    def run(params: Any, collections: Mapping[str, Any], batch: Any, rng: Any) -> Any:
         args, named = of_call.arguments(batch, trains=rng is not None)
+        mutable: Any = list(collections) if collections else False
 
         def call(rngs: Any) -> Any:
-            return model.apply({"params": params}, *args, rngs=rngs, **named)
+            return model.apply({"params": params, **collections}, *args, rngs=rngs, mutable=mutable, **named)
 
         rngs = None if rng is None else streams.keys(rng, call)
         try:
@@ -84,77 +111,97 @@ def _from_linen(model: Any, params: Any, with_units: bool) -> tuple[LossFn, Any]
                 value=stream,
             ) from error
 
-    return loss, params
+    if not state:
+        return lambda params, batch, rng: run(params, {}, batch, rng), params, None
+
+    def carrying(params: Any, state: Any, batch: Any, rng: Any) -> Any:
+        found, updates = run(params, state, batch, rng)
+        return with_new_state(found, updates)
+
+    return carrying, params, state
 
 
-def _from_nnx(model: Any, params: Any, with_units: bool) -> tuple[LossFn, Any]:
+def _from_nnx(model: Any, params: Any, state: Any, with_units: bool) -> tuple[LossFn, Any, Any]:
     from flax import nnx
 
-    _require_own(params)
+    _require_own(params, state)
     model.eval()
-    still, *_ = nnx.split(model, nnx.Param, ...)
+    still, *_ = nnx.split(model, nnx.Param, nnx.RngState, ...)
     model.train()
-    moving, state, rest = nnx.split(model, nnx.Param, ...)
-    named = nnx.to_pure_dict(state)  # whose paths are the names of layers, without the variables around the arrays
-    if any(one is not other for one, other in zip(jax.tree.leaves(named), jax.tree.leaves(state), strict=True)):
-        raise InvariantError("flax orders a state and its pure dict differently")
+    moving, trained, rest, others = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    # whose paths are the names of layers, without the variables around the arrays
+    named, carried = nnx.to_pure_dict(trained), nnx.to_pure_dict(others)
+    for pure, whole in ((named, trained), (carried, others)):
+        if any(one is not other for one, other in zip(jax.tree.leaves(pure), jax.tree.leaves(whole), strict=True)):
+            raise InvariantError("flax orders a state and its pure dict differently")
     blocks = blocks_of(named) if with_units else ()
-    whole = jax.tree.structure(state)
+    of_params, of_state = jax.tree.structure(trained), jax.tree.structure(others)
     leaves, structure = jax.tree.flatten(rest)
     is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    others = nnx.filter_state(rest, nnx.Not(nnx.RngState))
-    if jax.tree.leaves(others):
-        raise _stateful(sorted({".".join(map(str, path)) for path, _ in nnx.to_flat_state(others)}))
     of_call = ModuleCall(type(model))
 
-    def loss(params: Any, batch: Any, rng: Any) -> Any:
+    def run(params: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
         drawn = [
             jax.random.fold_in(rng, at) if fresh and rng is not None else leaf
             for at, (leaf, fresh) in enumerate(zip(leaves, is_key, strict=True))
         ]
         graph = still if rng is None else moving
-        variables = jax.tree.unflatten(whole, jax.tree.leaves(params))
+        variables = jax.tree.unflatten(of_params, jax.tree.leaves(params))
+        kept = jax.tree.unflatten(of_state, jax.tree.leaves(state))
         args, named = of_call.arguments(batch, trains=rng is not None)
-        return nnx_with_units(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn)), blocks)(*args, **named)
+        merged = nnx_with_units(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn), kept), blocks)
+        found = merged(*args, **named)
+        return found, nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))))
 
-    return loss, named
+    if not jax.tree.leaves(carried):
+        return lambda params, batch, rng: run(params, {}, batch, rng)[0], named, None
+    return lambda params, state, batch, rng: with_new_state(*run(params, state, batch, rng)), named, carried
 
 
-def _from_equinox(model: Any, params: Any, with_units: bool) -> tuple[LossFn, Any]:
+def _from_equinox(model: Any, params: Any, state: Any, with_units: bool) -> tuple[LossFn, Any, Any]:
     import equinox
 
-    _require_own(params)
+    _require_own(params, None)
     parts = jax.tree.leaves(model, is_leaf=lambda part: isinstance(part, equinox.nn.StateIndex))
-    if any(isinstance(part, equinox.nn.StateIndex) for part in parts):
-        raise _stateful(["equinox.nn.State"])
+    if state is None and any(isinstance(part, equinox.nn.StateIndex) for part in parts):
+        kind = type(model).__name__
+        raise PolyaccelError(
+            f"a {kind} has state, and initialize got none",
+            hint=f"model, state = equinox.nn.make_with_state({kind})(...), then initialize(model=model, state=state)",
+            value=kind,
+        )
     arrays, moving = equinox.partition(model, equinox.is_inexact_array)
     _, still = equinox.partition(equinox.nn.inference_mode(model), equinox.is_inexact_array)
     blocks = blocks_of(arrays) if with_units else ()
     of_call = ModuleCall(type(model))
+    if state is not None and "state" not in of_call.names:
+        raise PolyaccelError(
+            f"{of_call.name} has no argument state, and initialize got one",
+            hint="take it as __call__(self, ..., state) and return (loss, state), or pass a function fn(params, state, "
+            "batch, rng)",
+            value=of_call.name,
+        )
 
-    def loss(params: Any, batch: Any, rng: Any) -> Any:
-        args, named = of_call.arguments(batch, trains=rng is not None, **({"key": rng} if of_call.takes_key else {}))
+    def run(params: Any, carried: Mapping[str, Any], batch: Any, rng: Any) -> Any:
+        key = {"key": rng} if "key" in of_call.names else {}
+        args, named = of_call.arguments(batch, trains=rng is not None, **key, **carried)
         static = still if rng is None else moving
         return equinox_with_units(equinox.combine(params, static), blocks)(*args, **named)
 
-    return loss, arrays
+    if state is None:
+        return lambda params, batch, rng: run(params, {}, batch, rng), arrays, None
+    return lambda params, state, batch, rng: run(params, {"state": state}, batch, rng), arrays, state
 
 
-_KINDS: tuple[tuple[str, str, Callable[[Any, Any, bool], tuple[LossFn, Any]]], ...] = (
+_KINDS: tuple[tuple[str, str, Callable[[Any, Any, Any, bool], tuple[LossFn, Any, Any]]], ...] = (
     ("flax.linen", "Module", _from_linen),
     ("flax.nnx", "Module", _from_nnx),
     ("equinox", "Module", _from_equinox),
 )
 
 
-def _require_own(params: Any) -> None:
-    if params is not None:
-        raise PolyaccelError("params were passed with a module that has its own", hint="leave params out")
-
-
-def _stateful(names: list[str]) -> PolyaccelError:
-    return PolyaccelError(
-        f"the module has state that is not a parameter: {', '.join(names)}",
-        hint="use layers without running statistics, or pass a function that keeps its state itself",
-        value=names,
-    )
+def _require_own(params: Any, state: Any) -> None:
+    for name, given in (("params", params), ("state", state)):
+        if given is not None:
+            hint = f"leave {name} out"
+            raise PolyaccelError(f"{name} were passed with a module that has its own", hint=hint, value=name)

@@ -20,7 +20,7 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], Any]:
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves: dict[str, Any] = {}
     for path, leaf in paths:
-        fqn = ".".join(_part(key) for key in path) or "params"
+        fqn = path_name(path) or "params"
         if fqn in leaves:
             raise ShardingError(
                 f"two parameters are called {fqn!r}", hint="use keys without dots where this is ambiguous", value=fqn
@@ -51,7 +51,7 @@ def require_only_params(params: Any) -> None:
             hint += ", and the transformation as optimizer=, whose states the engine makes"
             what = "a state of an optax transformation"
         else:
-            hint += f" ({place}['params']), and statistics in the batch, marked by polyaccel.jax.replicated"
+            hint += f" ({place}['params']), and the others as state={{'batch_stats': {place}['batch_stats']}}"
             what = "variables with running statistics (batch_stats)"
         raise ShardingError(f"{place} is a {kind}, {what}: it would be trained as parameters", hint=hint, value=kind)
 
@@ -102,6 +102,11 @@ def as_array(leaf: Any) -> jax.Array:
     if layout is None or tuple(layout) == tuple(range(array.ndim)):
         return array
     return jnp.asarray(np.array(array, order="C"))
+
+
+def path_name(path: Any) -> str:
+    """Return the dotted name of a path in a tree; empty for the tree itself."""
+    return ".".join(_part(key) for key in path)
 
 
 def _part(key: Any) -> str:

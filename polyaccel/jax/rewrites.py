@@ -23,6 +23,7 @@ from polyaccel.engine.rank_consistency import require_same_training
 from polyaccel.engine.rewrites import AppliedRewrite, BaseContext, BaseRewrite
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.jax.carried_state import Reduction
 from polyaccel.jax.modules import as_function
 from polyaccel.jax.optax_on_tree import optax_optimizer
 from polyaccel.jax.pipeline import LayerList, numels_of, shapes_of_params
@@ -70,6 +71,10 @@ class RewriteContext(BaseContext):
     params: Any
     """The tree of its parameters; after `PipelineLayers`, with None for layers of other stages."""
     runtime: EngineBuilder
+    state: Any = None
+    """The state that the function carries from micro-batch to micro-batch; None without one."""
+    state_reduction: Reduction = "mean"
+    """How ranks agree on the state."""
     client: Any = None
     """The optimizer that the script gave."""
     seed: int = 0
@@ -112,7 +117,7 @@ class RewriteContext(BaseContext):
 
     def release(self) -> None:
         """Drop the caller's arrays, after the engine has read them."""
-        self.params = self.client = self.engine = None
+        self.params = self.state = self.client = self.engine = None
 
 
 class Rewrite(BaseRewrite[RewriteContext]):
@@ -131,10 +136,14 @@ class FunctionOfModel(Rewrite):
         """Raises PolyaccelError for what is not a model with parameters, see `as_function`."""
         before = context.model
         if isinstance(before, (list, tuple)):
+            if context.state is not None:
+                hint = "leave state= out, or train one function without stages"
+                raise PolyaccelError("a list of layers carries no state", hint=hint, value="state")
             layers = LayerList.from_model(before, context.params)
             context.model, context.params = layers, list(context.params)
             return AppliedRewrite(name=self.name, modules=tuple(map(str, range(len(layers.layers)))))
-        context.model, context.params = as_function(before, context.params, with_units=context.with_units)
+        found = as_function(before, context.params, context.state, with_units=context.with_units)
+        context.model, context.params, context.state = found
         return None if context.model is before else AppliedRewrite(name=self.name, modules=("",))
 
 

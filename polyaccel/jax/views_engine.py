@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyaccel.jax.carried_state import CarriedState, ViewsState
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.program.batches import as_inputs
 from polyaccel.jax.program.calls import engine_call, warn_of_idle_devices
+from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
@@ -31,9 +33,6 @@ class ViewsEngine(JaxEngine):
 
     def __init__(self, rewrites: RewriteContext) -> None:
         super().__init__(rewrites)
-        arrays = self.adapter.views.arrays()
-        self._device = next(iter(arrays[0].devices())) if arrays else jax.local_devices(backend="cpu")[0]
-        """The one that this rank computes on."""
         warn_of_idle_devices(self.communicator)
         self._recorder.begin()
 
@@ -54,7 +53,13 @@ class ViewsEngine(JaxEngine):
             self._function = ShardedFunction(self._loss_function, self.adapter.leaves(), params_in_programs)
             units = tuple(dict.fromkeys(self.adapter.unit_names().values()))
         self.adapter.let_go()
+        arrays = self.adapter.views.arrays()
+        self._device = next(iter(arrays[0].devices())) if arrays else jax.local_devices(backend="cpu")[0]
+        """The one that this rank computes on."""
         return units, names
+
+    def _carry(self, form: StateForm, first: Any) -> CarriedState:
+        return ViewsState(form, first, self._rewrites.state_reduction, self.communicator, self._device)
 
     @property
     @engine_call
@@ -82,7 +87,9 @@ class ViewsEngine(JaxEngine):
         try:
             with self.timer("backward"):
                 leaves = self.adapter.views.arrays()
-                loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, self._loss_factor)
+                arguments = leaves, self._with_state(batch), rng, self._loss_factor
+                loss, found, gradients = self._function.gradients(*arguments)
+                self.aux = self._keep_state(found)
             with self.timer("reduce"):
                 for fqn, gradient in self.adapter.gradients(gradients):
                     self.zero.reducer.add_gradient(fqn, gradient)
@@ -102,9 +109,9 @@ class ViewsEngine(JaxEngine):
         batch = as_inputs(batch, self._device)
         self._checks.require_scalable(batch)
         key = jax.random.fold_in(self._key, number) if rng is None else rng
-        loss, aux, gradients = self._loss_function.gradients(leaves, batch, key, factor)
+        loss, aux, gradients = self._loss_function.gradients(leaves, self._with_state(batch), key, factor)
         loss, *means = mean_over_ranks([loss, *gradients], self._stage_runtime.communicator, self.accelerator)
-        return loss, aux, means
+        return loss, self._keep_state(aux), means
 
     def _take_gradients(self, gradients: Sequence[jax.Array]) -> None:
         self._settle_params()
@@ -129,13 +136,16 @@ class ViewsEngine(JaxEngine):
 
     def _evaluate(self, batch: Any) -> tuple[Any, Any]:
         self._settle_params()
-        return self._function.evaluate(self.adapter.views.arrays(), as_inputs(batch, self._device))
+        given = self._with_state(as_inputs(batch, self._device))
+        loss, found = self._function.evaluate(self.adapter.views.arrays(), given)
+        return loss, self._without_state(found)
 
     @engine_call
     def program(self, batch: Any) -> jax.stages.Compiled:
         self._require_own_process()
         rng = jax.random.fold_in(self._key, 0)
-        return self._function.compiled(self.adapter.views.arrays(), as_inputs(batch, self._device), rng, 1.0)
+        given = self._with_state(as_inputs(batch, self._device))
+        return self._function.compiled(self.adapter.views.arrays(), given, rng, 1.0)
 
     def destroy(self) -> None:
         """Release buffers and connections. `params` taken before keep their values."""

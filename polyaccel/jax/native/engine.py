@@ -15,14 +15,17 @@ import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
 from polyaccel.core.types import DType
+from polyaccel.jax.carried_state import CarriedState
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import Gradients, StepProgram
+from polyaccel.jax.native.state import NativeState
 from polyaccel.jax.native.step import NativeStep
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.calls import engine_call
+from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.views import CopyCount
@@ -71,6 +74,9 @@ class NativeEngine(JaxEngine):
         self.zero = NativeStep(layout, memory, program, optimizer, update)
         self.adapter.let_go()
         return (), tuple(spec.fqn for spec in specs)
+
+    def _carry(self, form: StateForm, first: Any) -> CarriedState:
+        return NativeState(form, first, self._rewrites.state_reduction, self.communicator, self._mesh)
 
     def _first_values(self, params: Any) -> dict[str, np.ndarray[Any, Any]]:
         """Rank 0's parameters, flat in host memory, in the precision that they came in."""
@@ -133,7 +139,7 @@ class NativeEngine(JaxEngine):
             self.zero.params.held.params, whole, keys, cut, np.uint32(number), np.float32(factor)
         )
         own = [self._mesh.own_parts(gradient)[0] for gradient in found]
-        return self._mesh.own_parts(loss)[0], self._own_aux(aux), own
+        return self._mesh.own_parts(loss)[0], self._own_aux(self._keep_state(aux)), own
 
     def _keys_of_devices(self, rng: Any) -> Any:
         """A key for each of this process's devices: `rng` itself where there is one."""
@@ -172,7 +178,7 @@ class NativeEngine(JaxEngine):
         cut = self._cut(batch)
         self._meet("evaluation of JAX")
         losses, aux = self.zero.evaluate(cut)
-        return self._own_mean(losses), self._own_aux(aux)
+        return self._own_mean(losses), self._own_aux(self._without_state(aux))
 
     @engine_call
     def program(self, batch: Any) -> jax.stages.Compiled:
@@ -212,6 +218,7 @@ class NativeEngine(JaxEngine):
             )
         loss = self._take(losses, aux)
         self._take_result(result)
+        self._reduce_state()
         mean = float(jnp.stack(self._losses).mean())
         self._losses.clear()
         self._end_step(groups, mean, {})
@@ -226,7 +233,7 @@ class NativeEngine(JaxEngine):
             length_cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
         )
         self._checks.warn_of_lookups(batch, parts)
-        cut = jax.tree.map(self._over_devices, *map(as_inputs, parts))
+        cut = self._with_state(jax.tree.map(self._over_devices, *map(as_inputs, parts)))
         arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
         with self._checks.explaining_parts(batch, len(parts)):
             self._checks.require_scalable(as_inputs(parts[0]))
@@ -243,7 +250,7 @@ class NativeEngine(JaxEngine):
             self.communicator.barrier(label=what)
 
     def _take(self, losses: jax.Array, aux: Any) -> jax.Array:
-        self.aux = self._own_aux(aux)
+        self.aux = self._own_aux(self._keep_state(aux))
         loss = self._own_mean(losses)
         self._losses.append(loss)
         return loss

@@ -20,18 +20,21 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.jax.program.batches import cast_floats
+from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.program.units import UnitRecomputation, recomputed_by
 from polyaccel.jax.views import ParamViews, address_of
 
-LossFn = Callable[[Any, Any, Any], Any]
-"""`fn(params, batch, rng)` -> a scalar loss, or (loss, auxiliary output). In evaluation `rng` is None."""
+LossFn = Callable[..., Any]
+"""`fn(params, batch, rng)` -> a scalar loss, or (loss, auxiliary output). In evaluation `rng` is None. With state it is
+`fn(params, state, batch, rng)`, see `polyaccel.jax.program.carried`."""
 
 
 class LossFunction:
     """`fn` on parameters of the given tree structure, `is_trained` for each leaf.
 
     `cast_inputs` is the type that floating arrays of a batch are converted to; None leaves them as they are.
-    `recomputation` computes its units again in backward; None keeps their values.
+    `recomputation` computes its units again in backward; None keeps their values. With a `state` every batch is a
+    `Carried`, and every auxiliary output a `Result`.
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class LossFunction:
         originals: Mapping[str, Any],
         cast_inputs: Any = None,
         recomputation: UnitRecomputation | None = None,
+        state: StateForm | None = None,
     ) -> None:
         self._fn = fn
+        self._state = state
         self._recomputation = recomputation
         self._structure = structure
         self._is_trained = tuple(is_trained)
@@ -97,16 +102,19 @@ class LossFunction:
 
     def call(self, leaves: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
         """(loss as at least float32, auxiliary output), to be traced by JAX."""
+        carried, state = batch, self._state
+        batch = batch if state is None else carried.batch
         if self._cast_inputs is not None:
             batch = cast_floats(batch, self._cast_inputs)
         recomputation = None if rng is None else self._recomputation  # an evaluation keeps nothing
+        before = () if state is None else (state.tree(carried.state),)
         with recomputed_by(recomputation):
-            found = _run(self._fn, jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
+            found = _run(self._fn, jax.tree_util.tree_unflatten(self._structure, leaves), *before, batch, rng)
         if recomputation is not None and not recomputation.count:
             key, expected = "activation_checkpointing.enabled", "the function has no units to recompute"
             hint = "wrap its blocks: polyaccel.jax.unit(block)(params['layers'][i], x); or use jax.checkpoint in it"
             raise ConfigError([Problem(key, True, expected, hint)])
-        return loss_and_aux(found)
+        return loss_and_aux(found) if state is None else loss_and_aux(state.split(found))
 
     def check(self, compiled: Any, arguments: Any) -> None:
         """`refuse_closed_over` and `refuse_meshes` for a program that is new."""
@@ -155,10 +163,10 @@ def loss_and_aux(found: Any) -> tuple[Any, Any]:
 _CONTAINERS = (tuple, list, dict)
 
 
-def _run(fn: LossFn, params: Any, batch: Any, rng: Any) -> Any:
+def _run(fn: LossFn, *arguments: Any) -> Any:
     """What `fn` gives. Raises PolyaccelError where it asks for a mesh that an engine's program does not have."""
     try:
-        return fn(params, batch, rng)
+        return fn(*arguments)
     except PolyaccelError:
         raise
     except (NameError, TypeError, ValueError) as error:

@@ -15,7 +15,10 @@ import jax
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.program.units import recomputed_by, traced_by
 
-_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False, "inference": False}
+_FLAGS = {
+    **dict.fromkeys(("train", "training", "is_training"), True),
+    **dict.fromkeys(("deterministic", "inference", "use_running_average"), False),
+}
 """The value in training of the arguments by which modules of the field switch between training and evaluation."""
 
 
@@ -26,13 +29,19 @@ class ModuleCall:
         self.name = f"{kind.__name__}.__call__"
         self._signature = inspect.signature(kind.__call__)
         self._params = list(self._signature.parameters.values())[1:]
-        self.takes_key = "key" in self._signature.parameters
+        self.names = tuple(self._signature.parameters)
 
     def arguments(self, batch: Any, *, trains: bool, **extra: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for `batch`, with flags like `train` and `extra` where it has none."""
+        """Return the arguments for `batch`, with flags like `train` and `extra` where it has none.
+
+        A state among `extra` does not belong to the batch, in whatever place `__call__` has it.
+        """
         args: tuple[Any, ...] = () if isinstance(batch, Mapping) else _as_args(batch)
         named = {str(name): value for name, value in batch.items()} if isinstance(batch, Mapping) else {}
-        given = {param.name for param in self._params[: len(args)]} | named.keys()
+        places = [param.name for param in self._params]
+        if "state" in extra and (at := places.index("state")) < len(args):
+            args = (*args[:at], extra.pop("state"), *args[at:])
+        given = {*places[: len(args)]} | named.keys()
         flags = {
             param.name: _FLAGS[param.name] is trains
             for param in self._params

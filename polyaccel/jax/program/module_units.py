@@ -44,11 +44,17 @@ def linen_interceptor(blocks: Sequence[str]) -> Callable[..., Any]:
         if not rngs and not is_unit_here():
             return proceed(*args, **named)
         block, variables = module.unbind()
+        mutable = module.scope.mutable
 
         def apply(variables: Any, rngs: Any, args: Any, named: Any) -> Any:
-            return block.apply(variables, *args, rngs=rngs, **named)
+            found = block.apply(variables, *args, rngs=rngs, mutable=mutable, **named)
+            return found if mutable is not False else (found, {})
 
-        return (unit(apply) if is_unit_here() else apply)(variables, rngs, args, named)
+        found, updates = (unit(apply) if is_unit_here() else apply)(variables, rngs, args, named)
+        for collection, values in updates.items():
+            for name, value in values.items():
+                module.scope.put_variable(collection, name, value)
+        return found
 
     def _uses_others(module: Any) -> bool:
         """Whether `module` calls modules that belong to another one, whose variables it does not have."""
@@ -96,17 +102,18 @@ def _call_equinox(kind: Any, block: Any, args: Any, named: Any) -> Any:
 
 
 def _call_nnx(kind: Any, block: Any, args: Any, named: Any) -> Any:
-    """Call the unit as a copy, as a module may change only in its own trace; copy random counts back."""
+    """Call the unit as a copy, as a module may change only in its own trace; copy random counts and state back."""
     from flax import nnx
 
     graph, state = nnx.split(block)
 
     def call(state: Any, args: Any, named: Any) -> Any:
         inner = nnx.merge(graph, state)
-        return kind.__call__(inner, *args, **named), nnx.state(inner, nnx.RngCount)
+        return kind.__call__(inner, *args, **named), nnx.state(inner, changing)
 
-    found, counts = unit(call)(state, args, named)
-    nnx.update(block, counts)
+    changing = nnx.Any(nnx.RngCount, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate)))
+    found, changed = unit(call)(state, args, named)
+    nnx.update(block, changed)
     return found
 
 

@@ -3,9 +3,10 @@
 [Note: Proof before training]
 Every rank takes part in the first training, and has its first batch there. The engine then trains two steps from the
 weights that it was built from: as plain JAX, and by an engine with the same config in float32, both as [Note: Shadow
-runs] of `polyaccel.verify.variant` has them. A function of JAX has no state, so nothing of the training changes, but
-what the function itself changes while it is traced. All ranks agree on findings and failures before the next
-collective. A failure of these runs is a reason in the log, and never the end of a training; a finding is.
+runs] of `polyaccel.verify.variant` has them. These runs have their own copy of a carried state. So nothing of the
+training changes, but what the function itself changes while it is traced. All ranks agree on findings and failures
+before the next collective. A failure of these runs is a reason in the log, and never the end of a training; a finding
+is.
 """
 
 from __future__ import annotations
@@ -257,6 +258,7 @@ class FirstStepProof:
         lines += [str(shapes), self._config.model_dump_json(), str(engine.communicator.world_size), str(self._names)]
         optimizer = engine.zero.optimizer
         lines.append("" if optimizer is None else optimizer.kind)
+        lines.append("" if engine._carried is None else str(engine._carried.is_averaged))
         first = data if is_whole else data[0]
         try:
             lines.append(str(engine._traced(as_inputs(first))))

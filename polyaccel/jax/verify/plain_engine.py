@@ -6,8 +6,8 @@ Every rank holds all parameters, and gradients are averaged over all ranks.
 The engine cuts a batch into micro-batches, and over the devices of a process, and averages. The gradient of the whole
 batch is that average, or where parts weigh differently (tokens that are padding) or are summed, another combination of
 the parts' gradients with weights of no less than zero. Then the parts are right. Where it is none, something was cut
-that has no axis over samples, and the whole is right. A function that draws random numbers has a key for each part, so
-only its parts can be compared.
+that has no axis over samples, and the whole is right. A function that draws random numbers has a key for each part, and
+one with state has statistics of each. Of these only the parts can be compared.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.engine import OptimizerGroups
 from polyaccel.jax.program.batches import as_inputs, split_batch
+from polyaccel.jax.program.carried import Carried
 from polyaccel.jax.pytree import dtype_of
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.verify.plain_programs import PlainPrograms
+from polyaccel.jax.verify.plain_state import PlainState
 from polyaccel.jax.verify.plain_update import Array, PlainUpdate
 from polyaccel.jax.verify.recording import StepRecording
 from polyaccel.jax.views import CopyCount
@@ -53,6 +55,10 @@ class PlainJaxEngine:
         self._trained = [dtype_of(fqn, leaf).is_floating for fqn, leaf in leaves.items()]
         drawn = np.random.default_rng(run.variant.noise)
         self._leaves = {fqn: self._first_value(leaf, run.variant, drawn) for fqn, leaf in leaves.items()}
+        self._carried = None
+        if programs.form is not None:
+            of = (programs.form, programs.state, given.state_reduction)
+            self._carried = PlainState(*of, self.communicator, given.own_devices)
         self._own_devices, self._world_size = given.own_devices, self.communicator.world_size * given.own_devices
         self._update = PlainUpdate(given.client, runtime, self._structure, self._names, programs.update_of)
         self._update.hold_frozen(programs.params)
@@ -92,8 +98,8 @@ class PlainJaxEngine:
         return dict(self._sum)
 
     def states(self) -> Mapping[str, Any]:
-        """Return the states of the optimizer."""
-        return self._update.states()
+        """Return the states of the optimizer, and the state that the function carries."""
+        return self._update.states() | ({} if self._carried is None else self._carried.values())
 
     def weights(self) -> dict[str, Array]:
         """Return the trained parameters."""
@@ -105,6 +111,16 @@ class PlainJaxEngine:
     def params(self) -> Any:
         """The parameters, in the caller's tree."""
         return jax.tree.unflatten(self._structure, [jnp.asarray(self._leaves[name]) for name in self._names])
+
+    @property
+    def state(self) -> Any:
+        """The state that the function carries."""
+        return None if self._carried is None else self._carried.tree
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._carried is not None:
+            self._carried.assign(value)
 
     @property
     def copies(self) -> CopyCount:
@@ -168,6 +184,8 @@ class PlainJaxEngine:
             factor = min(1.0, clipping / (self._norm + 1e-6))
         clipped = {name: value * np.float32(factor) for name, value in self._sum.items()}
         self._leaves |= self._update.update(self.weights(), clipped)
+        if self._carried is not None:
+            self._carried.average()
         self.global_steps += 1
         self._recording.after_update(self._norm)
         self.zero_grad()
@@ -180,7 +198,8 @@ class PlainJaxEngine:
     def eval_batch(self, data_iter: Any) -> jax.Array:
         """Compute the loss of a micro-batch without gradients."""
         batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
-        loss, self.aux = self._programs.without(self._named_leaves(), as_inputs(batch))
+        loss, found = self._programs.without(self._named_leaves(), self._with_state(as_inputs(batch)))
+        self.aux = found if self._carried is None else found.aux
         return loss
 
     def zero_grad(self) -> None:
@@ -205,35 +224,41 @@ class PlainJaxEngine:
         `rng` takes the place of the keys.
         """
         inputs = as_inputs(batch)
-        draws = self._programs.draws(self._leaves, inputs)
+        draws = self._programs.draws(self._leaves, self._with_state(inputs))
         if self._record is not None and not self._record.has_choices:
-            self._record.has_choices = self._programs.has_choices(self._leaves, inputs)
+            self._record.has_choices = self._programs.has_choices(self._leaves, self._with_state(inputs))
         parts = self._parts(batch, count, number)
         if rng is not None:
             keys = jax.random.split(rng, len(parts)) if len(parts) > 1 else [rng]
-            parts = [(part, key, weight) for (part, _, weight), key in zip(parts, keys, strict=True)]
-        found = [self._of_part(part, key, weight, leaves) for part, key, weight in parts]
-        if len(found) > 1 and not draws:
+            parts = [(part, key, *rest) for (part, _, *rest), key in zip(parts, keys, strict=True)]
+        found = [self._of_part(part, key, weight, leaves, device) for part, key, weight, device in parts]
+        if len(found) > 1 and not draws and self._carried is None:
             whole = self._of_part(inputs, self._key_of(number, 0), count, leaves)
             found = found if _is_combination(whole[1], [of_part for _, of_part in found]) else [whole]
         return found
 
+    def _with_state(self, inputs: Any, device: int = 0) -> Any:
+        return inputs if self._carried is None else Carried(self._carried.of_device[device], inputs)
+
     def _of_part(
-        self, inputs: Any, key: Any, weight: float, leaves: Mapping[str, Array]
+        self, inputs: Any, key: Any, weight: float, leaves: Mapping[str, Array], device: int = 0
     ) -> tuple[Any, dict[str, Array]]:
-        """The loss and gradients of a part of a batch, with a weight."""
+        """The loss and gradients of a part of a batch, with a weight. The state of its device is replaced."""
         trained = {name: jnp.asarray(leaves[name]) for name in self.weights()}
         frozen = {name: jnp.asarray(leaves[name]) for name in self._names if name not in trained}
-        (loss, self.aux), found = self._programs.with_gradients(trained, frozen, inputs, key)
+        given = self._with_state(inputs, device)
+        (loss, self.aux), found = self._programs.with_gradients(trained, frozen, given, key)
+        if self._carried is not None:
+            self._carried.of_device[device], self.aux = list(self.aux.state), self.aux.aux
         return weight * loss, {name: np.asarray(one, np.float32) * np.float32(weight) for name, one in found.items()}
 
-    def _parts(self, batch: Any, count: int, number: int) -> list[tuple[Any, Any, float]]:
-        """(inputs, key, weight) of what the engine computes by itself: parts over micro-batches, then over devices."""
+    def _parts(self, batch: Any, count: int, number: int) -> list[tuple[Any, Any, float, int]]:
+        """(inputs, key, weight, device) of what the engine computes by itself, over micro-batches and devices."""
         cures = {"length_cure": "give all arrays a first axis over samples"}
         found = []
         for micro, one in enumerate(split_batch(batch, count, over="micro-batches", **cures)):
             for at, part in enumerate(split_batch(one, self._own_devices, over="devices", **cures)):
-                found.append((as_inputs(part), self._key_of(number + micro, at), 1 / self._own_devices))
+                found.append((as_inputs(part), self._key_of(number + micro, at), 1 / self._own_devices, at))
         return found
 
     def _key_of(self, micro_steps: int, device: int) -> Any:

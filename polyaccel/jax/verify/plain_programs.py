@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr
 
 from polyaccel.jax.modules import as_function
 from polyaccel.jax.pipeline import LayerList
+from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.program.function import LossFn, loss_and_aux
 from polyaccel.jax.pytree import named_leaves
 from polyaccel.jax.rewrites import RewriteContext
@@ -34,13 +35,15 @@ class PlainPrograms:
     def __init__(self, given: RewriteContext, kernels: Callable[..., Any]) -> None:
         model, params = given.model, given.params
         self._kernels = kernels
-        self._as_drawn: Callable[[], tuple[Any, Any]]
+        self._as_drawn: Callable[[], tuple[Any, Any, Any]]
         self._function: LossFn
         if isinstance(model, (list, tuple)):
-            self._function, params = LayerList.from_model(model, params), list(params)
+            self._function, params, state = LayerList.from_model(model, params), list(params), None
         else:
-            self._function, params = as_function(model, given.params, with_units=False)
-            self._as_drawn = partial(as_function, model, given.params)
+            self._function, params, state = as_function(model, given.params, given.state, with_units=False)
+            self._as_drawn = partial(as_function, model, given.params, given.state)
+        self.state = state
+        self.form = None if state is None else StateForm(state)
         self._model = model
         self.params = params
         self.leaves, self.structure = named_leaves(params)
@@ -68,7 +71,10 @@ class PlainPrograms:
 
     def _loss(self, trained: Mapping[str, Any], frozen: Mapping[str, Any], batch: Any, rng: Any) -> tuple[Any, Any]:
         leaves = [trained[name] if name in trained else frozen[name] for name in self.names]
-        return loss_and_aux(self._function(jax.tree.unflatten(self.structure, leaves), batch, rng))
+        params = jax.tree.unflatten(self.structure, leaves)
+        if self.form is None:
+            return loss_and_aux(self._function(params, batch, rng))
+        return loss_and_aux(self.form.split(self._function(params, self.form.tree(batch.state), batch.batch, rng)))
 
     def draws(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
         """Return whether the function uses its random key. Called before its first gradient."""
@@ -76,7 +82,7 @@ class PlainPrograms:
             self._draws = self._looks_at_key(leaves, inputs)
             linen = sys.modules.get("flax.linen")
             if self._draws and linen is not None and isinstance(self._model, linen.Module):
-                self._function, _ = self._as_drawn()  # a block of linen draws from one key, at every stage
+                self._function, *_ = self._as_drawn()  # a block of linen draws from one key, at every stage
         return self._draws
 
     def has_choices(self, leaves: Mapping[str, Any], inputs: Any) -> bool:

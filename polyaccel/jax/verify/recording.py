@@ -39,7 +39,7 @@ class Values(Protocol):
         """Values in the best precision there is."""
 
     def states(self) -> Mapping[str, Any]:
-        """States of the optimizer."""
+        """States of the optimizer, and the state that the function carries."""
 
 
 class StepRecording:
@@ -138,9 +138,13 @@ class EngineValues(ABC):
 
     def states(self) -> Mapping[str, Any]:
         """As `Values.states`. Collective."""
+        carried = self._engine._carried
+        return self._of_optimizer() | ({} if carried is None else carried.values())
+
+    def _of_optimizer(self) -> dict[str, Any]:
         optimizer = self._engine.zero.optimizer
         if isinstance(optimizer, OptaxOnTree):
-            return optimizer.states_by_path()
+            return dict(optimizer.states_by_path())
         if not isinstance(optimizer, OptaxOptimizer):
             names = () if optimizer is None else optimizer.state_names
             by_state = {state: self._whole(partial(self._read, kind=state)) for state in names}

@@ -124,9 +124,11 @@ def test_a_module_of_equinox_is_evaluated_in_inference_mode(kind, stage):
     assert after < before
 
 
-def test_a_module_of_equinox_with_state_is_refused():
+def test_a_module_of_equinox_with_state_needs_it():
     norm = equinox.nn.BatchNorm(4, axis_name="batch", mode="batch")
-    assert refused(lambda: start(norm)).value == ["equinox.nn.State"]
+    found = refused(lambda: start(norm))
+    assert found.value == "BatchNorm"
+    assert "make_with_state" in found.hint
 
 
 class Trains(linen.Module):
@@ -296,7 +298,6 @@ def states():
     moments = transformation.init(params)
     model = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
     return {
-        "TrainState": TrainState.create(apply_fn=None, params=params, tx=transformation),
         "nnx.Optimizer": nnx.Optimizer(model, transformation, wrt=nnx.Param),
         "own state": OwnState(params, moments),
         "a dict": {"params": params, "opt_state": moments, "step": 0},
@@ -309,7 +310,6 @@ def states():
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("TrainState", "TrainState"),
         ("nnx.Optimizer", "Optimizer"),
         ("own state", "OwnState"),
         ("a dict", "dict"),
@@ -324,16 +324,88 @@ def test_states_are_not_trained_as_parameters(name, kind):
     assert found.value == kind
 
 
-def test_a_train_state_is_refused_with_a_module_too():
-    model = Positional()
-    variables = model.init(jax.random.key(0), X, X[:, :3], is_training=False)
+def trained_by(first, second):
+    """Whether two engines end with the same parameters; each is made by a function."""
+
+    def go(make):
+        engine = make()
+        engine.train_batch(X)
+        return leaves(engine.params)
+
+    one, other = (alone(lambda make=make: go(make)) for make in (first, second))
+    assert [*one] == [*other]
+    return all(np.array_equal(value, other[name]) for name, value in one.items())
+
+
+class Statistics(TrainState):
+    batch_stats: Any
+
+
+def test_a_train_state_is_parameters_and_transformation():
+    model = Sampling()
+    variables = streams(model)
     state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.adam(0.1))
-    assert refused(lambda: start(model, state)).value == "TrainState"
-    engine = alone(lambda: float(start(model, state.params, optimizer=state.tx).train_batch((X, X[:, :3]))))
-    assert np.isfinite(engine)
+    assert trained_by(lambda: unnamed(model, state), lambda: start(model, variables, optimizer=optax.adam(0.1)))
+    own = TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, weights()), tx=optax.sgd(0.5))
+    assert trained_by(lambda: unnamed(error, own), lambda: start(error, weights(), optimizer=optax.sgd(0.5)))
+    assert trained_by(
+        lambda: start(error, own, optimizer=optax.sgd(0.1)), lambda: start(error, weights(), optimizer=optax.sgd(0.1))
+    )
 
 
-def test_an_optimizer_of_nnx_is_neither_model_nor_transformation():
+def unnamed(model, params=None, **arguments):
+    """An engine whose transformation is in what it gets."""
+    return polyaccel.initialize(model=model, params=params, config={"train_batch_size": ROWS}, **arguments)
+
+
+def test_further_fields_of_a_train_state_are_its_state():
+    class Normalized(linen.Module):
+        @linen.compact
+        def __call__(self, x, train):
+            return jnp.mean(linen.BatchNorm(use_running_average=not train)(linen.Dense(3)(x)) ** 4)
+
+    model = Normalized()
+    variables = model.init(jax.random.key(0), X, train=False)
+    rest = {"params": variables["params"], "batch_stats": variables["batch_stats"]}
+    state = Statistics.create(apply_fn=model.apply, tx=optax.adam(0.1), **rest)
+
+    def fn(params, state, batch, rng):
+        return model.apply({"params": params, **state}, batch, train=rng is not None, mutable=["batch_stats"])
+
+    def go(model):
+        engine = unnamed(model, state)
+        engine.train_batch(X)
+        return float(engine.eval_batch(X)), np.asarray(engine.state["batch_stats"]["BatchNorm_0"]["mean"])
+
+    (found, mean), (wanted, other) = alone(lambda: go(model)), alone(lambda: go(fn))
+    assert found == wanted
+    np.testing.assert_array_equal(mean, other)
+    assert np.abs(mean).max() > 0.0
+
+
+def test_a_training_state_that_has_taken_steps_is_refused():
+    params = jax.tree.map(jnp.asarray, weights())
+    fresh = TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    moved = fresh.apply_gradients(grads=params)
+    assert refused(lambda: unnamed(error, moved)).value == 1
+    assert refused(lambda: unnamed(error, moved.replace(step=0))).value == 0
+    model = OfNnx()
+    optimizer = nnx.ModelAndOptimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    optimizer.update(nnx.grad(lambda model: model(X)[0])(model))
+    assert refused(lambda: unnamed(optimizer)).value == 1
+
+
+def test_an_optimizer_of_nnx_is_module_and_transformation():
+    both = nnx.ModelAndOptimizer(OfNnx(), optax.adam(0.1), wrt=nnx.Param)
+    assert trained_by(lambda: unnamed(both), lambda: start(OfNnx(), optimizer=optax.adam(0.1)))
+    model = OfNnx()
+    apart = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    assert trained_by(lambda: unnamed(model, optimizer=apart), lambda: start(OfNnx(), optimizer=optax.adam(0.1)))
+    some = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.LoRAParam)
+    assert "partition" in refused(lambda: unnamed(model, optimizer=some)).hint
+
+
+def test_an_optimizer_of_nnx_is_no_model_and_no_transformation_of_a_function():
     optimizer = states()["nnx.Optimizer"]
     assert refused(lambda: start(optimizer)).value == "Optimizer"
     assert "tx" in refused(lambda: start(error, weights(), optimizer=optimizer)).hint

@@ -17,7 +17,9 @@ from proof_verdicts import pass_on_verdicts, prove_as_users_do
 import polyaccel
 from polyaccel.errors import VerificationError
 from polyaccel.jax import unit
+from polyaccel.jax.carried_state import ViewsState
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.verify import first_step
 from polyaccel.jax.verify.first_step import FirstStepProof
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.verify.prove import threads_run
@@ -105,6 +107,30 @@ def test_a_right_training_is_proven_once_and_has_no_trace(verdicts, world, names
         assert losses == wanted[0][0] or losses == wanted[-1][0]
         for fqn, value in wanted[0][1].items():
             np.testing.assert_array_equal(params[fqn], value)
+
+
+def centred(params, state, batch, rng):
+    hidden = batch @ params[0]["kernel"]
+    new = {"mean": 0.5 * state["mean"] + 0.5 * hidden.mean(0), "count": state["count"] + 1}
+    return jnp.square(jnp.tanh(hidden - state["mean"])).mean(), new
+
+
+def test_a_state_is_proven_with_its_averages_over_ranks(verdicts, monkeypatch):
+    def go(ranks):
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "verify": "auto", **ADAMW}
+        state = {"mean": jnp.zeros(WIDTH), "count": 0}
+        engine = polyaccel.initialize(model=centred, params=params_of(), state=state, config=config)
+        engine.train_batch(random(0, ranks.rank, 8))
+        return int(engine.state["count"])
+
+    assert run_threads(2, go) == [2, 2]
+    assert all(proof.is_proven for proof in verdicts)
+    verdicts.clear()
+    monkeypatch.setattr(ViewsState, "reduce", lambda self: None)
+    monkeypatch.setattr(first_step, "is_proven", lambda digest: False)
+    run_threads(2, go)
+    kinds = {(finding.kind, finding.name) for finding in verdicts[0].findings}
+    assert ("state", "carried mean") in kinds
 
 
 def test_nothing_is_proven_where_nothing_is_rewritten(verdicts):

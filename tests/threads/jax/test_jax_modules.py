@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyaccel.errors import ShardingError
-
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
 pytest.importorskip("optax")
@@ -19,7 +17,7 @@ from flax import linen, nnx
 from jax_models import leaves, make_config
 
 import polyaccel
-from polyaccel.errors import ConfigError, PolyaccelError
+from polyaccel.errors import ConfigError
 from polyaccel.testkit.ranks.threads import run_threads
 
 SGD = {
@@ -103,19 +101,6 @@ def test_a_module_trains_with_dropout_and_is_evaluated_without(kind):
     firsts = {"linen": "Dense_0.kernel", "nnx": "first.kernel", "equinox": "first.weight"}
     assert firsts[kind] in names
     assert len(names) == 4
-
-
-def test_a_module_with_running_statistics_is_refused():
-    with pytest.raises(ShardingError) as caught:
-        run_threads(
-            1, lambda _: polyaccel.initialize(model=Linen(), params={"params": {}, "batch_stats": {}}, config=SGD)
-        )
-    assert caught.value.value == "dict"
-    assert "batch_stats" in str(caught.value)
-    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    with pytest.raises(PolyaccelError) as caught:
-        run_threads(1, lambda _: polyaccel.initialize(model=norm, config=SGD))
-    assert caught.value.value == ["mean", "var"]
 
 
 def loss(params, batch, rng):

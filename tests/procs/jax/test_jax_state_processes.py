@@ -1,0 +1,81 @@
+"""State of a function where ranks are processes: at stage 3, and over the devices of native mode."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("equinox")
+pytest.importorskip("optax")
+
+import jax_state_models as models
+
+from polyaccel.errors import PolyaccelError
+from polyaccel.testkit.ranks.procs import RankPool
+
+pytestmark = pytest.mark.timeout(300)  # programs to compile, on a machine that may be slow and busy
+PATIENCE_S = 240.0
+DEVICES = 2
+NATIVE = {"jax": {"execution": "native"}}
+
+
+@pytest.fixture(scope="module")
+def devices():
+    """`devices(world)`: a pool of so many processes of two devices each."""
+    pools = {}
+
+    def pool(world):
+        if world not in pools:
+            flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
+            pools[world] = RankPool(world, comm_timeout_s=PATIENCE_S, environ={"XLA_FLAGS": flags})
+        return pools[world]
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
+@pytest.mark.parametrize(("kind", "world"), [("linen", 3), ("nnx", 2)])
+def test_sharded_parameters(rank_pool, kind, world):
+    wanted = models.plain(kind, world, 2)
+    runs = rank_pool(world).run(models.train, kind, 3, 2, timeout_s=PATIENCE_S)
+    for run in runs:
+        models.assert_same(run, wanted, has_losses=run is runs[0])
+
+
+def train_natively(communicator, kind, stage, accumulation):
+    return models.train(communicator, kind, stage, accumulation, DEVICES, **NATIVE)
+
+
+@pytest.mark.parametrize(("kind", "world", "accumulation"), [("function", 2, 2), ("equinox", 1, 1)])
+def test_devices_of_native_mode(devices, kind, world, accumulation):
+    wanted = models.plain(kind, world * DEVICES, accumulation)
+    for run in devices(world).run(train_natively, kind, 2, accumulation, timeout_s=PATIENCE_S):
+        models.assert_same(run, wanted, has_losses=False)
+
+
+def save_and_load(communicator, folder):
+    """(state, state after a load, value of the leaf that differs between devices)."""
+    engine = models.engine_of("function", 2, 1, **NATIVE)
+    engine.train_batch(models.batch_of(0, communicator.rank, 1, DEVICES))
+    engine.save_checkpoint(folder)
+    again = models.engine_of("function", 2, 1, **NATIVE)
+    again.load_checkpoint(folder)
+    found = models.flat(engine.state), models.flat(again.state)
+    again.state = engine.state
+    assert all(np.array_equal(*pair) for pair in zip(models.flat(again.state), found[0], strict=True))
+    try:
+        again.state = {"mean": np.zeros(1)}
+    except PolyaccelError as error:
+        return *found, error.hint
+    return *found, ""
+
+
+def test_a_checkpoint_of_native_mode(devices, tmp_path):
+    for before, after, hint in devices(2).run(save_and_load, str(tmp_path), timeout_s=PATIENCE_S):
+        assert hint
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(one, other)
