@@ -12,6 +12,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.engine.model_adapter import ModelAdapter
+from polyaccel.jax.optax_on_owners import OptaxOnOwners
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.params import Leaf
 from polyaccel.jax.program.stacking import Stacking, repeated_blocks
@@ -69,6 +70,8 @@ class JaxAdapter(ModelAdapter):
         """Let parameters that an optax transformation updates differently share no bucket."""
         if isinstance(optimizer, OptaxOptimizer):
             self._updates = optimizer.follow({name: layer.fqn for name, layer in self.stacking.layers.items()})
+        if isinstance(optimizer, OptaxOnOwners):
+            optimizer.place = lambda name, start: self.stacking.in_whole(name, (), start)[::2]
 
     def update_names(self) -> Mapping[str, str]:
         return self._updates

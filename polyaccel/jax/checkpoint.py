@@ -24,8 +24,8 @@ from polyaccel.engine.imported_states import own_scalars, own_schedule_state, st
 from polyaccel.engine.resume import LoadPlan, SavedValues, TrainingRun, check_names, validate_state_dict, wanted_state
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.carried_state import CarriedState
-from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.optax_whole import WholeStates
 from polyaccel.jax.program.stacking import Stacking
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.zero.trained_state import over_stages
@@ -66,7 +66,7 @@ def contents_of(
     return SaveContents(
         pieces=pieces,
         scalars=scalars,
-        rank_blobs={_OPTAX: optimizer.whole_state()} if isinstance(optimizer, OptaxOnTree) else {},
+        rank_blobs=optimizer.state_blobs(run.communicator.rank) if isinstance(optimizer, WholeStates) else {},
     )
 
 
@@ -141,8 +141,8 @@ def _check(
             hint="load another tag, or begin with a new optimizer: load_optimizer_states=False",
             value=sorted(numbers),
         )
-    on_tree = run.zero.optimizer if sources is not None and isinstance(run.zero.optimizer, OptaxOnTree) else None
-    whole = None if on_tree is None else on_tree.read_whole_state(saved.rank_blobs(0).get(_OPTAX, b""))
+    whole = run.zero.optimizer if sources is not None and isinstance(run.zero.optimizer, WholeStates) else None
+    states = None if whole is None else whole.read_states(map(saved.rank_blobs, range(saved.world_size)))
     of_schedule = values.lr_scheduler if schedule and run.schedule is not None else None
     if of_schedule is not None:
         if IMPORTED in saved.scalars:
@@ -161,8 +161,8 @@ def _check(
             run.load_groups(values, sources)
         if optax is not None:
             optax.numbers.update(numbers)
-        if on_tree is not None:
-            on_tree.take_whole_state(whole)
+        if whole is not None:
+            whole.take_states(states)
         if of_schedule is not None:
             run.schedule.load_state_dict(of_schedule)
 

@@ -30,7 +30,9 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.carried_state import StateOfEngine
 from polyaccel.jax.checkpoint import CustomLoad, OwnTree, contents_of, load_run
+from polyaccel.jax.hyperparameters import Hyperparameters
 from polyaccel.jax.operations import BatchWork, first_dtype
+from polyaccel.jax.optax_optimizer import TransformationOptimizer
 from polyaccel.jax.program.batch_checks import BatchChecks, is_iterator
 from polyaccel.jax.program.batches import split_batch
 from polyaccel.jax.program.calls import engine_call
@@ -338,6 +340,8 @@ class JaxEngine(StateOfEngine, Engine):
         fence()  # for what still reads the parameters, and lest the update be timed with what was before
         loss = float(jnp.stack(self._losses).mean()) if self._losses else None
         self._losses.clear()
+        if isinstance(self.zero.optimizer, TransformationOptimizer):
+            self.zero.optimizer.loss = loss
         self._settle_replica()
         self._apply_update(self.optimizer.param_groups)
         self._reduce_state()
@@ -463,6 +467,11 @@ class JaxEngine(StateOfEngine, Engine):
     def get_lr(self) -> list[float]:
         """Return the learning rate of every optimizer group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+
+    @property
+    def hyperparams(self) -> Hyperparameters:
+        """The numbers of `optax.inject_hyperparams` by name, to read, and to set equally on all ranks."""
+        return Hyperparameters(self.zero.optimizer)
 
     def _require_own_process(self) -> None:
         """JAX's threads do not survive a fork: a computation in the child would wait for ever."""

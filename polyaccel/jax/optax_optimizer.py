@@ -10,30 +10,30 @@ Such a state is computed from the slice's weights before its first update, which
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from traceback import walk_tb
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.core.types import DType, ParamSpec
-from polyaccel.errors import ShardingError
+from polyaccel.core.types import ParamSpec
+from polyaccel.errors import PolyaccelError
 from polyaccel.jax.elementwise.evaluate import Elements, NotElementwise, Number, Value, evaluate
-from polyaccel.jax.elementwise.graph import Atom, Graph, buffer_names, function_name, state_leaves, structure_of
-from polyaccel.jax.pytree import dtype_of, named_leaves
+from polyaccel.jax.elementwise.graph import Atom, buffer_names, structure_of
+from polyaccel.jax.traced_transformation import TracedTransformation
 from polyaccel.jax.views import array_over
-from polyaccel.zero.plan.policy import DEFAULT_PRECISION
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 
 _UPDATES = "updates"
 """Our own number: how many updates there were."""
+_LOSS = "loss"
+"""Our own number: the mean loss of a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,55 +48,43 @@ class Program:
     """The value with which each state begins; None where it follows from the weights."""
 
 
-class TracedTransformation:
-    """`transformation` as JAX traces it on the tree `params`, whose floating leaves are trained and held as
-    `param_dtype` (None: as they are). Raises ShardingError where the transformation fails there."""
+class TransformationOptimizer(SliceOptimizer):
+    """An optimizer that runs a transformation of optax."""
 
-    def __init__(self, transformation: Any, params: Any, param_dtype: DType | None = None) -> None:
-        self.transformation = transformation
-        named, self._structure = named_leaves(params)
-        self.names = list(named)
-        """The parameters in tree order."""
-        self.is_trained = [dtype_of(fqn, leaf).is_floating for fqn, leaf in named.items()]
-        self.shapes = [
-            jax.ShapeDtypeStruct(jnp.shape(leaf), _master_dtype(dtype_of(fqn, leaf), param_dtype))
-            for fqn, leaf in named.items()
-        ]
-        self.name = function_name([getattr(transformation.update, "__qualname__", "")]) or type(transformation).__name__
-        tree = jax.tree.unflatten(self._structure, self.shapes)
-        try:
-            state = jax.eval_shape(transformation.init, tree)
-            self.state_paths, self._state_structure = jax.tree_util.tree_flatten_with_path(state)
-            self.leaves = state_leaves(tree, state)
-            self.init = Graph.trace(transformation.init, tree)
-            self.graph = Graph.trace(self.update, tree, [leaf for _, leaf in self.state_paths], tree)
-        except Exception as error:
-            frames = (getattr(frame.f_code, "co_qualname", "") for frame, _ in walk_tb(error.__traceback__))
-            name = function_name([*str(error).split(), *reversed(list(frames))]) or self.name
-            raise ShardingError(
-                f"the optax transformation {name} fails on these parameters: {type(error).__name__}: {error}",
-                hint="give it masks and labels of the tree of parameters; the engine passes gradients, state and "
-                "parameters to `update`, and no loss value",
-                value=name,
-            ) from error
+    def __init__(self, traced: TracedTransformation) -> None:
+        self.traced = traced
+        self.loss: float | None = None
+        """The mean loss of this rank's micro-batches, for a transformation that needs it."""
 
-    def update(self, grads: Any, state: Sequence[Any], params: Any) -> tuple[Any, list[Any]]:
-        """(new parameters, leaves of the new state)."""
-        updates, after = self.transformation.update(grads, jax.tree.unflatten(self._state_structure, state), params)
-        moved = jax.tree.map(lambda one, by: (one + by).astype(one.dtype), params, updates)
-        return moved, jax.tree.leaves(after)
+    @abstractmethod
+    def number(self, at: int) -> float:
+        """The value of leaf `at` of the state, which is one number."""
 
-    def tree_of(self, arrays: Mapping[str, Any]) -> Any:
-        """The tree of arrays by name, zeros for parameters that are not trained."""
-        pairs = zip(self.names, self.shapes, strict=True)
-        leaves = [arrays[fqn] if fqn in arrays else jnp.zeros(shape.shape, shape.dtype) for fqn, shape in pairs]
-        return jax.tree.unflatten(self._structure, leaves)
+    @abstractmethod
+    def set_number(self, at: int, value: float) -> None:
+        """Overwrite leaf `at` of the state, which is one number."""
+
+    def mean_loss(self, communicator: Communicator) -> float:
+        """Return the mean over ranks, or 0 for a transformation that does not need it. Collective."""
+        if not self.traced.needs_loss:
+            return 0.0
+        if self.loss is None:
+            raise PolyaccelError(
+                f"the optax transformation {self.traced.name} needs the loss of the step, and there is none",
+                hint="compute gradients by train_batch or grad_step",
+                value=self.traced.name,
+            )
+        if communicator.world_size == 1:
+            return self.loss
+        found: list[float] = communicator.all_gather_object(self.loss)
+        return sum(found) / len(found)
 
 
-class OptaxOptimizer(SliceOptimizer):
+class OptaxOptimizer(TransformationOptimizer):
     """Runs a transformation on flat slices. Raises NotElementwise for one that cannot run on them."""
 
     def __init__(self, traced: TracedTransformation) -> None:
+        super().__init__(traced)
         self._names, self._shapes, self._trained = traced.names, traced.shapes, traced.is_trained
         self._leaves, self._init, self._update = traced.leaves, traced.init, traced.graph
         self._paths = [jax.tree_util.keystr(path) for path, _ in traced.state_paths]
@@ -108,7 +96,8 @@ class OptaxOptimizer(SliceOptimizer):
         """Find the program of every parameter, and the numbers that programs need. Raises NotElementwise."""
         count = len(self._names)
         grads, states = self._update.inputs[:count], self._update.inputs[count : count + len(self._leaves)]
-        self._inputs = grads, states, self._update.inputs[count + len(states) :]
+        self._inputs = grads, states, self._update.inputs[count + len(states) : 2 * count + len(states)]
+        self._of_loss = {node.index for node in self._update.inputs[2 * count + len(states) :]}
         of_params: list[list[int]] = [[] for _ in range(count)]
         for at, leaf in enumerate(self._leaves):
             if leaf.param is not None:
@@ -141,6 +130,7 @@ class OptaxOptimizer(SliceOptimizer):
         roles: dict[int, Hashable] = {grads[program.param].index: "gradient", params[program.param].index: "weights"}
         roles |= {states[at].index: ("state", name) for name, at in program.states.items()}
         roles |= {states[at].index: ("number", name) for at, name in self._number_names.items()}
+        roles |= dict.fromkeys(self._of_loss, _LOSS)
         starts = [self._init.outputs[at] for at in program.states.values()]
         at_start = structure_of(self._init, starts, {self._init.inputs[program.param].index: "weights"})
         types = tuple(str(self._leaves[at].dtype) for at in program.states.values())
@@ -151,7 +141,7 @@ class OptaxOptimizer(SliceOptimizer):
         shape = self._shapes[program.param]
         slice_of = jax.ShapeDtypeStruct((8,), shape.dtype)
         states = {name: jax.ShapeDtypeStruct((8,), np.float32) for name in program.states}
-        numbers = {name: jax.ShapeDtypeStruct((), np.float32) for name in self._number_names.values()}
+        numbers = {name: jax.ShapeDtypeStruct((), np.float32) for name in (*self._number_names.values(), _LOSS)}
         jax.eval_shape(lambda *given: self._evaluate(program, *given), slice_of, slice_of, states, numbers)
         starts: dict[str, float | None] = {}
         for name, at in program.states.items():
@@ -171,19 +161,20 @@ class OptaxOptimizer(SliceOptimizer):
         states, after = self._inputs[1], self._update.outputs[len(self._names) :]
         wanted = [atom for program in self._distinct for atom in self._outputs(program)]
         live: set[int] = set()
+        found = {at for at in self.traced.hyperparams.values() if at in self._number_names}
         while True:
             _, read = self._update.needed(wanted)
-            found = {at for at in self._number_names if states[at].index in read} - live
+            found |= {at for at in self._number_names if states[at].index in read} - live
             if not found:
                 break
             live |= found
-            wanted = [after[at] for at in found]
+            wanted, found = [after[at] for at in found], set()
         self._numbers = {self._number_names[at]: at for at in sorted(live)}
         self.numbers: dict[str, float] = {}
         """Its states of one number each, by name."""
         for name, at in self._numbers.items():
             self.numbers[name] = float(evaluate(self._init, [self._init.outputs[at]], {})[0].value)
-        jax.eval_shape(self.numbers_after, dict.fromkeys(self.numbers, 0.0))
+        jax.eval_shape(self.numbers_after, dict.fromkeys([*self.numbers, _LOSS], 0.0))
         if any(start is None for program in self._distinct for start in program.starts.values()):
             self.numbers[_UPDATES] = 0.0  # see [Note: Weight-initialised states]
 
@@ -215,7 +206,7 @@ class OptaxOptimizer(SliceOptimizer):
     def update(
         self, shards: Iterable[Shard], groups: Sequence[Group], grad_scale: float, communicator: Communicator
     ) -> Iterator[Shard]:
-        before = dict(self.numbers)
+        before = self.numbers | {_LOSS: self.mean_loss(communicator)}
         for shard in shards:
             program = self.programs[shard.bucket.slots[0].param.fqn]  # as all of the bucket, by `follow`
             for run in shard.runs:
@@ -261,11 +252,19 @@ class OptaxOptimizer(SliceOptimizer):
 
     def _given(self, numbers: Mapping[str, Any]) -> dict[int, Value]:
         states = self._inputs[1]
-        return {
+        given: dict[int, Value] = {
             states[at].index: Number(jnp.asarray(numbers[name]).astype(self._leaves[at].dtype))
             for at, name in self._number_names.items()
             if name in numbers
         }
+        loss = Number(jnp.asarray(numbers.get(_LOSS, 0.0), jnp.float32))
+        return given | dict.fromkeys(self._of_loss, loss)
+
+    def number(self, at: int) -> float:
+        return self.numbers[self._number_names[at]]
+
+    def set_number(self, at: int, value: float) -> None:
+        self.numbers[self._number_names[at]] = value
 
     def _evaluate(
         self, program: Program, weights: Any, gradient: Any, states: Mapping[str, Any], numbers: Mapping[str, Any]
@@ -304,9 +303,3 @@ def _rounded(value: Any, dtype: Any) -> Any:
         return value
     facts = jnp.finfo(dtype)
     return jax.lax.reduce_precision(value, facts.nexp, facts.nmant)
-
-
-def _master_dtype(own: DType, param_dtype: DType | None) -> np.dtype[Any]:
-    """The type of the weights that the optimizer sees; arrays that are not trained stand in as float32."""
-    held = param_dtype if param_dtype is not None and own.is_floating else own
-    return np.dtype(numpy_dtype(DEFAULT_PRECISION.master_of(held)) if held.is_floating else np.float32)

@@ -111,6 +111,11 @@ class RewriteContext(BaseContext):
         return is_replicated and not self.is_native and not self.stacked and self.stages == 1
 
     @property
+    def has_owners(self) -> bool:
+        """Whether ranks can have whole parameters in turn, each those that it owns."""
+        return not self.is_native and self.stages == 1
+
+    @property
     def stages(self) -> int:
         """The number of pipeline stages."""
         return self.runtime.mesh.size_of(("pipe",))
@@ -358,8 +363,15 @@ def _make_optimizer(context: RewriteContext) -> None:
             hint = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else hint
             raise PolyaccelError(f"a {kind} is not an optax transformation", hint=hint, value=kind)
         dtype = runtime.param_dtype
-        how = {"may_be_whole": context.has_whole_parameters, "on_slices": context.on_slices}
-        context.slice_optimizer = optax_optimizer(client, context.params, dtype, **how)
+        ranks = runtime.communicator
+        context.slice_optimizer = optax_optimizer(
+            client,
+            context.params,
+            dtype,
+            may_be_whole=context.has_whole_parameters,
+            on_slices=context.on_slices,
+            owners=(ranks.rank, ranks.world_size) if context.has_owners else None,
+        )
         return
     section, native = runtime.config.optimizer, native_optimizer_of(runtime.config)
     if native is None:

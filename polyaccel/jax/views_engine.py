@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from polyaccel.jax.carried_state import CarriedState, ViewsState
 from polyaccel.jax.engine import JaxEngine
-from polyaccel.jax.optax_on_tree import OptaxOnTree
+from polyaccel.jax.optax_whole import WholeStates
 from polyaccel.jax.program.batches import as_inputs
 from polyaccel.jax.program.calls import engine_call, warn_of_idle_devices
 from polyaccel.jax.program.carried import StateForm
@@ -43,7 +43,7 @@ class ViewsEngine(JaxEngine):
         self._key = jax.random.fold_in(jax.random.key(seed), self._stage_runtime.communicator.rank)
         groups = self.optimizer.param_groups
         self.adapter.separate(optimizer)
-        resident = isinstance(optimizer, OptaxOnTree)
+        resident = isinstance(optimizer, WholeStates)
         self.zero = self._stage_runtime.zero_step(self.adapter, optimizer, groups, self.timer, resident=resident)
         self._function: LossFunction | ShardedFunction = self._loss_function
         names = tuple(spec.fqn for spec in self.adapter.param_specs())

@@ -1,7 +1,7 @@
 """A function that JAX has traced, as a flat list of operations.
 
 Calls are inlined, and every result of a condition is its own operation, so that what one result needs is found without
-the others.
+the others. Or both branches of a condition are inlined too, and each result is selected.
 """
 
 from __future__ import annotations
@@ -109,19 +109,23 @@ class Operation:
 
 
 class Graph:
-    """The operations of a traced function, in order, and its `inputs` and `outputs`."""
+    """The operations of a traced function, in order, and its `inputs` and `outputs`.
 
-    def __init__(self, traced: ClosedJaxpr) -> None:
+    `selects` inlines the branches of conditions, whose operations then all run.
+    """
+
+    def __init__(self, traced: ClosedJaxpr, *, selects: bool = False) -> None:
         self._count = 0
+        self._selects = selects
         self._operations: list[Operation] = []
         self._producer: dict[int, int] = {}
         self.inputs = tuple(self._node(variable) for variable in traced.jaxpr.invars)
         self.outputs = tuple(self._inline(traced.jaxpr, traced.consts, self.inputs))
 
     @classmethod
-    def trace(cls, function: Callable[..., Any], *arguments: Any) -> Graph:
+    def trace(cls, function: Callable[..., Any], *arguments: Any, selects: bool = False) -> Graph:
         """Trace `function` of arrays given as shapes and types; inputs and outputs are the leaves in tree order."""
-        return cls(jax.make_jaxpr(function)(*arguments))
+        return cls(jax.make_jaxpr(function)(*arguments), selects=selects)
 
     def needed(self, outputs: Iterable[Atom]) -> tuple[list[Operation], set[int]]:
         """The operations that `outputs` follow from, in order, and the indices of the nodes that these read."""
@@ -163,7 +167,9 @@ class Graph:
                 continue
             outputs = [self._node(variable) for variable in equation.outvars]
             known.update(zip(equation.outvars, outputs, strict=True))
-            if equation.primitive.name == "cond":
+            if equation.primitive.name == "cond" and self._selects:
+                self._add_selections(equation, tracebacks, inputs, outputs)
+            elif equation.primitive.name == "cond":
                 self._add_conditions(equation, tracebacks, inputs, outputs)
             else:
                 self._add(equation, tracebacks, inputs, outputs)
@@ -177,11 +183,23 @@ class Graph:
         outputs: Sequence[Node],
         branches: tuple[Graph, ...] = (),
     ) -> None:
-        for output in outputs:
-            self._producer[output.index] = len(self._operations)
-        self._operations.append(
+        self._append(
             Operation(equation.primitive, equation.params, tuple(inputs), tuple(outputs), tracebacks, branches)
         )
+
+    def _append(self, operation: Operation) -> None:
+        for output in operation.outputs:
+            self._producer[output.index] = len(self._operations)
+        self._operations.append(operation)
+
+    def _add_selections(
+        self, equation: Any, tracebacks: tuple[Any, ...], inputs: Sequence[Atom], outputs: Sequence[Node]
+    ) -> None:
+        chooser, *rest = inputs
+        branches = [self._inline(one.jaxpr, one.consts, rest, tracebacks) for one in equation.params["branches"]]
+        for output, *cases in zip(outputs, *branches, strict=True):
+            chosen = (chooser, *cases)
+            self._append(Operation(jax.lax.select_n_p, {}, chosen, (output,), tracebacks))
 
     def _add_conditions(
         self, equation: Any, tracebacks: tuple[Any, ...], inputs: Sequence[Atom], outputs: Sequence[Node]

@@ -106,6 +106,13 @@ class OptaxUpdate:
 def slice_update(optimizer: SliceOptimizer) -> SliceUpdate:
     """The traced form of `optimizer`. Raises ShardingError for one that has none."""
     if isinstance(optimizer, OptaxOptimizer):
+        if optimizer.traced.needs_loss:
+            name = optimizer.traced.name
+            raise ShardingError(
+                f"the optax transformation {name} needs the loss, which has no value before native mode's program ran",
+                hint='use "jax": {"execution": "views"}',
+                value=name,
+            )
         return OptaxUpdate(optimizer)
     if isinstance(optimizer, RowOptimizer):
         return RowUpdate(optimizer)

@@ -183,7 +183,11 @@ class PlainJaxEngine:
         if clipping:
             factor = min(1.0, clipping / (self._norm + 1e-6))
         clipped = {name: value * np.float32(factor) for name, value in self._sum.items()}
-        self._leaves |= self._update.update(self.weights(), clipped)
+        loss = float(np.mean(self._losses)) if self._losses else None
+        mean = loss or 0.0
+        if self._update.takes_loss:
+            mean = float(np.mean(self.communicator.all_gather_object(mean)))
+        self._leaves |= self._update.update(self.weights(), clipped, mean)
         if self._carried is not None:
             self._carried.average()
         self.global_steps += 1
@@ -191,7 +195,6 @@ class PlainJaxEngine:
         self.zero_grad()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        loss = float(np.mean(self._losses)) if self._losses else None
         self._losses.clear()
         self._recording.end_step(loss)
 

@@ -14,6 +14,7 @@ from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.pytree import named_leaves
+from polyaccel.jax.traced_transformation import takes_value
 from polyaccel.ops.numpy import NumpyMath
 from polyaccel.zero.update.optimizers import RowOptimizer, TrustRatioOptimizer
 
@@ -52,14 +53,20 @@ class PlainUpdate:
             )
         self._row, self.group = native[0].row, dict(native[1])
 
-    def update(self, params: Arrays, gradients: Arrays) -> dict[str, Array]:
+    @property
+    def takes_loss(self) -> bool:
+        """Whether the transformation gets the mean loss of a step."""
+        return self._client is not None and takes_value(self._client.update)
+
+    def update(self, params: Arrays, gradients: Arrays, loss: float) -> dict[str, Array]:
         """The parameters that are trained, after an update."""
         self._steps += 1
         if self._client is not None:
             whole, given = self._tree(params), self._tree(gradients)
             if self._tree_state is None:
                 self._tree_state = self._client.init(whole)
-            whole, self._tree_state = self._apply(given, self._tree_state, whole)
+            extra = [np.float32(loss)] if self.takes_loss else []
+            whole, self._tree_state = self._apply(given, self._tree_state, whole, *extra)
             found = dict(zip(self._names, jax.tree.leaves(whole), strict=True))
             return {name: np.asarray(found[name]) for name in params}
         rule = self._row.rule(self.group, self._steps)
@@ -99,7 +106,7 @@ class PlainUpdate:
         self._zeros = {name: jnp.zeros(jnp.shape(leaf), jnp.float32) for name, leaf in named_leaves(params)[0].items()}
 
 
-def transform(update: Callable[..., Any], gradients: Any, state: Any, params: Any) -> Any:
-    """Return parameters and states after an `update` of a transformation."""
-    updates, state = update(gradients, state, params)
+def transform(update: Callable[..., Any], gradients: Any, state: Any, params: Any, *loss: Any) -> Any:
+    """Return parameters and states after an `update` of a transformation, which may take the loss."""
+    updates, state = update(gradients, state, params, **dict(zip(["value"], loss, strict=False)))
     return jax.tree.map(lambda one, by: (one + by).astype(one.dtype), params, updates), state

@@ -17,8 +17,8 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.engine import NativeEngine
-from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.optax_whole import WholeStates
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.verify.compare import MAGNITUDE
 from polyaccel.verify.variant import ActiveRun
@@ -143,8 +143,8 @@ class EngineValues(ABC):
 
     def _of_optimizer(self) -> dict[str, Any]:
         optimizer = self._engine.zero.optimizer
-        if isinstance(optimizer, OptaxOnTree):
-            return dict(optimizer.states_by_path())
+        if isinstance(optimizer, WholeStates):
+            return optimizer.states_by_path(self._engine.communicator)
         if not isinstance(optimizer, OptaxOptimizer):
             names = () if optimizer is None else optimizer.state_names
             by_state = {state: self._whole(partial(self._read, kind=state)) for state in names}

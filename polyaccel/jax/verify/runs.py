@@ -9,6 +9,7 @@ from polyaccel.config import Config, ResolvedConfig
 from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.optax_on_owners import OptaxOnOwners
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.verify.recording import StepRecording, values_of
@@ -101,7 +102,7 @@ def acted_of(engine: JaxEngine) -> dict[str, int]:
             count += rewrite.batch_parts
         name = (
             SLICES
-            if rewrite.name == "optimizer" and isinstance(engine.zero.optimizer, OptaxOptimizer)
+            if rewrite.name == "optimizer" and isinstance(engine.zero.optimizer, (OptaxOptimizer, OptaxOnOwners))
             else rewrite.name
         )
         acted[name] = acted.get(name, 0) + count

@@ -18,6 +18,7 @@ import polyaccel
 from polyaccel.errors import VerificationError
 from polyaccel.jax import unit
 from polyaccel.jax.carried_state import ViewsState
+from polyaccel.jax.optax_on_owners import OptaxOnOwners
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.verify import first_step
 from polyaccel.jax.verify.first_step import FirstStepProof
@@ -131,6 +132,19 @@ def test_a_state_is_proven_with_its_averages_over_ranks(verdicts, monkeypatch):
     run_threads(2, go)
     kinds = {(finding.kind, finding.name) for finding in verdicts[0].findings}
     assert ("state", "carried mean") in kinds
+
+
+def test_an_update_by_owners_is_proven_and_a_wrong_one_is_not(verdicts, monkeypatch):
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.reduce_on_plateau(), optax.sgd(0.1))
+    train(2, client=clipped, zero_optimization={"stage": 2})
+    assert verdicts[0].is_proven
+    assert "optax" in verdicts[0].acted
+    right = OptaxOnOwners._moved
+    monkeypatch.setattr(
+        OptaxOnOwners, "_moved", lambda self, grads, state, params, scale, loss:
+        right(self, grads, state, params, 2 * scale, loss))  # fmt: skip
+    with pytest.raises(VerificationError):
+        train(2, client=optax.chain(optax.centralize(), optax.sgd(0.1)), zero_optimization={"stage": 2})
 
 
 def test_nothing_is_proven_where_nothing_is_rewritten(verdicts):

@@ -11,40 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax_models import leaves
+from optax_runs import STEPS, data, engine_at, loss, plainly, start, train_half
 
 import polyaccel
 from polyaccel.errors import CheckpointError, PolyaccelError, ShardingError
-from polyaccel.jax.optax_optimizer import OptaxOptimizer, TracedTransformation
+from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.traced_transformation import TracedTransformation
 from polyaccel.testkit.ranks.threads import run_threads
-
-STEPS = 4
-
-
-def start():
-    random = np.random.default_rng(0)
-    return {
-        "emb": {"kernel": random.standard_normal((3, 5), dtype=np.float32)},
-        "norm": {"scale": random.standard_normal(5, dtype=np.float32)},
-        "out": {
-            "kernel": random.standard_normal((5, 2), dtype=np.float32),
-            "bias": random.standard_normal(2, dtype=np.float32),
-            "gain": np.float32(1.5),
-        },
-    }
-
-
-def loss(params, batch, rng):
-    hidden = jnp.tanh(batch["x"] @ params["emb"]["kernel"]) * params["norm"]["scale"]
-    found = hidden @ params["out"]["kernel"] * params["out"]["gain"] + params["out"]["bias"]
-    return jnp.square(found - batch["y"]).mean()
-
-
-def data(at, rank):
-    random = np.random.default_rng([at, rank])
-    return {
-        "x": random.standard_normal((4, 3), dtype=np.float32),
-        "y": random.standard_normal((4, 2), dtype=np.float32),
-    }
 
 
 def labels(params):
@@ -97,6 +70,9 @@ TRANSFORMATIONS = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2, weight_decay=1.0, mask=matrices), 2),
     "states of the weights": lambda: optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
     "cocob": lambda: optax.contrib.cocob(),
+    "reduce_on_plateau": lambda: optax.chain(
+        optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, rtol=0.5, factor=0.5)
+    ),
     "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw, static_args="mask")(
         optax.linear_schedule(1e-2, 0.0, 8), weight_decay=0.5, mask=matrices
     ),
@@ -111,53 +87,22 @@ WHOLE = {
     "muon": lambda: optax.contrib.muon(1e-2),
     "prodigy": lambda: optax.contrib.prodigy(1.0),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(1e-1), 2),
+    "polyak_sgd": lambda: optax.polyak_sgd(),
+    "frozen": lambda: optax.partition(
+        {"trained": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-1)), "frozen": optax.set_to_zero()}, labels
+    ),
+    "lbfgs": lambda: optax.lbfgs(1e-2, memory_size=2, linesearch=None),
 }
-"""Those that need whole parameters, or all of them."""
+"""Those that need whole parameters, or all of them, or the loss too."""
+OWNED = [((2, 2), (2, 2)), ((3, 2), (2, 1)), ((2, 2), (0, 2)), ((2, 1), (1, 0))]
+"""Ranks and stages before and after the checkpoint: states of owners, and of all ranks."""
 
 
-def plainly(make, world):
-    """The parameters by name after plain training."""
-    transformation = make()
-    params = jax.tree.map(jnp.asarray, start())
-    state = transformation.init(params)
-
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = transformation.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for at in range(STEPS):
-        grads = [jax.grad(loss)(params, data(at, rank), None) for rank in range(world)]
-        params, state = step(params, state, jax.tree.map(lambda *each: sum(each) / world, *grads))
-    return leaves(params)
-
-
-def under_engines(make, world, stages, folder):
+def under_engines(make, worlds, stages, folder):
     """The parameters by name after the first half of the steps at the first of `stages`, a checkpoint, and the rest at
     the second."""
-
-    def go(ranks):
-        def engine_at(stage):
-            config = {
-                "train_micro_batch_size_per_gpu": 4,
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": 12},
-            }
-            return polyaccel.initialize(model=loss, params=start(), optimizer=make(), config=config)
-
-        engine = engine_at(stages[0])
-        for at in range(STEPS // 2):
-            engine.train_batch(data(at, ranks.rank))
-        engine.save_checkpoint(str(folder))
-        engine.destroy()
-        engine = engine_at(stages[1])
-        engine.load_checkpoint(str(folder))
-        for at in range(STEPS // 2, STEPS):
-            engine.train_batch(data(at, ranks.rank))
-        found = leaves(engine.params)
-        engine.destroy()
-        return found
-
-    results = run_threads(world, go)
+    for half, (world, stage) in enumerate(zip(worlds, stages, strict=True)):
+        results = run_threads(world, train_half, make, stage, folder, half)
     for found in results[1:]:
         for fqn, value in found.items():
             np.testing.assert_array_equal(value, results[0][fqn])
@@ -175,8 +120,9 @@ PLACES = [(1, (2, 0)), (2, (0, 2)), (3, (2, 1)), (2, (2, 2)), (1, (3, 3))]
 )
 def test_masks_and_labels_act_on_the_tree(name, world, stages, tmp_path):
     make = TRANSFORMATIONS[name]
-    found = under_engines(make, world, stages, tmp_path)
-    for fqn, value in plainly(make, world).items():
+    extra = {"value": lambda loss: loss} if name == "reduce_on_plateau" else {}
+    found = under_engines(make, (world, world), stages, tmp_path)
+    for fqn, value in plainly(make, (world, world), **extra).items():
         np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
     if name in FROZEN:
         np.testing.assert_array_equal(found["emb.kernel"], start()["emb"]["kernel"])
@@ -184,12 +130,15 @@ def test_masks_and_labels_act_on_the_tree(name, world, stages, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "stages"), [(name, *((2, (0, 0)), (1, (2, 0)))[at % 2]) for at, name in enumerate(WHOLE)]
+    ("name", "worlds", "stages"), [(name, *OWNED[at % len(OWNED)]) for at, name in enumerate(WHOLE)]
 )
-def test_whole_parameters_serve_what_needs_them(name, world, stages, tmp_path):
-    found = under_engines(WHOLE[name], world, stages, tmp_path)
-    for fqn, value in plainly(WHOLE[name], world).items():
+def test_whole_parameters_serve_what_needs_them(name, worlds, stages, tmp_path):
+    extra = {"value": lambda loss: loss} if name == "polyak_sgd" else {}
+    found = under_engines(WHOLE[name], worlds, stages, tmp_path)
+    for fqn, value in plainly(WHOLE[name], worlds, **extra).items():
         np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
+    if name == "frozen":
+        np.testing.assert_array_equal(found["emb.kernel"], start()["emb"]["kernel"])
 
 
 CULPRITS = {
@@ -200,22 +149,25 @@ CULPRITS = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_where_parameters_are_cut_it_is_refused_by_name(name):
+@pytest.mark.parametrize("name", ["centralize", "clip_by_global_norm", "apply_if_finite", *CULPRITS])
+def test_in_native_mode_it_is_refused_by_name(name):
     def go(_):
-        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": 2},
+            "jax": {"execution": "native"},
+        }
         with pytest.raises(ShardingError) as caught:
             polyaccel.initialize(model=loss, params=start(), optimizer=WHOLE[name](), config=config)
         assert caught.value.value == CULPRITS.get(name, name)
-        assert '"stage": 0' in caught.value.hint
+        assert '"views"' in caught.value.hint
 
-    run_threads(2, go)
+    run_threads(1, go)
 
 
 FAILING = {
-    "reduce_on_plateau": lambda: optax.chain(optax.sgd(1e-1), optax.contrib.reduce_on_plateau()),
     "lookahead": lambda: optax.lookahead(optax.sgd(1e-1), 2, 0.5),
-    "scale_by_polyak": lambda: optax.polyak_sgd(),
+    "scale_by_zoom_linesearch": lambda: optax.lbfgs(),
     "masked": lambda: optax.adamw(1e-2, mask={"another": True}),
 }
 
@@ -230,6 +182,71 @@ def test_what_fails_on_the_tree_is_refused_by_name(name, stage):
         assert caught.value.value == name
 
     run_threads(1, go)
+
+
+HYPERPARAMETERS = {
+    "elementwise": (2, lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)),
+    "owned": (1, lambda: optax.inject_hyperparams(optax.lamb)(learning_rate=0.1)),
+    "on the tree": (0, lambda: optax.inject_hyperparams(optax.lamb)(learning_rate=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+def test_hyperparameters_are_read_and_set_and_stay(name, tmp_path):
+    """A rate of zero changes nothing, from the first update on and after a checkpoint."""
+    stage, make = HYPERPARAMETERS[name]
+
+    def go(ranks):
+        engine = engine_at(stage, make())
+        assert engine.hyperparams["learning_rate"] == np.float32(0.1)
+        engine.hyperparams["learning_rate"] = 0.0
+        engine.train_batch(data(0, ranks.rank))
+        still = leaves(engine.params)
+        engine.save_checkpoint(str(tmp_path))
+        engine.hyperparams["learning_rate"] = 0.5
+        engine.train_batch(data(1, ranks.rank))
+        assert engine.hyperparams["learning_rate"] == 0.5
+        moved = leaves(engine.params)
+        with pytest.raises(PolyaccelError):
+            engine.hyperparams["rate"] = 1.0
+        other = engine_at(stage, make())
+        other.load_checkpoint(str(tmp_path))
+        assert dict(other.hyperparams)["learning_rate"] == 0.0
+        return still, moved
+
+    (still, moved), _ = run_threads(2, go)
+    assert all(np.array_equal(value, still[fqn]) for fqn, value in leaves(jax.tree.map(jnp.asarray, start())).items())
+    assert all(np.any(value != still[fqn]) for fqn, value in moved.items())
+
+
+def test_a_scheduled_hyperparameter_is_read_and_not_set():
+    def go(_):
+        engine = engine_at(0, TRANSFORMATIONS["hyperparameters"]())
+        with pytest.raises(PolyaccelError) as caught:
+            engine.hyperparams["learning_rate"] = 1.0
+        assert caught.value.value == "learning_rate"
+        engine.hyperparams["weight_decay"] = 0.25
+        assert engine.hyperparams["weight_decay"] == 0.25
+
+    run_threads(1, go)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_states_of_whole_parameters_rest_in_their_type_on_their_owner(stage):
+    transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, mu_dtype=jnp.bfloat16))
+    numel = sum(np.size(leaf) for leaf in jax.tree.leaves(start()))
+
+    def go(ranks):
+        engine = engine_at(stage, transformation)
+        engine.train_batch(data(0, ranks.rank))
+        states = engine.zero.optimizer.states_by_path(engine.communicator)
+        assert all(leaf.dtype == jnp.bfloat16 for path, leaf in states.items() if ".mu" in path)
+        return engine.zero.optimizer.resting_nbytes()
+
+    found = run_threads(2, go)
+    count = 4  # bytes of the number of updates, on each rank
+    total = sum(found) if stage else found[0]
+    assert total == 6 * numel + count * (2 if stage else 1)
 
 
 def test_states_of_another_transformation_are_refused(tmp_path):
