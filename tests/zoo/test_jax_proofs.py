@@ -352,10 +352,10 @@ def test_right_programs_are_proven(name: str) -> None:
 def flatten_trees(patch: pytest.MonkeyPatch) -> None:
     """A transformation that runs on slices gets flat arrays, whose names are not paths."""
 
-    def wrongly(client: Any, params: Any, dtype: Any, *, may_be_whole: bool, on_slices: bool) -> Any:
+    def wrongly(client: Any, params: Any, dtype: Any, *, may_be_whole: bool, on_slices: bool, **named: Any) -> Any:
         if on_slices:
             params = {fqn: np.reshape(leaf, -1) for fqn, leaf in named_leaves(params)[0].items()}
-        return optax_optimizer(client, params, dtype, may_be_whole=may_be_whole, on_slices=on_slices)
+        return optax_optimizer(client, params, dtype, may_be_whole=may_be_whole, on_slices=on_slices, **named)
 
     patch.setattr(rewrites, "optax_optimizer", wrongly)
 
