@@ -128,9 +128,15 @@ class JaxAdapter(ModelAdapter):
         return jax.tree_util.tree_unflatten(self.structure, [arrays[fqn] for fqn in self._specs])
 
     def gradients(self, arrays: Sequence[jax.Array]) -> Sequence[tuple[str, Buffer]]:
-        """Return flat gradients of trained leaves by name, in bucket order; none if the program handed them over."""
+        """Return flat gradients of trained leaves by name, in bucket order, those of stacked layers one by one; none if
+        the program handed them over."""
         if not arrays:
             return ()
-        trained = [fqn for fqn, spec in self._specs.items() if spec.trainable]
-        pairs = zip(reversed(trained), reversed(arrays), strict=True)
-        return [(fqn, self._accelerator.import_array(array)) for fqn, array in pairs]
+        trained = [leaf for leaf in self.leaves() if leaf.is_trained]
+        found = {
+            name: array[at] if leaf.is_stacked else array
+            for leaf, array in zip(trained, arrays, strict=True)
+            for at, name in enumerate(leaf.names)
+        }
+        names = (spec.fqn for spec in self.param_specs() if spec.fqn in found)
+        return [(name, self._accelerator.import_array(found[name])) for name in names]

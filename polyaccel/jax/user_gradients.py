@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.comm.base import Communicator
-from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
@@ -62,21 +61,6 @@ def _scaled(leaf: jax.Array, factor: float, dtype: Any) -> jax.Array:
     if factor == 1.0:
         return leaf.astype(dtype)
     return (leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * factor).astype(dtype)
-
-
-def by_engine_name(
-    arrays: Sequence[jax.Array], adapter: JaxAdapter, accelerator: Accelerator
-) -> Iterator[tuple[str, Buffer]]:
-    """Yield the gradients of the trained leaves in bucket order, those of stacked layers one by one."""
-    trained = [leaf for leaf in adapter.leaves() if leaf.is_trained]
-    found = {
-        name: array if len(leaf.names) == 1 and not leaf.is_stacked else array[at]
-        for leaf, array in zip(trained, arrays, strict=True)
-        for at, name in enumerate(leaf.names)
-    }
-    for spec in adapter.param_specs():
-        if spec.fqn in found:
-            yield spec.fqn, accelerator.import_array(found[spec.fqn])
 
 
 def mean_over_ranks(arrays: Sequence[jax.Array], communicator: Communicator, accelerator: Accelerator) -> list[Any]:

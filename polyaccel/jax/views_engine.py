@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.rewrites import RewriteContext
-from polyaccel.jax.user_gradients import by_engine_name, mean_over_ranks
+from polyaccel.jax.user_gradients import mean_over_ranks
 from polyaccel.jax.views import CopyCount
 from polyaccel.zero.engine import ZeroEngine
 
@@ -83,21 +84,14 @@ class ViewsEngine(JaxEngine):
         self._checks.require_scalable(batch)
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         self._work.count(batch, self.global_steps + 1)
-        self.zero.begin_backward(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
-        try:
+        with self._backward_pass(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary)):
             with self.timer("backward"):
                 leaves = self.adapter.views.arrays()
                 arguments = leaves, self._with_state(batch), rng, self._loss_factor
                 loss, found, gradients = self._function.gradients(*arguments)
                 self.aux = self._keep_state(found)
             with self.timer("reduce"):
-                for fqn, gradient in self.adapter.gradients(gradients):
-                    self.zero.reducer.add_gradient(fqn, gradient)
-                self.zero.reducer.end_backward()
-                self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
-        except BaseException:
-            self.zero.reducer.abort_backward()  # reducing half a pass could leave the other ranks waiting
-            raise
+                self._end_pass(gradients)
         self._losses.append(loss)
         return loss
 
@@ -115,15 +109,25 @@ class ViewsEngine(JaxEngine):
 
     def _take_gradients(self, gradients: Sequence[jax.Array]) -> None:
         self._settle_params()
-        self.zero.begin_backward(reduce=True)
+        with self._backward_pass(reduce=True):
+            self._end_pass(gradients)
+
+    @contextmanager
+    def _backward_pass(self, *, reduce: bool) -> Iterator[None]:
+        """Give the reducer up where the pass fails: reducing half of one could leave the other ranks waiting."""
+        self.zero.begin_backward(reduce=reduce)
         try:
-            for fqn, gradient in by_engine_name(gradients, self.adapter, self.accelerator):
-                self.zero.reducer.add_gradient(fqn, gradient)
-            self.zero.reducer.end_backward()
-            self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
+            yield
         except BaseException:
-            self.zero.reducer.abort_backward()  # reducing half a pass could leave the other ranks waiting
+            self.zero.reducer.abort_backward()
             raise
+
+    def _end_pass(self, gradients: Sequence[jax.Array]) -> None:
+        """Reduce the gradients of the trained leaves, unless the program did."""
+        for fqn, gradient in self.adapter.gradients(gradients):
+            self.zero.reducer.add_gradient(fqn, gradient)
+        self.zero.reducer.end_backward()
+        self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
 
     @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:
