@@ -214,11 +214,11 @@ class JaxEngine(StateOfEngine, Engine):
         Args:
             gradients: Tree like the parameters. Ranks may pass different ones: the mean over ranks is applied. Clipping
                 by the config follows.
-            loss: Scalar loss of the step for metrics and logs; None leaves it out.
+            loss: Scalar loss of the step, for metrics, logs and a transformation that takes `value`.
 
         Raises:
-            PolyaccelError: The tree is another one, an accumulation by `grad_step` is unfinished, the engine has no
-                optimizer, or this process was forked.
+            PolyaccelError: The tree is another one, an accumulation by `grad_step` is unfinished, the transformation
+                needs the loss, the engine has no optimizer, or this process was forked.
             LossScaleError: Gradients are not finite step after step, at the smallest loss scale of fp16.
         """
         self._require_own_process()
@@ -234,21 +234,22 @@ class JaxEngine(StateOfEngine, Engine):
                 "apply_gradients updates the parameters, and the accumulation boundary was set to False",
                 hint="call engine.set_gradient_accumulation_boundary(None) before it",
             )
+        known = None if loss is None else float(loss)
+        if isinstance(optimizer := self.zero.optimizer, TransformationOptimizer):
+            optimizer.require_loss(known, "pass it: engine.apply_gradients(gradients, loss)")
         scale = self.loss_scaler.loss_scale if self.loss_scaler.is_active else 1.0
         found = trained_gradients(gradients, self.adapter, scale / self._reduction_factor)
         with self.timer("reduce"):
             self._take_gradients(jax.block_until_ready(found))
         fence()
-        self._settle_replica()
         self._has_own_gradients = True
         try:
-            self._apply_update(self.optimizer.param_groups)
+            self._update_parameters(known)
         finally:
             self._has_own_gradients = False
-        self._reduce_state()
         self._calls_since_update = 0
         self.counters.skip_to_last()
-        self._end_step(self.optimizer.param_groups, None if loss is None else float(loss), {})
+        self._end_step(self.optimizer.param_groups, known, {})
 
     @abstractmethod
     def _mean_gradients(
@@ -340,12 +341,16 @@ class JaxEngine(StateOfEngine, Engine):
         fence()  # for what still reads the parameters, and lest the update be timed with what was before
         loss = float(jnp.stack(self._losses).mean()) if self._losses else None
         self._losses.clear()
+        self._update_parameters(loss)
+        self._end_step(self.optimizer.param_groups, loss, {})
+
+    def _update_parameters(self, loss: float | None) -> None:
+        """Update the parameters and the carried state after gradients of this mean loss. Collective."""
         if isinstance(self.zero.optimizer, TransformationOptimizer):
             self.zero.optimizer.loss = loss
         self._settle_replica()
         self._apply_update(self.optimizer.param_groups)
         self._reduce_state()
-        self._end_step(self.optimizer.param_groups, loss, {})
 
     def zero_grad(self) -> None:
         """Discard all gradients, accumulated ones too."""

@@ -64,16 +64,21 @@ class TransformationOptimizer(SliceOptimizer):
     def set_number(self, at: int, value: float) -> None:
         """Overwrite leaf `at` of the state, which is one number."""
 
+    def require_loss(self, loss: float | None, hint: str) -> None:
+        """Raise PolyaccelError where the transformation needs the loss of a step and there is none."""
+        if self.traced.needs_loss and loss is None:
+            raise PolyaccelError(
+                f"the optax transformation {self.traced.name} needs the loss of the step, and there is none",
+                hint=hint,
+                value=self.traced.name,
+            )
+
     def mean_loss(self, communicator: Communicator) -> float:
         """Return the mean over ranks, or 0 for a transformation that does not need it. Collective."""
         if not self.traced.needs_loss:
             return 0.0
-        if self.loss is None:
-            raise PolyaccelError(
-                f"the optax transformation {self.traced.name} needs the loss of the step, and there is none",
-                hint="compute gradients by train_batch or grad_step",
-                value=self.traced.name,
-            )
+        self.require_loss(self.loss, "compute gradients by train_batch or grad_step")
+        assert self.loss is not None
         if communicator.world_size == 1:
             return self.loss
         found: list[float] = communicator.all_gather_object(self.loss)

@@ -9,6 +9,7 @@ pytest.importorskip("optax")
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax_models import STAGES
 from jax_surgery import CONFIG, RECIPE, ROWS, batch, check_sam, loss_fn, params, train
 from pairwise import combinations
@@ -93,6 +94,54 @@ def test_a_key_of_the_script_is_the_key_of_the_function():
         return True
 
     assert run_threads(1, run) == [True]
+
+
+def test_a_transformation_gets_the_loss_of_the_step():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    wanted, state = [], plateau.init(0.0)
+    for _ in range(3):
+        scale, state = plateau.update(1.0, state, value=1.0)
+        wanted.append(float(scale))
+    assert wanted[-1] < wanted[0]
+
+    def run(ranks):
+        config = {**CONFIG, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
+        engine = polyaccel.initialize(
+            model=loss_fn, params=params(), optimizer=optax.chain(optax.sgd(1.0), plateau), config=config
+        )
+        before = np.array(engine.params["out"])
+        _, gradients = engine.value_and_grad(batch(0, 0))
+        raises(lambda: engine.apply_gradients(gradients))
+        np.testing.assert_array_equal(engine.params["out"], before)
+        moves = []
+        for _ in range(3):
+            before = np.array(engine.params["out"])
+            engine.apply_gradients(gradients, 1.0)
+            moves.append(np.array(engine.params["out"]) - before)
+        for move, scale in zip(moves, wanted, strict=True):
+            np.testing.assert_allclose(move, -scale * gradients["out"], rtol=1e-4, atol=1e-6)
+        return True
+
+    assert run_threads(2, run) == [True, True]
+
+
+def test_a_carried_state_is_averaged_with_the_update():
+    def counting(p, state, batch, rng):
+        return jnp.sum(p["w"] * batch), {"mean": state["mean"] + batch.mean(), "calls": state["calls"] + 1}
+
+    def run(ranks):
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine = polyaccel.initialize(
+            model=counting,
+            params={"w": np.ones(2, np.float32)},
+            state={"mean": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32)},
+            config=config,
+        )
+        loss, gradients = engine.value_and_grad(np.full(2, ranks.rank + 1.0, np.float32))
+        engine.apply_gradients(gradients, loss)
+        return float(engine.state["mean"]), int(engine.state["calls"])
+
+    assert run_threads(2, run) == [(1.5, 1), (1.5, 1)]
 
 
 def raises(call):
