@@ -142,7 +142,7 @@ def _check(
             value=sorted(numbers),
         )
     whole = run.zero.optimizer if sources is not None and isinstance(run.zero.optimizer, WholeStates) else None
-    states = None if whole is None else whole.read_states(map(saved.rank_blobs, range(saved.world_size)))
+    states = None if whole is None else whole.read_states(saved.rank_blobs(0) | saved.owned_blobs())
     of_schedule = values.lr_scheduler if schedule and run.schedule is not None else None
     if of_schedule is not None:
         if IMPORTED in saved.scalars:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyaccel.checkpoint.load.cooperative.blobs import OWNED
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.elementwise.evaluate import evaluate
@@ -19,7 +20,7 @@ from polyaccel.jax.owners.exchange import gather_values
 from polyaccel.jax.owners.placement import Holder
 from polyaccel.jax.traced_transformation import TracedTransformation
 
-_BLOB, _PART = "optax", "owned.optax."
+_BLOB, _PART = "optax", f"{OWNED}optax."
 """Names of the states in a checkpoint: those that rank 0 saves, and those of another rank, whose number follows."""
 
 
@@ -88,11 +89,11 @@ class WholeStates(TransformationOptimizer):
         np.savez(held, **mine)  # type: ignore[arg-type]  # a stub takes `allow_pickle` for one of the names
         return {f"{_PART}{rank}" if rank else _BLOB: held.getvalue()}
 
-    def read_states(self, blobs: Iterable[Mapping[str, bytes]]) -> list[Any] | None:
+    def read_states(self, blobs: Mapping[str, bytes]) -> list[Any] | None:
         """Read what `state_blobs` gave on all ranks. Raises CheckpointError unless it is this transformation's."""
         try:
             found: dict[str, Any] = {}
-            for name, blob in (pair for of_rank in blobs for pair in of_rank.items()):
+            for name, blob in blobs.items():
                 if name == _BLOB or name.startswith(_PART):
                     saved = np.load(io.BytesIO(blob), allow_pickle=False)
                     found |= {key: saved for key in saved.files if key != "allow_pickle"}

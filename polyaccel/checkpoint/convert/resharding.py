@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from polyaccel.checkpoint import CheckpointReader, Commit, TensorEntry, TensorPiece, save_checkpoint
 from polyaccel.checkpoint.convert.elements import SourceBuffer, read
 from polyaccel.checkpoint.convert.importing import NO_LIMIT_S
+from polyaccel.checkpoint.load.cooperative.blobs import OWNED
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import CheckpointError
 
 _OF_A_RANK = "rng."
-"""The states of random generators are each rank's own; whatever else a rank saved, rank 0 has for all."""
+"""The states of random generators are each rank's own; whatever else a rank saved, rank 0 has for all, or it is of
+`OWNED`."""
 
 
 def resharded(
@@ -60,4 +62,5 @@ def _reading(
 def _blobs(reader: CheckpointReader, rank: int, ranks: int) -> dict[str, bytes]:
     if ranks == reader.world_size:
         return reader.rank_blobs(rank)
-    return {name: blob for name, blob in reader.rank_blobs(0).items() if not name.startswith(_OF_A_RANK)}
+    kept = {name: blob for name, blob in reader.rank_blobs(0).items() if not name.startswith((_OF_A_RANK, OWNED))}
+    return kept if rank else kept | reader.owned_blobs()

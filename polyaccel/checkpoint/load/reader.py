@@ -20,7 +20,7 @@ from polyaccel.checkpoint.format.extents import Extent, ExtentTable, FileLocatio
 from polyaccel.checkpoint.format.manifest import Manifest
 from polyaccel.checkpoint.format.recognition import recognise, recognise_file
 from polyaccel.checkpoint.format.tensors import Piece, TensorEntry
-from polyaccel.checkpoint.load.cooperative.blobs import read_blobs
+from polyaccel.checkpoint.load.cooperative.blobs import OWNED, read_blobs
 from polyaccel.checkpoint.load.cooperative.reading import CooperativeReader
 from polyaccel.checkpoint.load.cooperative.windows import MemoryGroups
 from polyaccel.checkpoint.load.per_node import select_checkpoint
@@ -71,6 +71,8 @@ class CheckpointReader:
         self._together: CooperativeReader | None = None
         self._blobs: dict[int, dict[str, bytes]] = {}
         """Those of some ranks, already read."""
+        self._owned: dict[str, bytes] | None = None
+        """Those that ranks saved for all, once they are read."""
 
     @property
     def tag(self) -> str:
@@ -183,21 +185,33 @@ class CheckpointReader:
             return dict(self._blobs[rank])
         return {blob.name: self._read_alone(Extent.of_blob(blob, rank)) for blob in self._manifest.blobs[rank]}
 
+    def owned_blobs(self) -> dict[str, bytes]:
+        """The bytes that one rank saved for all, under names that begin with `OWNED`, verified."""
+        if self._owned is not None:
+            return dict(self._owned)
+        return {
+            blob.name: self._read_alone(Extent.of_blob(blob, rank))
+            for rank, blobs in enumerate(self._manifest.blobs)
+            for blob in blobs
+            if blob.name.startswith(OWNED)
+        }
+
     @contextmanager
     def together(
         self, communicator: Communicator, step: str, *, most_nbytes: int | None = None
     ) -> Iterator[CooperativeReader]:
         """All ranks of `communicator`, which opened the same save, read it together: each byte range once per host.
 
-        Blobs of rank 0 and of this rank are read at once. In the block `verify` notes what this rank will read, then
-        `CooperativeReader.verify` reads it, then `read_into` is for `CooperativeReader.load`. Collective. `most_nbytes`
-        is as there. Raises CheckpointError on every rank, naming `step`.
+        Blobs of rank 0, of this rank and those of `OWNED` are read at once. In the block `verify` notes what this rank
+        will read, then `CooperativeReader.verify` reads it, then `read_into` is for `CooperativeReader.load`.
+        Collective. `most_nbytes` is as there. Raises CheckpointError on every rank, naming `step`.
         """
         where = self._locations or FileLocations.shared(communicator.world_size)
         groups = MemoryGroups.found(communicator, where.places)
         try:
             folder = self.commit.folder
-            self._blobs |= read_blobs(communicator, self.storage, folder, self._manifest, where, groups, step)
+            blobs, self._owned = read_blobs(communicator, self.storage, folder, self._manifest, where, groups, step)
+            self._blobs |= blobs
             table = ExtentTable.of_tensors(self._manifest)
             with CooperativeReader(communicator, self.storage, folder, table, where, groups, most_nbytes) as reading:
                 self._together = reading

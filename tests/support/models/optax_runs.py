@@ -44,7 +44,7 @@ def batches(world, at):
     return [data(at, rank) for rank in range(world)]
 
 
-def plainly(make, worlds, **extra):
+def plainly(make, worlds, *, steps=STEPS, **extra):
     """Train plainly with half of the steps on the batches of so many ranks, and half on those of others; return the
     parameters by name. `extra` has functions of the loss that make extra arguments."""
     transformation = make()
@@ -59,15 +59,16 @@ def plainly(make, worlds, **extra):
         updates, state = transformation.update(mean, state, params, **given)
         return optax.apply_updates(params, updates), state
 
-    for at in range(STEPS):
-        world = worlds[at // (STEPS // len(worlds))]
+    for at in range(steps):
+        world = worlds[at // (steps // len(worlds))]
         each = [jax.value_and_grad(loss)(params, batch, None) for batch in batches(world, at)]
         params, state = step(params, state, each)
     return leaves(params)
 
 
-def engine_at(stage, transformation):
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, "reduce_bucket_size": 12}}
+def engine_at(stage, transformation, **changes):
+    zero = {"stage": stage, "reduce_bucket_size": 12}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, **changes}
     return polyaccel.initialize(model=loss, params=start(), optimizer=transformation, config=config)
 
 

@@ -14,6 +14,7 @@ from jax_models import leaves
 from optax_runs import STEPS, data, engine_at, loss, plainly, start, train_half
 
 import polyaccel
+from polyaccel.cli.main import main
 from polyaccel.errors import CheckpointError, PolyaccelError, ShardingError
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.traced_transformation import TracedTransformation
@@ -356,3 +357,33 @@ def test_no_elementwise_transformation_is_refused(name):
 def halves(leaf):
     """A leaf, flat, in two unequal parts."""
     return np.split(np.ravel(leaf), [np.size(leaf) * 3 // 8])
+
+
+@pytest.mark.parametrize("storage", ["shared", "node_local"])
+def test_states_of_owners_are_found_on_other_hosts_and_after_a_reshard(tmp_path, storage):
+    """Each of three ranks owns states. On hosts with disks of their own no rank has the files of all."""
+
+    def go(ranks, name, world):
+        settings = {"checkpoint": {"storage": "node_local"}} if storage == "node_local" else {}
+        own = f"{name}/host{ranks.rank}" if settings and world == 3 else name
+        engine = engine_at(2, optax.adafactor(0.1), **(settings if world == 3 else {}))
+        for at in range(2):
+            if world == 3 and at == 1:
+                engine.save_checkpoint(str(tmp_path / own))
+                engine.destroy()
+                engine = engine_at(2, optax.adafactor(0.1), **settings)
+            if at == 1:
+                engine.load_checkpoint(str(tmp_path / own))
+            if world == 3 or at == 1:
+                engine.train_batch(data(at, 0))
+        return leaves(engine.params)
+
+    wanted = plainly(lambda: optax.adafactor(0.1), (1,), steps=2)
+    for found in run_threads(3, go, "saved", 3):
+        for fqn, value in wanted.items():
+            np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
+    if storage == "shared":
+        assert main(["ckpt", "reshard", str(tmp_path / "saved"), str(tmp_path / "other"), "--ranks", "2"]) == 0
+        for found in run_threads(2, go, "other", 2):
+            for fqn, value in wanted.items():
+                np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
