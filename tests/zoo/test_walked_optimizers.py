@@ -1,25 +1,35 @@
 """Optimizers found by walking modules: torch's, transformers' and optax's, on two ranks at some stages.
 
 Each trains as plain torch or plain optax does, or is refused. `TESTS_OPTIMIZERS=full` takes all; otherwise each takes
-one stage, and of optax's every eighth is tried; `each` tries each of optax's at one stage.
+one stage, and of optax's every twelfth is tried; `each` tries each of optax's at one stage. With `full`, OPTAX_PAGE
+names the file that gets the guide's table of them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("optax")
+
+import optax_walk as walk
 import torch
 from torch import nn
 
 import polyaccel
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import PolyaccelError
+from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.verify.compare import Tolerances, merge
 from polyaccel.verify.prove import threads_run
@@ -28,9 +38,9 @@ from polyaccel.verify.variant import Variant
 IS_FULL = os.environ.get("TESTS_OPTIMIZERS") == "full"
 HAS_EACH = IS_FULL or os.environ.get("TESTS_OPTIMIZERS") == "each"
 STAGES = (0, 2, 3)
-NATIVE = "native"
-OF_OPTAX: tuple[int | str, ...] = (0, 1, 2, NATIVE)
-"""Stages of views mode on ranks that are threads, where stage 3 is refused, and native mode."""
+OF_OPTAX: tuple[int | str, ...] = (0, 2, 3, "native")
+"""Stages of views mode, and native mode."""
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "optax.md"
 STEPS, RANKS = 3, 2
 _LOCK = threading.Lock()
 
@@ -113,113 +123,75 @@ def test_what_plain_torch_cannot_train_with_raises(name: str) -> None:
         run_threads(RANKS, run)
 
 
-def transformations() -> dict[str, Callable[[], Any]]:
-    """Return what optax's public functions make, given a rate or nothing."""
-    optax = pytest.importorskip("optax")
-    found: dict[str, Callable[[], Any]] = {}
-    for module, prefix in ((optax, ""), (optax.contrib, "contrib.")):
-        for name in sorted(vars(module)):
-            make = getattr(module, name)
-            if name.startswith("_") or isinstance(make, type) or not callable(make):
-                continue
-            for arguments in ((1e-2,), ()):
-                try:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        made = make(*arguments)
-                except Exception:  # it needs others
-                    continue
-                if hasattr(made, "init") and hasattr(made, "update"):
-                    # Updates without a rate grow without bound, and any rounding with them.
-                    rate = optax.identity if arguments else lambda: optax.scale(-1e-2)
-                    found[prefix + name] = lambda make=make, arguments=arguments, rate=rate: optax.chain(
-                        make(*arguments), rate()
-                    )
-                    break
+def result_of(name: str, stage: int | str, wanted: Any, moved: list[Any], pool: Callable[[int], RankPool]) -> str:
+    """Return "equal", "refused", or what is wrong with a transformation at a stage."""
+    try:
+        if stage == 3:  # threads of one process would share XLA's
+            found = pool(RANKS).run(walk.under_engine, name, stage, timeout_s=240.0)[0]
+        else:
+            ranks = 1 if stage == walk.NATIVE else RANKS
+            found = run_threads(ranks, walk.under_engine, name, stage, timeout_s=240.0)[0]
+    except PolyaccelError as error:
+        return "refused" if error.hint else f"refused without a hint: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if wanted is None:
+        return "it trains, and plain optax does not"
+    kept, *others = ({f"0/update/{leaf}": one for leaf, one in run.items()} for run in (wanted, *moved, found))
+    findings = Tolerances.of_runs(kept, others[:-1]).findings(others[-1])
+    if name in WITH_FROZEN and not np.array_equal(found["scale"], walk.start()["scale"]):
+        return "a frozen parameter moved"
+    return str(findings[0]) if findings else "equal"
+
+
+def results(names: Sequence[str], stages_of: Callable[[int], Sequence[Any]], pool: Callable[[int], RankPool]) -> Any:
+    """Return the result of each name by stage."""
+    made = walk.transformations()
+    found: dict[str, dict[Any, str]] = {}
+    for at, name in enumerate(names):
+        wanted, moved = None, list[Any]()
+        for passes_loss in (False, True):
+            with suppress(Exception), warnings.catch_warnings():  # it needs more than gradients, and more than the loss
+                warnings.simplefilter("ignore")
+                wanted, *moved = (walk.plainly(made[name], units, passes_loss=passes_loss) for units in (0, -1, 1))
+                break
+        found[name] = {stage: result_of(name, stage, wanted, moved, pool) for stage in stages_of(at)}
+        print(name, found[name], flush=True)
     return found
 
 
-def start() -> Any:
-    draw = np.random.default_rng(0)
-    shapes = {"kernel": (3, 5), "scale": (5,), "out": (5, 2)}
-    return {name: draw.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+WITH_FROZEN = {"multi_transform", "partition", "selective_transform"}
 
 
-def loss(params: Any, batch: Any, rng: Any) -> Any:
-    import jax.numpy as jnp
-
-    found = (jnp.tanh(batch["x"] @ params["kernel"]) * params["scale"]) @ params["out"]
-    return jnp.square(found - batch["y"]).mean()
-
-
-def data(at: int, rank: int) -> Any:
-    draw = np.random.default_rng([at, rank])
-    return {name: draw.standard_normal((4, size), dtype=np.float32) for name, size in (("x", 3), ("y", 2))}
-
-
-def plainly(make: Callable[[], Any], units: int = 0) -> Any:
-    """The parameters after `STEPS` from weights that are moved by units in the last place."""
-    import jax
-    import optax
-
-    towards = np.float32(units * np.inf) if units else None
-    first = start() if towards is None else {name: np.nextafter(one, towards) for name, one in start().items()}
-    transformation, params = make(), jax.tree.map(jax.numpy.asarray, first)
-    state = transformation.init(params)
-    for at in range(STEPS):
-        each = [jax.grad(loss)(params, data(at, rank), None) for rank in range(RANKS)]
-        gradients = jax.tree.map(lambda *all_: sum(all_) / RANKS, *each)
-        updates, state = transformation.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    return {name: np.asarray(one) for name, one in params.items()}
+def test_transformations_of_optax_train_as_alone_or_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    names = sorted(walk.transformations())
+    assert len(names) > 100
+    if IS_FULL:
+        found = results(names, lambda at: OF_OPTAX, rank_pool)
+        if page := os.environ.get("OPTAX_PAGE"):
+            Path(page).write_text(page_of(found), encoding="utf-8")
+    else:
+        names = names if HAS_EACH else names[::12]
+        found = results(names, lambda at: OF_OPTAX[at % len(OF_OPTAX) :][:1], rank_pool)
+    every = [(name, stage, one) for name, by_stage in found.items() for stage, one in by_stage.items()]
+    assert [row for row in every if row[2] not in ("equal", "refused")] == []
+    assert sum(row[2] == "equal" for row in every) > len(every) // 2
 
 
-def under_engine(make: Callable[[], Any], stage: int | str) -> Any:
-    """The parameters after `STEPS`, at a stage, or in native mode, where one process has the samples of all ranks."""
-    is_native = stage == NATIVE
-    count = 1 if is_native else RANKS
-
-    def go(ranks: Any) -> Any:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 4 * RANKS // count,
-            "zero_optimization": {"stage": 2 if is_native else stage, "reduce_bucket_size": 12},
-            "jax": {"execution": "native" if is_native else "views"},
-        }
-        engine = polyaccel.initialize(model=loss, params=start(), optimizer=make(), config=config)
-        for at in range(STEPS):
-            own = [data(at, rank) for rank in (range(RANKS) if is_native else (ranks.rank,))]
-            engine.train_batch({name: np.concatenate([one[name] for one in own]) for name in own[0]})
-        found = {name: np.asarray(one) for name, one in engine.params.items()}
-        engine.destroy()
-        return found
-
-    return run_threads(count, go)[0]
+def test_the_page_has_a_row_of_every_transformation() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    if f"optax {version('optax')}" not in text:
+        pytest.skip("the page was made with another optax")
+    rows = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text, re.MULTILINE)}
+    assert set(rows) == set(walk.transformations())
+    assert {cell for cells in rows.values() for cell in cells} == {"equal", "refused"}
 
 
-def test_transformations_of_optax_train_as_alone_or_are_refused() -> None:
-    made = transformations()
-    names = sorted(made) if HAS_EACH else sorted(made)[::8]
-    assert len(made) > 60
-    results: dict[str, list[str]] = {"equal": [], "refused": [], "plain fails": [], "wrong": []}
-    for at, name in enumerate(names):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                wanted, *moved = (plainly(made[name], units) for units in (0, -1, 1))
-        except Exception:  # it needs more than gradients: a value, a key
-            results["plain fails"].append(name)
-            continue
-        for stage in OF_OPTAX if IS_FULL else OF_OPTAX[at % 4 :][:1]:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    found = under_engine(made[name], stage)
-            except PolyaccelError:
-                results["refused"].append(f"{name} at stage {stage}")
-                continue
-            kept, *others = ({f"0/update/{leaf}": one for leaf, one in run.items()} for run in (wanted, *moved, found))
-            findings = Tolerances.of_runs(kept, others[:-1]).findings(others[-1])
-            results["wrong" if findings else "equal"].append(f"{name} at stage {stage}")
-    print(results)
-    assert not results["wrong"]
-    assert len(results["equal"]) > len(results["refused"])
+def page_of(found: dict[str, dict[Any, str]]) -> str:
+    """Return the guide's page with `found`."""
+    before = PAGE.read_text(encoding="utf-8").partition("| name |")[0] if PAGE.exists() else ""
+    before = re.sub(r"optax [\d.]+, JAX [\d.]+", f"optax {version('optax')}, JAX {version('jax')}", before)
+    head = ["name", *(stage if isinstance(stage, str) else f"stage {stage}" for stage in OF_OPTAX)]
+    rows = [head, ["---"] * len(head)]
+    rows += [[f"`{name}`", *(by_stage[stage] for stage in OF_OPTAX)] for name, by_stage in sorted(found.items())]
+    return before + "".join(f"| {' | '.join(row)} |\n" for row in rows)
