@@ -20,7 +20,7 @@ from polyaccel.checkpoint.format.extents import Extent, ExtentTable, FileLocatio
 from polyaccel.checkpoint.format.manifest import Manifest
 from polyaccel.checkpoint.format.recognition import recognise, recognise_file
 from polyaccel.checkpoint.format.tensors import Piece, TensorEntry
-from polyaccel.checkpoint.load.cooperative.blobs import OWNED, read_blobs
+from polyaccel.checkpoint.load.cooperative.blobs import SavedBlobs
 from polyaccel.checkpoint.load.cooperative.reading import CooperativeReader
 from polyaccel.checkpoint.load.cooperative.windows import MemoryGroups
 from polyaccel.checkpoint.load.per_node import select_checkpoint
@@ -69,10 +69,7 @@ class CheckpointReader:
         self._locations = locations
         self._verified: set[Piece] = set()
         self._together: CooperativeReader | None = None
-        self._blobs: dict[int, dict[str, bytes]] = {}
-        """Those of some ranks, already read."""
-        self._owned: dict[str, bytes] | None = None
-        """Those that ranks saved for all, once they are read."""
+        self._blobs = SavedBlobs(manifest, self._read_alone)
 
     @property
     def tag(self) -> str:
@@ -175,26 +172,11 @@ class CheckpointReader:
 
     def rank_blobs(self, rank: int) -> dict[str, bytes]:
         """The bytes that rank `rank` of the saving ranks saved for itself, by name, verified."""
-        if not 0 <= rank < self.world_size:
-            raise CheckpointError(
-                f"{self.commit.tag!r} was saved by {self.world_size} ranks and has no blobs of rank {rank}",
-                hint="compare with `world_size` first: states such as random numbers do not carry over to more ranks",
-                value=rank,
-            )
-        if rank in self._blobs:
-            return dict(self._blobs[rank])
-        return {blob.name: self._read_alone(Extent.of_blob(blob, rank)) for blob in self._manifest.blobs[rank]}
+        return self._blobs.of_rank(rank)
 
     def owned_blobs(self) -> dict[str, bytes]:
         """The bytes that one rank saved for all, under names that begin with `OWNED`, verified."""
-        if self._owned is not None:
-            return dict(self._owned)
-        return {
-            blob.name: self._read_alone(Extent.of_blob(blob, rank))
-            for rank, blobs in enumerate(self._manifest.blobs)
-            for blob in blobs
-            if blob.name.startswith(OWNED)
-        }
+        return self._blobs.owned()
 
     @contextmanager
     def together(
@@ -210,8 +192,7 @@ class CheckpointReader:
         groups = MemoryGroups.found(communicator, where.places)
         try:
             folder = self.commit.folder
-            blobs, self._owned = read_blobs(communicator, self.storage, folder, self._manifest, where, groups, step)
-            self._blobs |= blobs
+            self._blobs.read_together(communicator, self.storage, folder, where, groups, step)
             table = ExtentTable.of_tensors(self._manifest)
             with CooperativeReader(communicator, self.storage, folder, table, where, groups, most_nbytes) as reading:
                 self._together = reading
