@@ -1,4 +1,4 @@
-"""Models with running statistics, in linen, nnx, equinox and as a function, beside plain loops of jit and optax."""
+"""Models with running statistics, in linen, nnx, equinox and as a function, next to plain loops of jit and optax."""
 
 from __future__ import annotations
 

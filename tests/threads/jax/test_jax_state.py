@@ -1,4 +1,4 @@
-"""State that a function carries: running statistics, counters and keys, beside plain loops of jit and optax."""
+"""State that a function carries: running statistics, counters and keys, compared with plain loops of jit and optax."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_checkpoint_with_state_continues_as_if_never_stopped(tmp_path):
 
 
 class Dropping(linen.Module):
-    """Dropout and another stream beside statistics, by an argument that is not called train."""
+    """Dropout and another stream with statistics, by an argument that is not called train."""
 
     @linen.compact
     def __call__(self, x, deterministic):
