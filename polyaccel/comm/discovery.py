@@ -71,6 +71,8 @@ class DiscoveryRow(NamedTuple):
     source: str
     matched: bool
     text: str
+    problem: str = ""
+    """Why `discover()` fails with what this source sees."""
 
 
 def discover(
@@ -107,7 +109,7 @@ def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[Discovery
     for source in SOURCES[1:]:
         applies, text = source.look(request)
         problem = _problem(source, request) if applies and not matched else ""
-        yield DiscoveryRow(source.name, applies and not matched, f"{text}. PROBLEM: {problem}" if problem else text)
+        yield DiscoveryRow(source.name, applies and not matched, text, problem)
         matched = matched or applies
 
 

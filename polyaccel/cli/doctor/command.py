@@ -102,18 +102,19 @@ def examine() -> Report:
             rooms[group] = f"{module} cannot be imported: {type(error).__name__}: {error}"
             statuses += [PluginStatus(info, usable=False, reason="not probed") for info in list_plugins(group)]
     accelerator, notes, comm, problems = _selection(statuses)
+    launcher, of_launcher = _launcher()
     return Report(
         machine=doctor_machine.machine(),
         packages=doctor_libraries.packages(),
         libraries=doctor_libraries.libraries(),
         environment=doctor_libraries.variables(),
-        launcher=_launcher(),
+        launcher=launcher,
         plugins=statuses,
         rooms=rooms,
         accelerator=accelerator,
         notes=notes,
         comm=comm,
-        problems=problems,
+        problems=[*problems, *of_launcher],
     )
 
 
@@ -293,11 +294,12 @@ def _is_backend(name: str) -> bool:
         return False
 
 
-def _launcher() -> dict[str, str]:
-    """Which source of ranks a program started here would read, and what each of them sees."""
+def _launcher() -> tuple[dict[str, str], list[str]]:
+    """Which source of ranks a program started here would read, what each of them sees, and why it cannot be read."""
     try:
         rows = list(importlib.import_module("polyaccel.comm.discovery").list_sources())
     except Exception as error:
-        return {"matched": f"unknown ({type(error).__name__}: {error})"}
+        return {"matched": f"unknown ({type(error).__name__}: {error})"}, []
     matched = next((row.source for row in rows if row.matched), _NO_LAUNCHER)
-    return {"matched": matched, **{row.source: row.text for row in rows}}
+    problems = [f"variables of the launcher, {row.source}: {row.problem}" for row in rows if row.problem]
+    return {"matched": matched, **{row.source: row.text for row in rows}}, problems

@@ -9,6 +9,7 @@ SLURM_STEP_ID; the numbers that hold are the step's. A step may be smaller than 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from zlib import crc32
 
 from polyaccel.comm.base import Rendezvous
@@ -26,7 +27,6 @@ from polyaccel.comm.launchers.request import (
 from polyaccel.errors import CommError
 
 NAME = "Slurm"
-_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_GTIDS", "SLURM_STEP_ID")
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _PORTS = range(15000, 29500)
 """Below those that any system hands out by itself, and below torchrun's default."""
@@ -36,11 +36,17 @@ _BRACKETS = re.compile(r"\[(?P<first>\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 def look(request: Request) -> Detection:
     env = request.environ
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-        return Detection(True, shown(env, _TASK))
+        return Detection(True, _shown(env))
     if "SLURM_JOB_ID" in env:
         tasks = env.get("SLURM_NTASKS", "1")
         return Detection(False, f"job {env['SLURM_JOB_ID']} of {tasks} tasks, but srun did not start this process")
     return Detection(False, "SLURM_PROCID, SLURM_STEP_ID unset")
+
+
+def _shown(environ: Mapping[str, str]) -> str:
+    """The variables of a task that are read, as they are set."""
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return shown(environ, ("SLURM_PROCID", tasks, "SLURM_LOCALID", "SLURM_GTIDS", "SLURM_STEP_ID"))
 
 
 def find_rank(request: Request) -> LaunchedRank | None:
@@ -48,7 +54,7 @@ def find_rank(request: Request) -> LaunchedRank | None:
     if not look(request).applies:
         return None
     env = request.environ
-    found = shown(env, _TASK)
+    found = _shown(env)
     rank = integer(env, "SLURM_PROCID", 0)
     world_size = integer(env, "SLURM_STEP_NUM_TASKS", integer(env, "SLURM_NTASKS", 1))
     check_rank(rank, world_size, found, "SLURM_PROCID", "SLURM_NTASKS")

@@ -216,6 +216,8 @@ def test_the_machine_and_what_matters_of_the_environment_are_shown(site: Path, t
     report = doctor(site, tmp_path, before=before)
     assert {"RANK": "1", "POLYACCEL_COMM": "gloo", "DS_ACCELERATOR": "cpu"}.items() <= report["environment"].items()
     assert "SECRET" not in report["environment"]
+    (problem,) = report["problems"]  # a program started here would read them, and fail
+    assert "WORLD_SIZE not set" in problem
     facts = {"python", "platform", "processor", "features", "cores", "memory", "/dev/shm", "limits"}
     facts |= {"kernels", "matrix kernels"}
     assert set(report["machine"]) == facts

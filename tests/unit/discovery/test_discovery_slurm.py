@@ -92,7 +92,7 @@ def test_an_mpirun_that_slurm_started_is_asked_first() -> None:
     ("change", "value"),
     [
         ({"SLURM_PROCID": "3"}, (3, 3)),
-        ({"SLURM_GTIDS": ""}, "SLURM_PROCID=2, SLURM_NTASKS=3, SLURM_LOCALID=0, SLURM_GTIDS=, SLURM_STEP_ID=0"),
+        ({"SLURM_GTIDS": ""}, "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=3, SLURM_LOCALID=0, SLURM_GTIDS=, SLURM_STEP_ID=0"),
         ({"SLURM_NODEID": "1", "SLURM_PROCID": "0"}, "1"),
         ({"SLURM_STEP_NODELIST": "n[02"}, "n[02"),
         ({"WORLD_SIZE": "4"}, ("4", 3)),
