@@ -11,7 +11,7 @@ from pathlib import Path
 
 from polyaccel.errors import LaunchError
 from polyaccel.job.auth import SECRET_VARIABLE
-from polyaccel.launch.base import JOB_ID, Job
+from polyaccel.launch.base import JOB_ID, Job, Launcher
 from polyaccel.launch.environment_file import read_environment
 from polyaccel.launch.hosts import (
     Hosts,
@@ -25,6 +25,7 @@ from polyaccel.launch.hosts import (
     read_hostfile,
 )
 from polyaccel.launch.program import check_debugger, python_command
+from polyaccel.registry import PluginGroup, load_plugin
 
 ENVIRONMENT_FILE = ".polyaccel_env"
 """In the home folder and in this one: variables that ranks on other hosts get."""
@@ -102,7 +103,7 @@ def choose_hosts(args: argparse.Namespace, count_ranks: Callable[[], int]) -> Ho
     if args.hosts is not None:
         hosts: Hosts = listed_hosts(args.hosts)
     elif args.hostfile is None:
-        hosts = {_THIS_HOST: tuple(range(args.nproc or count_ranks()))}
+        hosts = _default_hosts(args, count_ranks)
     else:
         hosts = read_hostfile(args.hostfile)
     if args.include is not None:
@@ -112,6 +113,18 @@ def choose_hosts(args: argparse.Namespace, count_ranks: Callable[[], int]) -> Ho
     if args.num_nodes is not None:
         hosts = first_hosts(hosts, args.num_nodes)
     return hosts if args.nproc is None else first_slots(hosts, args.nproc)
+
+
+def _default_hosts(args: argparse.Namespace, count_ranks: Callable[[], int]) -> Hosts:
+    """Where nothing names hosts: those of the scheduler's job that the launcher sees, otherwise this one."""
+    found = None if args.launcher is None else load_launcher(args.launcher).allocation(os.environ)
+    names, count = ((_THIS_HOST,), None) if found is None else (found.hosts, found.ranks_per_host)
+    return dict.fromkeys(names, tuple(range(args.nproc or count or count_ranks())))
+
+
+def load_launcher(name: str) -> type[Launcher]:
+    """Return the launcher plugin called `name`. Raises what `load_plugin` does."""
+    return load_plugin(PluginGroup.LAUNCHERS, name, Launcher, Launcher.API_VERSION)
 
 
 def _node(args: argparse.Namespace, hosts: Hosts) -> int | None:

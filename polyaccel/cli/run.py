@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from polyaccel.cli.elastic import check_size, elastic_job, elastic_sizes, refuse_elastic
 from polyaccel.cli.emit import add_emit_options, manifest
-from polyaccel.cli.job import is_far, job_of
+from polyaccel.cli.job import is_far, job_of, load_launcher
 from polyaccel.cli.options import add_options
 from polyaccel.cli.parser import describe
 from polyaccel.cli.streams import flush_output
@@ -25,7 +25,7 @@ from polyaccel.launch.base import Job, Launcher, LaunchPlan
 from polyaccel.launch.program import check_not_nested, how_to_attach
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
 from polyaccel.redaction import redact_variables, redact_words, secrets_in
-from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
+from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, probe_plugin
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -150,7 +150,7 @@ def shown_plan(plan: LaunchPlan, environment: Mapping[str, str], secret: str = "
 
 def choose_launcher(name: str) -> Launcher:
     """The launcher plugin called `name`. Raises what `load_plugin` does, and LaunchError if it cannot be used here."""
-    plugin: type[Launcher] = load_plugin(PluginGroup.LAUNCHERS, name, Launcher, Launcher.API_VERSION)
+    plugin = load_launcher(name)
     probe = probe_plugin(find_plugin(PluginGroup.LAUNCHERS, name), plugin, limit_s=PATIENCE_S)
     if not probe.usable:
         others = [info.name for info in list_plugins(PluginGroup.LAUNCHERS) if info.name != name]

@@ -209,6 +209,19 @@ class JobResult:
     was_asked: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a scheduler has given the job that this process belongs to.
+
+    Attributes:
+        hosts: Its hosts, in the order of their ranks.
+        ranks_per_host: Ranks that the job asked for on each host, None where it named no number.
+    """
+
+    hosts: tuple[str, ...]
+    ranks_per_host: int | None = None
+
+
 def noop() -> None:
     """Do nothing: the poll callback of callers that have none."""
 
@@ -216,7 +229,7 @@ def noop() -> None:
 class Launcher(ABC):
     """A way to start ranks and to wait until the last has ended."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 1)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name."""
@@ -227,6 +240,21 @@ class Launcher(ABC):
     @abstractmethod
     def probe(cls) -> Probe:
         """Return whether ranks could be started this way here. Starts nothing."""
+
+    @classmethod
+    def allocation(cls, environment: Mapping[str, str]) -> Allocation | None:
+        """Return the hosts where ranks run unless the command names others.
+
+        Args:
+            environment: Variables of this process.
+
+        Returns:
+            Hosts of the scheduler's job around this process. None, the default, where there is none: ranks run here.
+
+        Raises:
+            LaunchError: There is such a job, and its hosts cannot be found.
+        """
+        return None
 
     def plan(self, job: Job) -> LaunchPlan:
         """Return the processes that `run` would start on this machine, for `polyaccel run --dry-run`.

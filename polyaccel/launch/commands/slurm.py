@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import Job
+from polyaccel.launch.base import Allocation, Job
 from polyaccel.launch.commands.base import CommandLauncher, CommandProcess
 from polyaccel.launch.hosts import is_here
 
+_PATIENCE_S = 60.0
 _FAILURE = re.compile(rb"srun: error: .*: tasks? [0-9,-]+: (?:Exited with exit code (\d+)|(\S.*\S))")
 
 
@@ -43,6 +46,16 @@ class SlurmLauncher(CommandLauncher):
     rank_variable: ClassVar[str] = "SLURM_PROCID"
     process: ClassVar[type[CommandProcess]] = SrunProcess
 
+    @classmethod
+    def allocation(cls, environment: Mapping[str, str]) -> Allocation | None:
+        nodes = environment.get("SLURM_JOB_NODELIST")
+        if "SLURM_JOB_ID" not in environment or nodes is None:
+            return None
+        hosts = _names(nodes)
+        counts = {name: environment.get(name, "") for name in ("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")}
+        each, tasks = (int(count) if count.isdigit() else 0 for count in counts.values())
+        return Allocation(hosts, each or (tasks // len(hosts) if tasks % len(hosts) == 0 else 0) or None)
+
     def options(self, job: Job, task: tuple[str, ...]) -> tuple[str, ...]:
         counts = {len(slots) for slots in job.hosts.values()}
         if len(counts) > 1:
@@ -57,6 +70,25 @@ class SlurmLauncher(CommandLauncher):
         each = ("--nodes", str(len(hosts)), "--ntasks-per-node", str(counts.pop()))
         how = ("--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=1")
         return ("-n", str(job.world_size), *nodes, *each, *how, *job.launcher_args, *task)
+
+
+def _names(nodes: str) -> tuple[str, ...]:
+    """The hosts of Slurm's short form, by Slurm's own program. Raises LaunchError."""
+    command = ("scontrol", "show", "hostnames", nodes)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
+        if hosts := tuple(done.stdout.split()):
+            return hosts
+        why = "it names none"
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.strip() or f"it exits with {error.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    raise LaunchError(
+        f"`{' '.join(command)}` does not list the hosts of the allocation: {why}",
+        hint="name them: --hosts node1:8,node2:8",
+        value=nodes,
+    )
 
 
 def _code(code: bytes | None, how: bytes | None) -> int:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from polyaccel.accelerators import detect
+from polyaccel.cli import job as options_to_job
 from polyaccel.cli import run as verb
 from polyaccel.cli.main import main
 from polyaccel.core.types import Probe
@@ -51,7 +52,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(verb, "load_plugin", lambda group, name, *rest: LAUNCHERS[name])
+    monkeypatch.setattr(options_to_job, "load_plugin", lambda group, name, *rest: LAUNCHERS[name])
     monkeypatch.setattr(verb, "find_plugin", lambda group, name: PluginInfo(group, name, "acme:Run", "acme", "1.5"))
     DryLauncher.jobs = []
     return DryLauncher.jobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from polyaccel.cli.job import choose_hosts
+from polyaccel.cli.options import add_options
 from polyaccel.core.types import Probe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, Launcher
@@ -17,6 +20,7 @@ from polyaccel.launch.commands.base import CommandLauncher
 from polyaccel.launch.commands.mpi import HydraLauncher, IntelMpiLauncher, MvapichLauncher, OpenMpiLauncher
 from polyaccel.launch.commands.slurm import SlurmLauncher
 from polyaccel.launch.commands.task import JOB_VARIABLE, main
+from polyaccel.launch.hosts import Hosts
 
 JOB = Job(
     command=("python", "train.py"),
@@ -78,6 +82,60 @@ def test_slurm_gets_nodes_with_equally_many_tasks() -> None:
         SlurmLauncher().plan(JOB)
     assert caught.value.value == "a: 2, b: 1"
     assert "--ranks" in str(caught.value)
+
+
+SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[08-09],login"}
+
+
+def _install_scontrol(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in place of Slurm's, which is not installed here; it lists what the real one lists."""
+    program = folder / "scontrol"
+    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "ranks"),
+    [
+        ({}, (), 5),  # devices of this host
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_NTASKS": "9"}, (), 2),
+        ({"SLURM_NTASKS": "9"}, (), 3),
+        ({"SLURM_NTASKS": "4"}, (), 5),  # tasks that no equal number on each node makes
+        ({"SLURM_NTASKS_PER_NODE": "2"}, ("--ranks", "4"), 4),
+    ],
+)
+def test_slurm_s_nodes_are_those_of_the_allocation(
+    variables: dict[str, str], options: tuple[str, ...], ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = "[ $1/$2/$3 = 'show/hostnames/gpu[08-09],login' ] && printf 'gpu08\\ngpu09\\nlogin\\n'"
+    _install_scontrol(tmp_path, script, monkeypatch)
+    for name, value in {**SLURM_JOB, **variables}.items():
+        monkeypatch.setenv(name, value)
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+
+    def hosts(*words: str) -> Hosts:
+        return choose_hosts(parser.parse_args([*words, "train.py"]), lambda: 5)
+
+    assert hosts("--launcher", "slurm", *options) == dict.fromkeys(("gpu08", "gpu09", "login"), tuple(range(ranks)))
+    two = hosts("--launcher", "slurm", "--num-nodes", "2", *options)
+    assert list(two) == ["gpu08", "gpu09"]
+    assert list(hosts("--launcher", "slurm", "--hosts", "a:2,b:2")) == ["a", "b"]
+    assert list(hosts()) == ["localhost"]
+
+
+@pytest.mark.parametrize("script", ["echo invalid >&2; exit 1", "exit 0"])
+def test_an_allocation_without_names_is_refused(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert SlurmLauncher.allocation({}) is None
+    _install_scontrol(tmp_path, script, monkeypatch)
+    with pytest.raises(LaunchError) as caught:
+        SlurmLauncher.allocation(SLURM_JOB)
+    assert caught.value.value == SLURM_JOB["SLURM_JOB_NODELIST"]
+    assert "--hosts" in caught.value.hint
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(LaunchError):
+        SlurmLauncher.allocation(SLURM_JOB)
 
 
 @pytest.mark.parametrize(("rank", "place"), [(0, (0, 0)), (1, (0, 1)), (2, (1, 0))])
