@@ -14,6 +14,9 @@ SHARDS ?= 54
 DEVICE ?= cuda
 DEVICE_PYTHON ?= 3.12
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# pytest-timeout interrupts what waits in Python. A test that waits in C++, or with the interpreter's lock held, ends its
+# worker here, with the stacks of all threads.
+UNHANG := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 BUILDS := tests/builds
 PARITY = $(shell grep -rl --include='test_*.py' '^from pairwise import' tests/threads tests/procs)
 # Packages that all frontends need, whose tests are 1,400 and take a minute of one core: hardly one starts a process,
@@ -44,13 +47,13 @@ train: $(STAMP) ## train a language model under ZeRO-2, one rank a device, at le
 	@ranks=$$($(BIN)/python -c '$(COUNT_RANKS)') && echo $(TRAIN) && exec $(TRAIN)
 
 test: $(STAMP) ## run the tests but those in tests/slow.txt, WORKERS=3 files at a time
-	$(PYTEST) -m 'not slow' --ignore $(BUILDS) $(ARGS)
+	$(PYTEST) $(UNHANG) -m 'not slow' --ignore $(BUILDS) $(ARGS)
 
 test-slow: $(STAMP) ## run the tests in tests/slow.txt
 	$(PYTEST) -m slow $(ARGS)
 
 test-builds: $(STAMP) ## run the tests that build, install or make environments: compilers, pip, documentation
-	$(PYTEST) -m 'not slow' $(BUILDS) $(ARGS)
+	$(PYTEST) $(UNHANG) -m 'not slow' $(BUILDS) $(ARGS)
 
 test-parity: $(STAMP) ## run every combination of the parity tests; `make test` has every pair of settings
 	TESTS_PARITY=full $(PYTEST) $(PARITY) $(ARGS)
