@@ -24,9 +24,16 @@ def test_arguments_stand_in_deepspeeds_order() -> None:
     parameters = inspect.signature(polyaccel.initialize).parameters
     positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert tuple(positional) == DEEPSPEED_ORDER
-    assert [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY] == ["params", "seed", "stacked"]
-    assert len(parameters) == len(positional) + 3  # no *positional, no **named
-    assert all(one.default is None for name, one in parameters.items() if name != "stacked")
+    assert [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY] == [
+        "params",
+        "state",
+        "state_reduction",
+        "seed",
+        "stacked",
+    ]
+    assert len(parameters) == len(positional) + 5  # no *positional, no **named
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not None}
+    assert defaults == {"stacked": ()}
 
 
 def test_each_argument_is_explained() -> None:
