@@ -46,6 +46,9 @@ class JaxConfig(Section):
     execution: Literal["views", "native"] = "views"
     """The side that exchanges and updates: "views", the engine on its own memory, which JAX sees; "native", JAX, in
     one program over all its devices, several a process too. Parameters are whole on every device: stages 0 to 2."""
+    aux: Literal["last", "mean"] = "last"
+    """What `engine.aux` is after a step: "last", the auxiliary output of this rank's last micro-batch; "mean", the mean
+    over the step's micro-batches and all ranks (other numbers than floats become float32)."""
 
 
 class Config(Section):

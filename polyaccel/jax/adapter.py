@@ -108,8 +108,8 @@ class JaxAdapter(ModelAdapter):
         """Does nothing: no hooks are attached to a function, and the arrays keep the engine's memory alive."""
 
     def tree(self, params: ParamBuckets) -> Any:
-        """Return the parameters as the caller's tree, over engine memory; sharded ones as copies. Collective then."""
-        arrays = dict(zip(self.views.names(), self.views.arrays(), strict=True))
+        """Copy the parameters into the caller's tree. Collective where they are sharded."""
+        arrays = self.views.copied(self._accelerator)
         copies = {
             fqn: self._accelerator.allocate(spec.numel, spec.dtype)
             for fqn, spec in self._specs.items()

@@ -25,6 +25,7 @@ from polyaccel.checkpoint.load.name_map import ReadItem, RenamedReader
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CheckpointError, InvariantError, PolyaccelError
+from polyaccel.jax.auxiliary import mean_over_ranks
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.carried import Carried, StateForm, StateLeaf
 
@@ -242,21 +243,13 @@ class ViewsState(CarriedState):
         averaged = [at for at, mean in enumerate(self.is_averaged) if mean]
         floats = [at for at in averaged if self.form.leaves[at].is_inexact]
         self._require_equal([at for at in averaged if at not in floats])
-        for dtype in (DType.FLOAT32, DType.FLOAT64):
-            chosen = [at for at in floats if _wide(self.form.leaves[at].dtype) is dtype]
-            values = {at: _real(np.asarray(self.data[at])).astype(numpy_dtype(dtype)) for at in chosen}
-            if not values:
-                continue
-            flat = NumpyBuffer(np.concatenate([value.reshape(-1) for value in values.values()]))
-            travels = self.communicator.allocate(flat.numel, dtype)
-            travels.copy_from(flat)
-            self.communicator.all_reduce(travels, ReduceOp.AVG, label="state").wait()
-            mean, start = np.frombuffer(travels.to_bytes(), numpy_dtype(dtype)), 0
-            for at, value in values.items():
-                leaf, part = self.form.leaves[at], mean[start : start + value.size]
-                part = part.view(leaf.dtype) if leaf.dtype.kind == "c" else part.astype(leaf.dtype)
-                self.data[at] = self._placed([part.reshape(leaf.shape)])
-                start += value.size
+        values = [_real(wide) for wide in (np.asarray(self.data[at]) for at in floats)]
+        wide = [v.astype(numpy_dtype(_wide(self.form.leaves[at].dtype))) for at, v in zip(floats, values, strict=True)]
+        means = mean_over_ranks(wide, self.communicator, label="state")
+        for at, mean in zip(floats, means, strict=True):
+            leaf = self.form.leaves[at]
+            part = mean.view(leaf.dtype) if leaf.dtype.kind == "c" else mean.astype(leaf.dtype)
+            self.data[at] = self._placed([part.reshape(leaf.shape)])
 
     def _require_equal(self, chosen: Sequence[int]) -> None:
         if not chosen:

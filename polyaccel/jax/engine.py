@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,11 +23,11 @@ from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.load.name_map import NameMap
 from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.comm.base import Communicator
-from polyaccel.engine.base import Engine
 from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
+from polyaccel.jax.auxiliary import AuxMeans
 from polyaccel.jax.carried_state import StateOfEngine
 from polyaccel.jax.checkpoint import CustomLoad, OwnTree, contents_of, load_run
 from polyaccel.jax.hyperparameters import Hyperparameters
@@ -40,7 +40,7 @@ from polyaccel.jax.program.carried import Carried, StateForm
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
 from polyaccel.jax.step_profiler import JaxStepProfiler
-from polyaccel.jax.user_gradients import leaves_like, trained_gradients, tree_of_gradients
+from polyaccel.jax.user_gradients import GradientsOfEngine
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.observability.timing import OUTSIDE
 from polyaccel.zero.plan.policy import Placement
@@ -57,12 +57,10 @@ class OptimizerGroups:
         self.param_groups = param_groups
 
 
-class JaxEngine(StateOfEngine, Engine):
+class JaxEngine(StateOfEngine, GradientsOfEngine):
     """A JAX function in training under ZeRO, built by `polyaccel.initialize`.
 
-    `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts. `params` follow the
-    engine: in views mode they are arrays over its memory, which change with each step, and `jnp.array(x)` keeps a
-    value. In native mode, and where parameters are sharded, they are copies.
+    `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts.
 
     Args:
         rewrites: The function `fn(params, batch, rng)`, which returns a scalar loss or (loss, auxiliary output), its
@@ -79,7 +77,8 @@ class JaxEngine(StateOfEngine, Engine):
         self.runtime = runtime = rewrites.runtime
         self._compose(runtime.engine_parts())
         self.aux: Any = None
-        """The function's auxiliary output for the last micro-batch."""
+        """The function's auxiliary output: of the last micro-batch, or with `"jax": {"aux": "mean"}` that of a step."""
+        self._aux_means: AuxMeans | None = None
         self.optimizer = OptimizerGroups([dict(rewrites.hyperparameters)])
         form = None if rewrites.state is None else StateForm(rewrites.state)
         stacked = rewrites.stacked if self._are_sharded else ()
@@ -102,10 +101,6 @@ class JaxEngine(StateOfEngine, Engine):
             self._recorder.trace.profile_by(JaxStepProfiler())
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
-        self._calls_since_update = 0
-        """How often `value_and_grad` was called since the last update."""
-        self._has_own_gradients = False
-        """Whether the gradients of the update are those of `apply_gradients`."""
         self.before_training: Callable[[Any, bool], None] | None = None
         """Called once, before the first training, with its batch, or its micro-batches and False."""
         self._checks = BatchChecks(self._traced, self.loss_scaler)
@@ -113,6 +108,8 @@ class JaxEngine(StateOfEngine, Engine):
         rewrites.apply([one for one in REWRITES if one.needs_engine])
         if form is not None:
             self._carried = self._carry(form, rewrites.state)
+        if rewrites.averages_aux:
+            self._aux_means = AuxMeans(self._ranks_of_batches, self._devices_of_aux)
         rewrites.release()
 
     @property
@@ -140,7 +137,19 @@ class JaxEngine(StateOfEngine, Engine):
     @property
     @abstractmethod
     def params(self) -> Any:
-        """Parameters in the caller's tree, up to date. Collective where they are sharded, and gathered copies there."""
+        """The parameters as they are now, in the caller's tree: copies, which do not change.
+
+        Collective where they are sharded, and whole there.
+        """
+
+    @property
+    @abstractmethod
+    def param_views(self) -> Any:
+        """Arrays over the engine's memory, in the caller's tree of parameters. No copy is made; each step changes them.
+
+        Raises:
+            PolyaccelError: There is no such memory: parameters are sharded, or native mode trains them.
+        """
 
     @property
     @abstractmethod
@@ -164,105 +173,6 @@ class JaxEngine(StateOfEngine, Engine):
         Raises:
             PolyaccelError: A leaf is not an array of numbers, the engine has no optimizer, or this process was forked.
         """
-
-    @engine_call
-    def value_and_grad(self, batch: Any, params: Any = None, *, rng: Any = None) -> tuple[jax.Array, Any]:
-        """Compute the loss and the gradients of the batches of all ranks, and keep neither. Collective.
-
-        It is `jax.value_and_grad(fn)(params, batch, rng)`, averaged over ranks: change the gradients as you like, and
-        give them to `apply_gradients`. The auxiliary output is in `aux`. Each call replaces a carried state.
-
-        Args:
-            batch: Micro-batch as in `grad_step`.
-            params: Tree of parameters to differentiate at, such as perturbed ones; None takes those of the engine.
-            rng: Key of this rank, which the function gets. None gives the call number k after an update the key of
-                micro-batch k.
-
-        Returns:
-            (scalar loss, gradients), means over ranks, or sums of gradients with `"gradient_allreduce_op": "sum"`.
-            Gradients have the tree, the shapes and the types of the parameters, or float32 under fp16, whose loss scale
-            is divided out. Those of integers are zeros. They are whole on every rank, at every stage.
-
-        Raises:
-            PolyaccelError: `params` is another tree, a leaf is not an array of numbers, or this process was forked.
-
-        Example:
-            ```python
-            loss, gradients = engine.value_and_grad(batch)
-            gradients = jax.tree.map(lambda one: jnp.clip(one, -1.0, 1.0), gradients)
-            engine.apply_gradients(gradients, loss)
-            ```
-        """
-        self._require_own_process()
-        self._look_at_first([batch], is_whole=False)
-        leaves = None if params is None else leaves_like(params, self.adapter, "the parameters")
-        count = self._calls_since_update
-        scale = self.loss_scaler.loss_scale if self.loss_scaler.is_active else 1.0
-        with self.timer("backward"):
-            loss, self.aux, found = self._mean_gradients(leaves, batch, rng, self.counters.micro_steps + count, scale)
-        self._calls_since_update += 1
-        if self.loss_scaler.is_active:
-            found = [gradient.astype(jnp.float32) / scale for gradient in found]
-        if self._reduction_factor != 1.0:
-            found = [gradient * self._reduction_factor for gradient in found]
-        return loss, tree_of_gradients(found, self.adapter)
-
-    @engine_call
-    def apply_gradients(self, gradients: Any, loss: Any = None) -> None:
-        """Run one optimizer step with gradients of the script's own. Collective.
-
-        Args:
-            gradients: Tree like the parameters. Ranks may pass different ones: the mean over ranks is applied. Clipping
-                by the config follows.
-            loss: Scalar loss of the step, for metrics, logs and a transformation that takes `value`.
-
-        Raises:
-            PolyaccelError: The tree is another one, an accumulation by `grad_step` is unfinished, the transformation
-                needs the loss, the engine has no optimizer, or this process was forked.
-            LossScaleError: Gradients are not finite step after step, at the smallest loss scale of fp16.
-        """
-        self._require_own_process()
-        self._require_optimizer()
-        if self.zero.holds_gradients or self.counters.is_in_window:
-            raise PolyaccelError(
-                "apply_gradients was called inside an unfinished accumulation of grad_step",
-                hint="call engine.step() until the update, or engine.zero_grad(); or add the gradients of "
-                "value_and_grad yourself",
-            )
-        if self.counters.boundary_by_hand is False:
-            raise PolyaccelError(
-                "apply_gradients updates the parameters, and the accumulation boundary was set to False",
-                hint="call engine.set_gradient_accumulation_boundary(None) before it",
-            )
-        known = None if loss is None else float(loss)
-        if isinstance(optimizer := self.zero.optimizer, TransformationOptimizer):
-            optimizer.require_loss(known, "pass it: engine.apply_gradients(gradients, loss)")
-        scale = self.loss_scaler.loss_scale if self.loss_scaler.is_active else 1.0
-        found = trained_gradients(gradients, self.adapter, scale / self._reduction_factor)
-        with self.timer("reduce"):
-            self._take_gradients(jax.block_until_ready(found))
-        fence()
-        self._has_own_gradients = True
-        try:
-            self._update_parameters(known)
-        finally:
-            self._has_own_gradients = False
-        self._calls_since_update = 0
-        self.counters.skip_to_last()
-        self._end_step(self.optimizer.param_groups, known, {})
-
-    @abstractmethod
-    def _mean_gradients(
-        self, leaves: Sequence[Any] | None, batch: Any, rng: Any, number: int, factor: float
-    ) -> tuple[jax.Array, Any, list[Any]]:
-        """(loss, auxiliary output, gradients of `loss * factor` for the trained leaves), means over ranks. Collective.
-
-        `leaves` None are the engine's own; `rng` None is the key of micro-batch `number`.
-        """
-
-    @abstractmethod
-    def _take_gradients(self, gradients: Sequence[jax.Array]) -> None:
-        """Take gradients of the trained leaves, in tree order, as those of a step with one micro-batch. Collective."""
 
     @abstractmethod
     def train_batch(self, data_iter: Any = None) -> jax.Array:
@@ -350,11 +260,33 @@ class JaxEngine(StateOfEngine, Engine):
             self.zero.optimizer.loss = loss
         self._settle_replica()
         self._apply_update(self.optimizer.param_groups)
+        self._reduce_outputs()
+
+    def _keep_aux(self, aux: Any) -> None:
+        """Let `aux` be the output of the last micro-batch, and a part of the step's mean."""
+        self.aux = aux
+        if self._aux_means is not None:
+            self._aux_means.add(aux)
+
+    _devices_of_aux = 1
+    """Devices over which leaves of the auxiliary output have a leading axis."""
+
+    @property
+    @abstractmethod
+    def _ranks_of_batches(self) -> Communicator:
+        """The ranks, or processes, that have other samples."""
+
+    def _reduce_outputs(self) -> None:
+        """Let ranks agree on the state, and on the mean of the auxiliary output, once a step ends. Collective."""
         self._reduce_state()
+        if self._aux_means is not None:
+            self.aux = self._aux_means.take(self.aux)
 
     def zero_grad(self) -> None:
         """Discard all gradients, accumulated ones too."""
         self.zero.discard_gradients()
+        if self._aux_means is not None:
+            self._aux_means.clear()
         self._losses.clear()
         self.counters.begin_window()
 
@@ -387,11 +319,6 @@ class JaxEngine(StateOfEngine, Engine):
         """The cotangent of a micro-batch's loss. See [Note: Loss cotangent]."""
         scaler = self.loss_scaler
         return scaler.loss_scale / self.gradient_accumulation_steps() if scaler.is_active else 1.0
-
-    @property
-    def _reduction_factor(self) -> float:
-        """The factor of a mean over ranks by which it becomes what the config reduces gradients to."""
-        return 1.0 if self.runtime.step_policy.reduction.average else float(self._data_ranks)
 
     @property
     def _gradient_scale(self) -> float:

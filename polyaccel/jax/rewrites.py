@@ -104,6 +104,11 @@ class RewriteContext(BaseContext):
         return self.runtime.config.jax.execution == "native"
 
     @property
+    def averages_aux(self) -> bool:
+        """Whether auxiliary outputs are averaged over the micro-batches and ranks of a step."""
+        return self.runtime.config.jax.aux == "mean"
+
+    @property
     def has_whole_parameters(self) -> bool:
         """Whether this rank has all parameters and optimizer states, as the caller's arrays."""
         runtime = self.runtime

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.jax import wait_for
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import ShardingError
@@ -60,6 +61,17 @@ class ParamViews:
             if is_stale or array.is_deleted():
                 self._import(fqn)
         return [self._arrays[fqn] for fqn in self.names()]
+
+    def copied(self, accelerator: Accelerator) -> dict[str, jax.Array]:
+        """Copy the parameters, by name."""
+        found = {}
+        for fqn in self.names():
+            source = self._buffers[fqn]
+            copy = accelerator.allocate(source.numel, source.dtype)
+            copy.copy_from(source)
+            found[fqn] = array_over(copy, self._shapes[fqn], f"parameter {fqn!r}")
+        accelerator.synchronize()
+        return found
 
     def names(self) -> list[str]:
         """The parameters that are bound, in tree order."""

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import PolyaccelError
 from polyaccel.jax.carried_state import CarriedState, ViewsState
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.optax_whole import WholeStates
@@ -36,6 +38,10 @@ class ViewsEngine(JaxEngine):
         super().__init__(rewrites)
         warn_of_idle_devices(self.communicator)
         self._recorder.begin()
+
+    @property
+    def _ranks_of_batches(self) -> Communicator:
+        return self._stage_runtime.communicator
 
     def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         optimizer, seed = self._rewrites.slice_optimizer, self._rewrites.seed
@@ -65,10 +71,22 @@ class ViewsEngine(JaxEngine):
     @property
     @engine_call
     def params(self) -> Any:
-        """The parameters, in the caller's tree, up to date: arrays over the engine's memory, or gathered copies."""
         self._require_own_process()
         self._settle_params()
         return self.adapter.tree(self.zero.params)
+
+    @property
+    @engine_call
+    def param_views(self) -> Any:
+        if self._are_sharded:
+            raise PolyaccelError(
+                "parameters of stage 3 have no views: a rank has its shards alone",
+                hint="use engine.params, which gathers copies",
+                value=3,
+            )
+        self._require_own_process()
+        self._settle_params()
+        return jax.tree.unflatten(self.adapter.structure, self.adapter.views.arrays())
 
     @property
     def copies(self) -> CopyCount:
@@ -89,7 +107,7 @@ class ViewsEngine(JaxEngine):
                 leaves = self.adapter.views.arrays()
                 arguments = leaves, self._with_state(batch), rng, self._loss_factor
                 loss, found, gradients = self._function.gradients(*arguments)
-                self.aux = self._keep_state(found)
+                self._keep_aux(self._keep_state(found))
             with self.timer("reduce"):
                 self._end_pass(gradients)
         self._losses.append(loss)
@@ -99,7 +117,7 @@ class ViewsEngine(JaxEngine):
         self, leaves: Sequence[Any] | None, batch: Any, rng: Any, number: int, factor: float
     ) -> tuple[jax.Array, Any, list[Any]]:
         if leaves is None:
-            leaves = jax.tree.leaves(self.params)  # gathered copies where they are sharded
+            leaves = jax.tree.leaves(self.params if self._are_sharded else self.param_views)
         batch = as_inputs(batch, self._device)
         self._checks.require_scalable(batch)
         key = jax.random.fold_in(self._key, number) if rng is None else rng

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
+from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
+from polyaccel.errors import PolyaccelError
 from polyaccel.jax.carried_state import CarriedState
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.memory import NativeMemory
@@ -49,6 +51,14 @@ class NativeEngine(JaxEngine):
         self._recorder.work.ranks_here = len(mesh.local)
         self._recorder.work.streams_of_batches = self.communicator.world_size
         self._recorder.begin()
+
+    @property
+    def _ranks_of_batches(self) -> Communicator:
+        return self.communicator
+
+    @property
+    def _devices_of_aux(self) -> int:  # type: ignore[override]
+        return len(self._mesh.local)
 
     def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         optimizer, seed, mesh, runtime = self._rewrites.slice_optimizer, self._rewrites.seed, self._mesh, self.runtime
@@ -97,10 +107,18 @@ class NativeEngine(JaxEngine):
     @property
     @engine_call
     def params(self) -> Any:
-        """Copies of the parameters, in the caller's tree, on this process's first device."""
+        """The parameters as they are now, in the caller's tree, on this process's first device: they do not change."""
         self._require_own_process()
         self.zero.consistency.require()
         return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
+
+    @property
+    def param_views(self) -> Any:
+        raise PolyaccelError(
+            "parameters of native mode have no views: JAX replaces them in each step",
+            hint='use engine.params, or "jax": {"execution": "views"}',
+            value="native",
+        )
 
     @property
     def copies(self) -> CopyCount:
@@ -218,7 +236,7 @@ class NativeEngine(JaxEngine):
             )
         loss = self._take(losses, aux)
         self._take_result(result)
-        self._reduce_state()
+        self._reduce_outputs()
         mean = float(jnp.stack(self._losses).mean())
         self._losses.clear()
         self._end_step(groups, mean, {})
@@ -250,7 +268,7 @@ class NativeEngine(JaxEngine):
             self.communicator.barrier(label=what)
 
     def _take(self, losses: jax.Array, aux: Any) -> jax.Array:
-        self.aux = self._own_aux(self._keep_state(aux))
+        self._keep_aux(self._own_aux(self._keep_state(aux)))
         loss = self._own_mean(losses)
         self._losses.append(loss)
         return loss

@@ -23,6 +23,7 @@ from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.core.types import DType
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import PolyaccelError
+from polyaccel.jax.auxiliary import AuxMeans
 from polyaccel.jax.engine import OptimizerGroups
 from polyaccel.jax.program.batches import as_inputs, split_batch
 from polyaccel.jax.program.carried import Carried
@@ -69,6 +70,8 @@ class PlainJaxEngine:
         if section is not None and "lr" in self._update.group:
             self.lr_scheduler = build_schedule(section.type, section.params, self.optimizer)
         self._record = run.record_of(self.communicator.rank) if run.variant.noise else None
+        self._aux_means = AuxMeans(self.communicator) if self.config.jax.aux == "mean" else None
+        self._auxes: list[Any] = []
         self._sum: dict[str, Array] = {}
         self._losses: list[float] = []
         self._calls_since_update = 0
@@ -113,6 +116,11 @@ class PlainJaxEngine:
         return jax.tree.unflatten(self._structure, [jnp.asarray(self._leaves[name]) for name in self._names])
 
     @property
+    def param_views(self) -> Any:
+        """`params`: a plain run has no other memory."""
+        return self.params
+
+    @property
     def state(self) -> Any:
         """The state that the function carries."""
         return None if self._carried is None else self._carried.tree
@@ -140,6 +148,10 @@ class PlainJaxEngine:
         sums = {name: sum(one[name] for _, one in found) for name in found[0][1]}
         gradients = {name: self._reduced(value, self._scale) for name, value in sums.items()}
         zeros = {name: np.zeros_like(leaf) for name, leaf in self._leaves.items()}
+        if self._aux_means is not None:
+            alone = AuxMeans(self.communicator)
+            alone.add_all(self._last_auxes(len(found)))
+            self.aux = alone.take(self.aux)
         loss = self._reduced(np.float32(sum(float(one) for one, _ in found)), 1.0)
         leaves = [jnp.asarray(gradients.get(name, zeros[name])) for name in self._names]
         return jnp.asarray(loss), jax.tree.unflatten(self._structure, leaves)
@@ -190,6 +202,8 @@ class PlainJaxEngine:
         self._leaves |= self._update.update(self.weights(), clipped, mean)
         if self._carried is not None:
             self._carried.average()
+        if self._aux_means is not None:
+            self.aux = self._aux_means.take(self.aux)
         self.global_steps += 1
         self._recording.after_update(self._norm)
         self.zero_grad()
@@ -208,6 +222,8 @@ class PlainJaxEngine:
     def zero_grad(self) -> None:
         """Discard all gradients."""
         self._sum.clear()
+        if self._aux_means is not None:
+            self._aux_means.clear()
 
     def _differentiate(self, batch: Any, count: int) -> jax.Array:
         """The loss of `count` micro-batches in one batch, whose gradients are added."""
@@ -215,9 +231,16 @@ class PlainJaxEngine:
         for _, gradients in found:
             for name, gradient in gradients.items():
                 self._sum[name] = self._sum[name] + gradient if name in self._sum else gradient
+        if self._aux_means is not None:
+            self._aux_means.add_all(self._last_auxes(len(found)))
         loss = jnp.stack([each for each, _ in found]).sum() / count
         self._losses += [float(loss)] * count
         return loss
+
+    def _last_auxes(self, count: int) -> list[Any]:
+        """Return the outputs of the last `count` parts, and forget all."""
+        found, self._auxes = self._auxes[-count:], []
+        return found
 
     def _found(
         self, batch: Any, count: int, leaves: Mapping[str, Array], number: int, rng: Any
@@ -253,6 +276,8 @@ class PlainJaxEngine:
         (loss, self.aux), found = self._programs.with_gradients(trained, frozen, given, key)
         if self._carried is not None:
             self._carried.of_device[device], self.aux = list(self.aux.state), self.aux.aux
+        if self._aux_means is not None:
+            self._auxes.append(self.aux)
         return weight * loss, {name: np.asarray(one, np.float32) * np.float32(weight) for name, one in found.items()}
 
     def _parts(self, batch: Any, count: int, number: int) -> list[tuple[Any, Any, float, int]]:

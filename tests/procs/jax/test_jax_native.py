@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("jax")
 
 import jax
+import jax_aux
 import jax_surgery as surgery
 import native_jax_model as model
 from jax_models import make_config, torch_gpt, train_torch
@@ -119,6 +120,10 @@ def test_sam_equals_plain_jax(at, world, stage):
     native = {"jax": {"execution": "native"}}
     runs = at(world, surgery.train, stage, "sam", 2, native, DEVICES[world])
     surgery.check_sam(runs, PROCESSES[world] * DEVICES[world], 2)
+
+
+def test_auxiliary_outputs_are_averaged_over_devices(at):
+    jax_aux.check(at("two by two", jax_aux.train, {"execution": "native"}, 2), 4)
 
 
 @pytest.mark.parametrize(("world", "stage", "accumulation"), GPT_CASES)

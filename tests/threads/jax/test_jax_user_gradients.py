@@ -9,6 +9,7 @@ pytest.importorskip("optax")
 
 import jax
 import jax.numpy as jnp
+import jax_aux
 import optax
 from jax_models import STAGES
 from jax_surgery import CONFIG, RECIPE, ROWS, batch, check_sam, loss_fn, params, train
@@ -171,3 +172,25 @@ def test_what_cannot_be_applied_changes_nothing():
         return engine.global_steps, engine.micro_steps
 
     assert run_threads(1, run) == [(1, 2)]
+
+
+@pytest.mark.parametrize(("world", "execution"), [(1, "native"), (3, "views")])
+def test_auxiliary_outputs_are_averaged(world, execution):
+    jax_aux.check(run_threads(world, jax_aux.train, {"execution": execution}), world)
+
+
+@pytest.mark.parametrize("what", ["key", "shape"])
+def test_what_has_no_mean_is_refused(what):
+    def fn(p, batch, rng):
+        found = {"key": rng, "shape": jnp.zeros(batch.shape[0])}[what]
+        return jnp.mean(batch @ p), found
+
+    def run(_):
+        config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "jax": {"aux": "mean"}}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = polyaccel.initialize(model=fn, params=np.ones((3, 1), np.float32), config=config)
+        with pytest.raises(PolyaccelError) as caught:
+            engine.train_batch(iter([np.ones((2, 3), np.float32), np.ones((3, 3), np.float32)]))
+        assert "aux" in caught.value.hint
+
+    run_threads(1, run)
