@@ -35,10 +35,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A program of XLA runs a few times in a test: it takes longer to compile than to run, and less where it stays as it is.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-# A folder for the programs of JAX, one for all workers and ranks: see tests/support/models/jax_models.py.
+# Most of the time of a test of JAX is XLA's, which need not compile the same program again for each engine, each rank
+# and each file of tests. A limit to the size, which is never reached, makes JAX lock the folder: a rank could read what
+# another has written half. Workers and ranks inherit the folder.
 if "TESTS_XLA_PROGRAMS" not in os.environ:
     _programs = TemporaryDirectory(prefix="polyaccel-xla-")
-    os.environ["TESTS_XLA_PROGRAMS"] = _programs.name
+    os.environ["TESTS_XLA_PROGRAMS"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 40)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

@@ -49,6 +49,9 @@ class JaxConfig(Section):
     aux: Literal["last", "mean"] = "last"
     """What `engine.aux` is after a step: "last", the auxiliary output of this rank's last micro-batch; "mean", the mean
     over the step's micro-batches and all ranks (other numbers than floats become float32)."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache, so that the next start does not compile them again. A folder that the
+    script or JAX_COMPILATION_CACHE_DIR sets is used as it is."""
 
 
 class Config(Section):

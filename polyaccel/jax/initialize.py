@@ -16,6 +16,7 @@ from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.jax.carried_state import Reduction
+from polyaccel.jax.compilation_cache import keep_compiled_programs
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import DeviceMesh, native_mesh
@@ -62,6 +63,8 @@ def initialize(
         mesh = None if "jax" in run.variant.without else mesh
         runtime = build(parsed, world_size=None if mesh is None else mesh.world_size)
     runtime.apply_to_process()
+    if parsed.jax.compilation_cache:
+        keep_compiled_programs()
     _check_config(runtime)
 
     given = RewriteContext(

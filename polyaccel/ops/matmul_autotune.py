@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Literal, get_args
 
+from polyaccel.core.processor import processor_identity
 from polyaccel.core.user_dirs import cache_folder
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.base import MATRIX_OPS
@@ -30,7 +30,6 @@ LEAST_SPEEDUP = 1.2
 """The speedup from which on a product is replaced: less would not be worth another rounding of its sums."""
 
 _FORMAT = 1
-_IDENTITY = ("model name", "cpu family", "model", "stepping", "flags", "CPU part", "Features")
 
 log = getLogger(__name__)
 
@@ -60,18 +59,6 @@ def matrix_choice(configured: MatrixChoice) -> MatrixChoice:
         expected = f"should be one of {', '.join(get_args(MatrixChoice))}"
         raise ConfigError([Problem(VARIABLE, stated, expected, "unset it")], source="environment")
     return configured
-
-
-def processor_identity() -> str:
-    """This machine's processor in a line: its name, and a digest of the features that others of that name may lack."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return f"{platform.processor()} {platform.machine()}"
-    first = dict(line.split(":", 1) for line in text.partition("\n\n")[0].splitlines() if ":" in line)
-    facts = {name.strip(): value.strip() for name, value in first.items()}
-    described = json.dumps([facts.get(name, "") for name in _IDENTITY])
-    return f"{facts.get('model name', platform.machine())} {hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
 def load_measured(threads: int) -> Measured | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +17,6 @@ from parity_models import drawn_from
 
 import polyaccel
 from polyaccel.jax.pytree import named_leaves
-
-# Most of a test's time is XLA's, which need not compile the same program again for each engine, each rank and each
-# file of tests. A limit to the size, which is never reached, makes JAX lock the folder: a rank could read what another
-# has written half.
-jax.config.update("jax_compilation_cache_dir", os.environ["TESTS_XLA_PROGRAMS"])
-jax.config.update("jax_compilation_cache_max_size", 1 << 40)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 STAGES = (0, 1, 2)
 """Those where ranks may be threads: at stage 3 programs wait for each other in XLA's threads, one a core."""
