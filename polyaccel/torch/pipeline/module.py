@@ -30,6 +30,9 @@ from polyaccel.torch.sharding.buffers import explaining_buffer_types
 from polyaccel.torch.sharding.units import set_parts
 from polyaccel.verify.variant import active_run
 
+Seeding = Callable[[int], object]
+"""Seeds the generators for a layer."""
+
 
 class LayerSpec:
     """A layer that is built where it is needed: `LayerSpec(nn.Linear, 4, 8)` stands for `nn.Linear(4, 8)`."""
@@ -139,14 +142,15 @@ class PipelineModule(nn.Module):
         self.placement = chosen_placement(schedule or "1f1b", self.num_stages, chunks or None)
         """The stage of each chunk of the model."""
         classes = None if checkpointable_layers is None else frozenset(checkpointable_layers)
-        recomputing = Recomputing(activation_checkpoint_interval, activation_checkpoint_func, classes)
         specs = list(layers)
         self.mesh_sizes = _mesh_sizes(self.num_stages, topology)
         """Ranks along each axis of the mesh that the stages and the topology ask for."""
         if not specs:
             raise PipelineError("a model without layers", hint="give a list of layers", value=0)
         names, numels = zip(*_weighed(specs), strict=True)
-        self._layer_names = names
+        self._layer_names: tuple[str, ...] = names
+        self.layer_numels: tuple[int, ...] = numels
+        """Elements that each layer of the whole model trains."""
         weights = (
             _tried(specs, trial_inputs, names, len(self.placement), spreads=self.spreads_tuples)
             if partition_method.lower() == "profiled"
@@ -154,10 +158,21 @@ class PipelineModule(nn.Module):
         )
         self.parts = split_layers(weights, len(self.placement))
         """The layers of each chunk."""
+        seed = torch.manual_seed if seed_fn is None else seed_fn
+        self._build(
+            specs,
+            Recomputing(activation_checkpoint_interval, activation_checkpoint_func, classes),
+            (lambda index: seed(base_seed + index)) if seed_layers else None,
+        )
+        self._complete(specs, topology)
+
+    def _build(self, specs: Sequence[Any], recomputing: Recomputing, seed: Seeding | None) -> None:
+        """Build the layers of this stage's chunks, each after `seed` with its index."""
         self.ties: dict[str, TiedModule] = {}
         """The modules of this stage that others have too, by key."""
         self._chunks: dict[int, Chunk] = {}
-        seed = torch.manual_seed if seed_fn is None else seed_fn
+        self.module_names = tuple(self._name_of(index, specs) for index in range(len(specs)))
+        """The name of each layer's module in the whole model."""
         tied: dict[str, nn.Module] = {}
         users: dict[nn.Parameter, list[str]] = {}
         for chunk, part in enumerate(self.parts):
@@ -165,27 +180,36 @@ class PipelineModule(nn.Module):
                 continue
             built: list[Layer] = []
             for index in part:
-                if seed_layers:
-                    seed(base_seed + index)
+                if seed is not None:
+                    seed(index)
                 built.append(self._built(index, specs, tied))
             before = self.last_layer_of(chunk - 1) if chunk else None
             places = ChunkPlaces(self._place_of(part[0]), self.last_layer_of(chunk), before)
             self._chunks[chunk] = Chunk(built, recomputing, places, spreads=self.spreads_tuples)
-            for name in dict.fromkeys(self._name_of(index, specs) for index in part):
+            for name in dict.fromkeys(self.module_names[part.start : part.stop]):
                 module = self._layer_named(name)
                 for parameter in () if module is None else module.parameters():
                     users.setdefault(parameter, []).append(str(chunk))
         set_parts(self, {name: " ".join(users[parameter]) for name, parameter in self.named_parameters()})
-        _LAYERS[self] = (
-            [_kept(spec) for spec in specs],
-            {
-                "loss_fn": loss_fn,
-                "seed_layers": seed_layers,
-                "seed_fn": seed_fn,
-                "base_seed": base_seed,
-            },
-        )
-        self._complete(specs, topology)
+        _LAYERS[self] = [_kept(spec) for spec in specs], seed
+
+    def with_layers(
+        self, layers: Sequence[Any], stage: int | None = None, seed: Seeding | None = None
+    ) -> PipelineModule:
+        """Another one of its class with `layers`: those of a `stage`, dealt as these are, or all of them on one rank,
+        which recomputes nothing. What a subclass adds is left out."""
+        made: PipelineModule = type(self).__new__(type(self))
+        nn.Module.__init__(made)
+        made.loss_fn, made._layer_names, made.layer_numels = self.loss_fn, self._layer_names, self.layer_numels
+        is_whole = stage is None
+        made.num_stages, made.stage = (1, 0) if stage is None else (self.num_stages, stage)
+        made.schedule, made.chunks = (None, 0) if is_whole else (self.schedule, self.chunks)
+        made.placement = (0,) if is_whole else self.placement
+        made.parts = (range(len(layers)),) if is_whole else self.parts
+        made.mesh_sizes = {} if is_whole else {"pipe": self.num_stages}
+        recomputing = next(iter(self._chunks.values())).recomputing
+        made._build(layers, Recomputing() if is_whole else recomputing, seed)
+        return made
 
     def _complete(self, specs: Sequence[Any], topology: Any) -> None:
         """Add the other attributes of a subclass, once the layers are built."""
@@ -245,7 +269,7 @@ class PipelineModule(nn.Module):
             ]
             holders = tuple(sorted({self.stage_of(at) for at in same_key}))
             module = tied[spec.key] = spec.build()
-            self._add_layer(self._name_of(index, specs), module)
+            self._add_layer(self.module_names[index], module)
             if len(holders) > 1:
                 lent = _lend(module) if holders[0] != self.stage else ()
                 self.ties[spec.key] = TiedModule(module, holders, lent)
@@ -268,20 +292,20 @@ class PipelineModule(nn.Module):
         return inputs
 
 
-_LAYERS: WeakKeyDictionary[nn.Module, tuple[list[Callable[[], Any]], dict[str, Any]]] = WeakKeyDictionary()
+_LAYERS: WeakKeyDictionary[nn.Module, tuple[list[Callable[[], Any]], Seeding | None]] = WeakKeyDictionary()
 
 
-def layers_of(model: PipelineModule) -> tuple[list[Any], dict[str, Any]]:
-    """What a pipeline was made of: all its layers, and how to build them. Raises PipelineError for one of whose layers
-    the script has kept none."""
-    kept, settings = _LAYERS[model]
+def layers_of(model: PipelineModule) -> tuple[list[Any], Seeding | None]:
+    """What a pipeline was made of: all its layers, and what seeds the generators before one is built. Raises
+    PipelineError for one of whose layers the script has kept none."""
+    kept, seed = _LAYERS[model]
     layers = [one() for one in kept]
     if None in layers:
         index = layers.index(None)
         raise PipelineError(
             f"layer {index} is on stage {model.stage_of(index)} alone", hint="give a LayerSpec for it", value=index
         )
-    return layers, settings
+    return layers, seed
 
 
 def _kept(layer: Any) -> Callable[[], Any]:

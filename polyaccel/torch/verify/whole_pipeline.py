@@ -55,13 +55,13 @@ def whole_pipeline(model: PipelineModule, stages: Communicator, device: torch.de
 def _rebuilt(model: PipelineModule) -> PipelineModule:
     if cuts_of(model):
         raise PolyaccelError("a rank has only its blocks of the parameters", hint="leave tensor ranks out")
-    layers, settings = layers_of(model)
+    layers, seed = layers_of(model)
     memo: dict[int, Any] = {}
     own = [layer if isinstance(layer, LayerSpec) else copy.deepcopy(layer, memo) for layer in layers]
     states = states_of(torch.device("cpu"))
     try:
-        whole: PipelineModule = type(model).__new__(type(model))
-        PipelineModule.__init__(whole, own, num_stages=1, **settings)
+        whole = model.with_layers(own, seed=seed)
+        whole._complete(own, None)
     finally:
         restore(states, torch.device("cpu"))
     whole.__dict__.update({name: value for name, value in vars(model).items() if name not in vars(whole)})
