@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polyaccel.config import Config
+from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.verify.variant import NOISE, Record, Variant
 
 _ARITHMETIC = frozenset(
@@ -61,8 +62,9 @@ def quiet_config(config: Config) -> Config:
 def shadow_config(config: Config, model: nn.Module) -> Config:
     """Return `config` in float32, with thresholds at which each rewrite acts on a small model."""
     zero = config.zero_optimization
-    numel = max(1, sum(parameter.numel() for parameter in model.parameters()))
-    bucket = min(zero.reduce_bucket_size, max(64, numel // _BUCKETS))
+    # All stages need one config.
+    numels = model.layer_numels if isinstance(model, PipelineModule) else [one.numel() for one in model.parameters()]
+    bucket = min(zero.reduce_bucket_size, max(64, sum(numels) // _BUCKETS))
     exact = {"zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"}
     changes: dict[str, Any] = {
         "fp16": type(config.fp16)(),
