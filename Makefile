@@ -67,7 +67,7 @@ test-variants: $(STAMP) ## let `polyaccel plugins check` catch every broken vari
 test-zoo: $(STAMP) ## train a tiny model of every class of transformers under each mesh, next to plain torch, and write docs/zoo.md: hours
 	nice -n 10 $(BIN)/python tests/zoo $(ARGS)
 
-test-rewrites: $(STAMP) ## plant all wrong rewrites, prove 190 first steps, compose 50 modules, walk all public optimizers and run ten scripts of JAX; `make test` tries a sample of each
+test-rewrites: $(STAMP) ## plant all wrong rewrites, prove 200 first steps, compose 50 modules, walk all public optimizers and run ten scripts of JAX; `make test` tries a sample of each
 	TESTS_PLANTS=full TESTS_FIRST_STEPS=full TESTS_GENERATED=50 TESTS_OPTIMIZERS=full TESTS_SCRIPTS=full $(BIN)/python -m pytest --timeout 3600 $(or $(ARGS),tests/zoo)
 
 test-fuzz: $(STAMP) ## parse a million forged inputs, in SHARDS=54 of 18,600: manifests, commit markers, configs, notes, records

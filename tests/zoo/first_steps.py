@@ -36,10 +36,11 @@ import polyaccel
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import PolyaccelError, VerificationError
 from polyaccel.torch.data import cast_floats
+from polyaccel.torch.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from polyaccel.torch.rewrites.cuts import ExpertParallel, TensorParallel
 from polyaccel.torch.rewrites.engine import ActivationCheckpointing
 from polyaccel.torch.rewrites.forwards import SequenceParallel, TiledCompute
-from polyaccel.torch.rewrites.stages import PipelineBlocks
+from polyaccel.torch.rewrites.stages import PipelineBlocks, PipelineLayers
 from polyaccel.torch.verify.first_step import FirstStepProof
 from polyaccel.verify.prove import Proof
 
@@ -137,6 +138,36 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def layers(*, tied: bool = False, **settings: Any) -> Callable[[], nn.Module]:
+    """A maker of layers of two stages, which the script builds itself."""
+
+    def make() -> nn.Module:
+        words = TiedLayerSpec("words", nn.Embedding, 64, 16) if tied else LayerSpec(nn.Embedding, 64, 16)
+        head = (
+            TiedLayerSpec("words", nn.Embedding, 64, 16, forward_fn=lambda module, x: x @ module.weight.t())
+            if tied
+            else LayerSpec(nn.Linear, 16, 64, bias=False)
+        )
+        blocks = [LayerSpec(Block, batch_norm=False) for _ in range(4)]
+        return PipelineModule(
+            [words, *blocks, LayerSpec(nn.LayerNorm, 16), head], 2, loss_fn=_loss_of_words, **settings
+        )
+
+    return make
+
+
+def _loss_of_words(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "layers": layers(),
+    "layers, tied": layers(tied=True),
+    "layers, chunks": layers(schedule="interleaved", chunks=2),
+    "layers, recomputed": layers(activation_checkpoint_interval=2, partition_method="uniform"),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model under a mesh in a precision."""
@@ -164,6 +195,9 @@ def cases(only: str = "") -> Iterator[Case]:
         for mesh in ("tensor 2", "pipeline 2", "recomputation", "recomputation, stage 3 on the host"):
             for precision in PRECISIONS:
                 yield from _chosen(Case(name, mesh, precision), only)
+    for name in LAYERS:
+        for precision in PRECISIONS:
+            yield from _chosen(Case(name, "pipeline 2", precision), only)
     number = 0
     for name in MODELS:
         for mesh in MESHES:
@@ -202,7 +236,7 @@ def watching() -> Iterator[None]:
 @contextmanager
 def planted(case: Case) -> Iterator[None]:
     """Let the case's rewrite double the gradient of the last parameter of the model, wherever it is applied."""
-    rewrite = REWRITES[case.mesh.split(",")[0].split(" ")[0]]
+    rewrite = PipelineLayers if case.model in LAYERS else REWRITES[case.mesh.split(",")[0].split(" ")[0]]
 
     def double(model: nn.Module) -> None:
         trained = [one for one in model.parameters() if one.requires_grad]
@@ -217,9 +251,9 @@ def run(case: Case) -> Verdict:
     """Train one step of a case on this rank within `watching`, and return what its proof came to. Collective."""
     found = _found[threading.get_ident()] = []
     with _LOCK:
-        if case.model in PLAIN:
+        if case.model in PLAIN or case.model in LAYERS:
             torch.manual_seed(0)
-            model = PLAIN[case.model]()
+            model = (PLAIN | LAYERS)[case.model]()
             draw = torch.Generator().manual_seed(1)
             words = [torch.randint(0, 64, (4, length), generator=draw) for length in (12, 8)]
             batches = [{"input_ids": one, "labels": one.clone()} for one in words]
@@ -241,7 +275,7 @@ def run(case: Case) -> Verdict:
         dtype = next(one.dtype for one in engine.module.parameters() if one.is_floating_point())
         batches = [cast_floats(batch, dtype) for batch in batches]
         if "pipeline" in config:
-            engine.train_batch(iter(batches))
+            engine.train_batch(iter([tuple(one.values()) for one in batches] if case.model in LAYERS else batches))
         else:
             for batch in batches:
                 engine.backward(_loss(engine(**batch)))

@@ -28,6 +28,8 @@ class StageBatches:
         self.batch_fn: Callable[[Any], Any] | None = None
         """What makes a micro-batch of what was taken."""
         self.pair_of: Callable[[Any], Pair] = pair_of
+        self.watch: Callable[[Pair], object] | None = None
+        """Called with what the stage takes of each micro-batch."""
 
     @property
     def are_needed(self) -> bool:
@@ -36,7 +38,11 @@ class StageBatches:
     def take(self, source: Iterator[Any] | None, count: int) -> list[Pair]:
         """The next `count` micro-batches, on the device. A stage without a `source` gives `batch_fn` None; one that
         needs no data takes as many as the others, so that all come to the end of their data together."""
-        return [self._taken(None if source is None else next(source)) for _ in range(count)]
+        taken = [self._taken(None if source is None else next(source)) for _ in range(count)]
+        if self.watch is not None:
+            for pair in taken:
+                self.watch(pair)
+        return taken
 
     def _taken(self, batch: Any) -> Pair:
         if not self.are_needed:

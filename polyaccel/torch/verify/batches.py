@@ -35,6 +35,10 @@ class MicroBatch:
         """Return the batch with floating tensors in float32."""
         return self._map(lambda one: one.float() if one.is_floating_point() else one)
 
+    def on_host(self) -> MicroBatch:
+        """Return the batch with its tensors in host memory."""
+        return self._map(lambda one: one.cpu())
+
     def call(self, engine: Callable[..., Any], device: torch.device) -> Any:
         """Run `engine` on copies of the tensors on its `device`."""
         own = self._map(lambda one: one.to(device, copy=True))
@@ -61,10 +65,11 @@ class MicroBatch:
         return self._map(lambda one: next(found))
 
     def for_train_batch(self) -> Any:
-        """Return what `train_batch` takes as a micro-batch. Raises NotProvenError where it takes none such."""
+        """Return a copy as `train_batch` takes a micro-batch. Raises NotProvenError where it takes none such."""
         if self.inputs and self.named:
             raise NotProvenError("inputs by place and by name cannot be given to train_batch")
-        return self.named or self.inputs
+        own = self._map(torch.clone)  # which layers may change in place
+        return own.named or own.inputs
 
     def first(self, samples: int, tokens: int) -> MicroBatch:
         """Return at most the first `samples`, and `tokens` of each; all of either where tensors differ in them."""

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from polyaccel.comm.default import default_communicator
 from polyaccel.config import load_config
 from polyaccel.engine.runtime import EngineBuilder, build
+from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import ParamGroups
 from polyaccel.torch.api.optimizer_proof import twin_of
@@ -59,15 +61,15 @@ class CopiedTrainings:
         self._is_threaded = ranks.mesh.world_size > 1 or not has_own_generators()
         self._generators = states_of(engine.device)
         self._deepcopies = Lock()
-        is_several = engine.gradient_accumulation_steps() > 1 or self._is_staged
+        passes = _passes_of(engine)
         self._batches = {
-            rank: [[*pair], [*reversed(pair)]] if is_several else [[pair[0]], [pair[1]]]
+            rank: [[pair[at % 2] for at in range(passes)], [pair[(at + 1) % 2] for at in range(passes)]]
             for rank, pair in batches.items()
         }
         changes: dict[str, Any] = {
             "train_batch_size": None,
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 2 if is_several else 1,
+            "gradient_accumulation_steps": passes,
         }
         self._client = client_of(engine)
         has_client = self._client is not None
@@ -136,8 +138,9 @@ class CopiedTrainings:
                 engine.step()
 
     def _run_engine(self, active: ActiveRun, ranks: ProofRanks, steps: Sequence[Sequence[MicroBatch]]) -> None:
-        model = self._model()
         variant = active.variant
+        place = self._ranks.mesh.coordinates(default_communicator().rank)
+        model = self._model(None if "pipeline" in variant.without else place.get("pipe", 0))
         runtime = build(verified_config(ranks.config, model, variant))
         runtime.enter_groups()
         client, groups = self._optimizer_for(model)
@@ -161,9 +164,10 @@ class CopiedTrainings:
             with suppress(Exception):
                 runtime.leave_groups()  # whose registry holds them
 
-    def _model(self) -> nn.Module:
+    def _model(self, stage: int | None = None) -> nn.Module:
+        """A copy of the model, or what a `stage` trains."""
         with self._deepcopies:  # classes of users need not be copied by several threads
-            return self._untouched.with_values(self._values, self._engine.module)
+            return self._untouched.with_values(self._values, self._engine.module, stage)
 
     def _optimizer_for(self, model: nn.Module) -> tuple[Any, ParamGroups | None]:
         """The training's optimizer for a copy of the model, without states."""
@@ -192,6 +196,18 @@ class CopiedTrainings:
             now = states_of(self._engine.device)
             if not torch.equal(now[0], self._generators[0]):
                 raise NotProvenError("the model draws random numbers other than dropout, and ranks draw others")
+
+
+def _passes_of(engine: TorchEngine) -> int:
+    """The micro-batches of a step: several where the training has several, as many as a schedule needs."""
+    steps = engine.gradient_accumulation_steps()
+    if not isinstance(engine, PipelineEngine):
+        return min(2, steps)
+    for count in (2, engine.num_stages, 2 * engine.num_stages):
+        with suppress(PipelineError):  # the schedule has no table for them
+            engine._programs.table(count)
+            return count
+    return steps
 
 
 def client_of(engine: TorchEngine) -> torch.optim.Optimizer | None:

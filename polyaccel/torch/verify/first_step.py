@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging import getLogger
+from math import prod
 from time import perf_counter
 from typing import Any
 from weakref import ref
@@ -43,7 +44,9 @@ from polyaccel.torch.verify.generators import restore, states_of
 from polyaccel.torch.verify.proof_ranks import ProofRanks
 from polyaccel.torch.verify.shadow import arithmetic_config
 from polyaccel.torch.verify.shrunk_model import ShrunkModel
+from polyaccel.torch.verify.stage_batches import StageMicroBatches
 from polyaccel.torch.verify.untouched import NotProvenError, Untouched, plain_name
+from polyaccel.torch.verify.untouched_pipeline import is_of_layers, untouched_pipeline
 from polyaccel.verify.compare import EXACT, Finding
 from polyaccel.verify.prove import Proof
 from polyaccel.verify.proven import is_proven, keep_proven
@@ -83,8 +86,15 @@ class FirstStepProof:
         self._refusal = ""
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         self._taken: list[MicroBatch] = []
+        self._taken_of_stage: StageMicroBatches | None = None
         self._handle: RemovableHandle | None = None
-        if not self._reason:
+        kinds = set(runtime.communicator.all_gather_object(is_of_layers(model, runtime)))
+        if not self._reason and len(kinds) > 1:
+            self._reason = "ranks have models of other kinds"
+        if not self._reason and kinds == {True}:
+            self._untouched, self._reason = untouched_pipeline(model, self._config, runtime, _MOST)
+            self._numel = self._numel if self._untouched is None else self._untouched.numel
+        elif not self._reason:
             try:
                 self._untouched = Untouched.from_model(model, self._config, self._world_size)
             except NotProvenError as error:
@@ -130,7 +140,10 @@ class FirstStepProof:
         self._digest = digest
         self._engine, self._compose = ref(engine), compose
         self._most = 1 if isinstance(engine, PipelineEngine) else 2
-        self._handle = engine.register_forward_pre_hook(self._take, with_kwargs=True)
+        if isinstance(engine, PipelineEngine) and is_of_layers(engine.module, engine.runtime):
+            self._taken_of_stage = StageMicroBatches(engine)
+        else:
+            self._handle = engine.register_forward_pre_hook(self._take, with_kwargs=True)
         # A rank may have had no pass at the boundary: then the update reduces, and collectives of the proof come first.
         engine.before_update += [engine.zero.reducer.prepare_update, self._at_update]
 
@@ -181,7 +194,7 @@ class FirstStepProof:
         else:
             self._conclude(engine, proof, perf_counter() - began_s)
         finally:
-            self._untouched = self._shrunk = None
+            self._untouched = self._shrunk = self._taken_of_stage = None
             self._taken.clear()
 
     def _conclude(self, engine: TorchEngine, proof: Proof, seconds: float) -> None:
@@ -204,16 +217,24 @@ class FirstStepProof:
 
     def _prove(self, engine: TorchEngine) -> Proof:
         """Compare on small batches, else on those of the training. Collective. Raises NotProvenError on all ranks."""
-        assert self._untouched is not None  # else there is no proof
         ranks = engine.communicator
-        if not ranks.broadcast_object(len(self._taken)):
+        wanted = {source for one in self._ranks for source in one.plain().sources}
+        of_stages = None
+        if self._taken_of_stage is not None and isinstance(engine, PipelineEngine):
+            of_stages = self._taken_of_stage.gathered(engine, wanted)
+        has_taken = bool(self._taken if of_stages is None else of_stages)
+        if not ranks.broadcast_object(has_taken):
             raise NotProvenError("its inputs were not seen, or cannot be copied")
         is_shrunk = ranks.broadcast_object(self._shrunk is not None)
         values = {} if is_shrunk else _whole_values(engine, self._untouched)
-        if ranks.rank:
-            values = {}
         for is_small in (True, False):
-            gathered = self._gathered(engine, is_small, is_large=self._numel > _LARGE and not is_shrunk)
+            is_large = self._numel > _LARGE and not is_shrunk
+            if of_stages is None:
+                gathered = self._gathered(engine, wanted, is_small, is_large=is_large)
+            else:
+                gathered = {
+                    rank: pair[0].small(1, is_large=is_large) if is_small else pair for rank, pair in of_stages.items()
+                }
             outcome = None
             if ranks.rank == 0:
                 with _undisturbed(engine):
@@ -226,11 +247,10 @@ class FirstStepProof:
         raise NotProvenError(result["reason"])
 
     def _gathered(
-        self, engine: TorchEngine, is_small: bool, *, is_large: bool
+        self, engine: TorchEngine, wanted: set[int], is_small: bool, *, is_large: bool
     ) -> dict[int, tuple[MicroBatch, MicroBatch]]:
-        """Two micro-batches of each rank whose samples the proof takes, on rank 0. Collective."""
+        """Two micro-batches of each rank of `wanted`, on rank 0. Collective."""
         rank = engine.communicator.rank
-        wanted = {source for one in self._ranks for source in one.plain().sources}
         mine = None
         if self._taken and (rank in wanted or rank == 0):
             taken = [one.in_float32() for one in self._taken]
@@ -313,8 +333,10 @@ def _optimizer_facts(engine: TorchEngine) -> str:
     return hashlib.sha256(f"{kind} {groups}".encode()).hexdigest()
 
 
-def _whole_values(engine: TorchEngine, untouched: Untouched) -> dict[str, Tensor]:
-    """All parameters, whole, in float32 on this rank's device, in the order of the untouched module. Collective."""
+def _whole_values(engine: TorchEngine, untouched: Untouched | None) -> dict[str, Tensor]:
+    """All parameters of the `untouched` module of rank 0, whole, in float32 on its device; nothing on other ranks.
+    Collective."""
+    ranks = engine.communicator
     specs = {spec.fqn: spec for spec in engine.adapter.param_specs()}
     blocks = Blocks(specs, engine._stage_runtime.process_group_for)
     found: dict[str, Tensor] = {}
@@ -322,21 +344,27 @@ def _whole_values(engine: TorchEngine, untouched: Untouched) -> dict[str, Tensor
         name = plain_name(stated)
         if (value := safe_get_full_fp32_param(parameter)) is not None:
             found[name] = blocks.gather_full(name, value)
-    wanted = dict(untouched.module.named_parameters())
-    owners = engine.communicator.all_gather_object(list(found))
-    for name, one in wanted.items():
-        rank = next((rank for rank, names in enumerate(owners) if name in names), None)
+    named = () if untouched is None else untouched.module.named_parameters()
+    wanted: dict[str, list[int]] = ranks.broadcast_object({name: list(one.shape) for name, one in named})
+    misfits = [name for name, one in found.items() if name in wanted and one.shape.numel() != prod(wanted[name])]
+    owners = ranks.all_gather_object([list(found), misfits])
+    if misfits := [name for _, names in owners for name in names]:
+        raise NotProvenError(f"{misfits[0]} has another shape on each rank")
+    for name, shape in wanted.items():
+        rank = next((rank for rank, (names, _) in enumerate(owners) if name in names), None)
         if rank is None:
             raise NotProvenError(f"the engine has no parameter {name}")
-        if all(name in names for names in owners):
+        if rank == 0 or not prod(shape):
             continue
-        flat = found[name].reshape(-1).contiguous() if name in found else torch.empty(one.numel(), device=engine.device)
-        engine.communicator.broadcast(wrap_torch(flat), rank)
-        found[name] = flat.view(one.shape)
-    misfits = [name for name, one in wanted.items() if found[name].numel() != one.numel()]
-    if misfits := [name for names in engine.communicator.all_gather_object(misfits) for name in names]:
-        raise NotProvenError(f"{misfits[0]} has another shape on each rank")
-    return {name: found[name].detach() for name in wanted}
+        if ranks.rank == rank:
+            ranks.send(wrap_torch(found[name].reshape(-1).contiguous()), 0, label="values for a proof")
+        elif ranks.rank == 0:
+            flat = torch.empty(prod(shape), dtype=torch.float32, device=engine.device)
+            ranks.recv(wrap_torch(flat), rank, label="values for a proof")
+            found[name] = flat
+    if ranks.rank:
+        return {}
+    return {name: found[name].detach() if prod(shape) else torch.empty(shape) for name, shape in wanted.items()}
 
 
 def _error_of(proof: Proof) -> VerificationError:

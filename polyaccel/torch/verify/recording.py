@@ -185,9 +185,15 @@ def _largest(value: Tensor) -> Tensor:
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Numbers that the user's modules keep as plain attributes."""
     for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            if not name.startswith("_") and isinstance(value, (int, float)) and name != "training":
-                yield (f"{prefix}.{name}" if prefix else name), float(value)
+        for name, value in numbers_of(part):
+            yield (f"{prefix}.{name}" if prefix else name), value
+
+
+def numbers_of(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Numbers among the attributes of `module` itself."""
+    for name, value in vars(module).items():
+        if not name.startswith("_") and isinstance(value, (int, float)) and name != "training":
+            yield name, float(value)
 
 
 def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor | torch.Generator]]:

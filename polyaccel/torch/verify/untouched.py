@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from polyaccel.config import Config
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.random_copy import HOOKS
 from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.verify.recording import attributes_of
@@ -42,29 +41,19 @@ class Untouched:
     @staticmethod
     def from_model(model: nn.Module, config: Config, world_size: int) -> Untouched:
         """Copy `model`, which does not change. Raises NotProvenError where a copy would not be all of it."""
-        _check(model)
-        memo: dict[int, Any] = {}
-        for parameter in model.parameters():
-            memo[id(parameter)] = _without_values(parameter)
-        for buffer in model.buffers():
-            if buffer.dtype in (torch.bfloat16, torch.float16):
-                memo[id(buffer)] = buffer.detach().float()
+        require_copyable(model)
         try:
-            for module in reversed(list(model.modules())):  # compiled modules are copied as they were before
-                if (inner := module._modules.get("_orig_mod")) is not None:
-                    memo[id(module)] = copy.deepcopy(inner, memo)
-            return Untouched(copy.deepcopy(model, memo), _digest(model, config, world_size))
+            memo = copies_without_values(model)
+            return Untouched(copy.deepcopy(model, memo), digest_of(model, config, world_size))
         except Exception as error:  # of a class of the user's
-            raise NotProvenError(f"the model cannot be copied: {type(error).__name__}: {_line(error)}") from error
+            raise NotProvenError(f"the model cannot be copied: {type(error).__name__}: {line_of(error)}") from error
 
-    def with_values(self, values: Mapping[str, Tensor], like: nn.Module) -> nn.Module:
-        """Return a copy with `values` by name, in the training mode that the modules of `like` are in."""
-        memo: dict[int, Any] = {}
-        for name, parameter in self.module.named_parameters():
-            value = values[name].to(parameter.dtype, copy=True).view(parameter.shape)
-            made = memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            vars(made).update(vars(parameter))
-        copied: nn.Module = copy.deepcopy(self.module, memo)
+    def with_values(self, values: Mapping[str, Tensor], like: nn.Module, stage: int | None = None) -> nn.Module:
+        """Return a copy with `values` by name, in the training mode that the modules of `like` are in.
+
+        A model that the engine cuts is the same on each `stage`.
+        """
+        copied: nn.Module = copy.deepcopy(self.module, values_for(self.module, values))
         modes = {plain_name(name): one.training for name, one in like.named_modules()}
         for name, one in copied.named_modules():
             one.training = modes.get(name, one.training)
@@ -76,6 +65,29 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def copies_without_values(model: nn.Module) -> dict[int, Any]:
+    """Return a memo by which `copy.deepcopy` leaves out the values of parameters, and compiled modules are as they were
+    before. `model` has to live as long as it."""
+    memo: dict[int, Any] = {id(parameter): _without_values(parameter) for parameter in model.parameters()}
+    for buffer in model.buffers():
+        if buffer.dtype in (torch.bfloat16, torch.float16):
+            memo[id(buffer)] = buffer.detach().float()
+    for module in reversed(list(model.modules())):
+        if (inner := module._modules.get("_orig_mod")) is not None:
+            memo[id(module)] = copy.deepcopy(inner, memo)
+    return memo
+
+
+def values_for(untouched: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Any]:
+    """Return a memo by which copies of `untouched` have `values` by name."""
+    memo: dict[int, Any] = {}
+    for name, parameter in untouched.named_parameters():
+        value = values[name].to(parameter.dtype, copy=True).view(parameter.shape)
+        made = memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))
+    return memo
+
+
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
     dtype = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
     made = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
@@ -84,10 +96,8 @@ def _without_values(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _check(model: nn.Module) -> None:
+def require_copyable(model: nn.Module) -> None:
     """Raise NotProvenError for what a copy would lack, or share with the model."""
-    if isinstance(model, PipelineModule):
-        raise NotProvenError("a rank has only the layers of its stage")
     if cuts_of(model):
         raise NotProvenError("a rank has only its blocks of the parameters, because the model has cut itself")
     for name, module in model.named_modules():
@@ -112,7 +122,8 @@ def _is_copied(function: Any) -> bool:
     return not isinstance(function, FunctionType) or function.__closure__ is None
 
 
-def _digest(model: nn.Module, config: Config, world_size: int) -> str:
+def digest_of(model: nn.Module, config: Config, world_size: int) -> str:
+    """Return a digest of what a proof of `model` depends on."""
     digest = hashlib.sha256()
     for line in (*_facts(model), config.model_dump_json(), str(world_size)):
         digest.update(line.encode())
@@ -140,5 +151,6 @@ def _facts(model: nn.Module) -> Iterator[str]:
     yield str(getattr(model, "config", ""))
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """Return the first line of an error."""
     return str(error).partition("\n")[0][:160]

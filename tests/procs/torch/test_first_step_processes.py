@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import polyaccel
+from polyaccel.torch.pipeline import LayerSpec, PipelineModule
 from polyaccel.torch.verify import copied_trainings
 from polyaccel.torch.verify.first_step import FirstStepProof
 
@@ -34,6 +35,14 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x), y)
+
+
+class Layers(PipelineModule):
+    """Two stages of layers that the script built itself."""
+
+    def __init__(self):
+        layers = [LayerSpec(Block) for _ in range(3)]
+        super().__init__([*layers, LayerSpec(nn.Linear, 8, 5)], 2, loss_fn=nn.functional.cross_entropy)
 
 
 class Grouped(Net):
@@ -69,8 +78,8 @@ def train(communicator, choice, failing, kind, config):
             if step == 1:
                 held = sorted(one.name for one in threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
             batch = {"x": torch.randn(4, 8, generator=draw), "y": torch.randint(0, 5, (4,), generator=draw)}
-            if "pipe" in config.get("mesh", {}):
-                engine.train_batch(iter([batch]))
+            if kind is Layers or "pipe" in config.get("mesh", {}):
+                engine.train_batch(iter([tuple(batch.values()) if kind is Layers else batch]))
                 continue
             engine.backward(engine(**batch))
             engine.step()
@@ -84,19 +93,20 @@ def train(communicator, choice, failing, kind, config):
 
 
 @pytest.mark.parametrize(
-    ("backend", "config"),
+    ("backend", "kind", "config"),
     [
-        ("gloo", {"mesh": {"tensor": 2}}),
-        ("shm", {"mesh": {"pipe": 2}}),
-        ("shm", {"activation_checkpointing": {"enabled": True}, "zero_optimization": {"stage": 3}}),
+        ("gloo", Net, {"mesh": {"tensor": 2}}),
+        ("gloo", Layers, {"zero_optimization": {"stage": 1}}),
+        ("shm", Net, {"mesh": {"pipe": 2}}),
+        ("shm", Net, {"activation_checkpointing": {"enabled": True}, "zero_optimization": {"stage": 3}}),
     ],
 )
-def test_a_proof_in_processes_leaves_no_trace_with_and_without_failures(rank_pool, backend, config):
+def test_a_proof_in_processes_leaves_no_trace_with_and_without_failures(rank_pool, backend, kind, config):
     pool = rank_pool(2, backend)
-    pool.run(train, "off", False, Net, config)  # what a first training makes for good
-    off = pool.run(train, "off", False, Net, config)
-    proven = pool.run(train, "always", False, Net, config)
-    failed = pool.run(train, "always", True, Net, config)
+    pool.run(train, "off", False, kind, config)  # what a first training makes for good
+    off = pool.run(train, "off", False, kind, config)
+    proven = pool.run(train, "always", False, kind, config)
+    failed = pool.run(train, "always", True, kind, config)
     assert [one[1] for one in proven] == [[True], [True]]
     assert all("MemoryError" in one[1][0] for one in failed)
     for ours in (proven, failed):
