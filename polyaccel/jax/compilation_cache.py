@@ -1,6 +1,6 @@
 """Compiled programs of JAX, kept on disk from one start of a training to the next.
 
-[Note: Where programs are kept]
+[Note: Cache of compiled programs]
 JAX has a persistent cache, which is off until a folder is set. Programs for a CPU use what this processor has, so each
 kind of processor has a folder: a home may be shared by unlike hosts. Ranks of a host start together and compile the
 same programs. JAX locks the folder only where its size is limited, and needs the package filelock for that; without
