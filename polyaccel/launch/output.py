@@ -3,7 +3,7 @@
 [Note: Terminal ownership]
 A progress bar needs a terminal, and a terminal shows one at a time. So the first rank of this host has the launcher's
 standard output (or error) itself when that is a terminal, and its lines have no prefix. With a log directory every
-rank is read, so that the files are complete.
+rank is read, so that the files are complete. The bars of read ranks: [Note: Progress bars].
 
 The thread may block for as long as the reader of our output does (`| less`); the main thread never writes while it
 runs, and so stays free to notice signals and failing ranks.
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import os
 import queue
-import re
-import select
 import selectors
 import threading
 from collections.abc import Callable
@@ -22,13 +20,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import IO
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, LaunchPlan, RankSpec
+from polyaccel.launch.lines import LineSink, LineWriter
 from polyaccel.launch.process import RankProcess
 from polyaccel.launch.tracebacks import TracebackFold, exception_lines
 
@@ -36,13 +34,6 @@ _CHUNK_NBYTES = 1 << 16
 _UNFINISHED_S = 1.0  # after this much silence, an unfinished line is shown; a busy machine may stop its writer for less
 _TAIL_NBYTES = 4096
 _TAIL_LINES = 8
-MAX_LINE_NBYTES = 1 << 20
-"""A longer line is shown in pieces."""
-
-_WAITS_S = 1.0
-
-# Behind a newline, and behind a carriage return once it is certain that no newline follows.
-_BREAK = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 
 @dataclass(eq=False)
@@ -73,11 +64,14 @@ class _Stream:
         if self.merged is not None:
             self.merged.feed(data)
 
+    @property
+    def writers(self) -> list[LineWriter]:
+        return [self.writer] if self.merged is None else [self.writer, self.merged]
+
     def flush(self) -> None:
         """Show an unfinished line."""
-        self.writer.flush()
-        if self.merged is not None:
-            self.merged.flush()
+        for writer in self.writers:
+            writer.flush()
 
 
 class JobOutput:
@@ -97,8 +91,12 @@ class JobOutput:
         stderr_fd: int = 2,
         merged: Path | None = None,
     ) -> None:
-        self._sinks = LineSink(stdout_fd), LineSink(stderr_fd)
-        self._is_terminal = os.isatty(stdout_fd), os.isatty(stderr_fd)
+        is_terminal = os.isatty(stdout_fd), os.isatty(stderr_fd)
+        self._is_given = is_terminal if plan.log_dir is None and merged is None else (False, False)
+        self._sinks = (
+            LineSink(stdout_fd, redraws=is_terminal[0] and not self._is_given[0]),
+            LineSink(stderr_fd, redraws=is_terminal[1] and not self._is_given[1]),
+        )
         self._streams: dict[int, list[_Stream]] = {}
         self._own = [LineWriter(self._sinks[1], f"{name}: ".encode())]
         self._sentences: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -125,9 +123,7 @@ class JobOutput:
 
     def owns(self, spec: RankSpec) -> tuple[bool, bool]:
         """Whether the rank has our standard output, and error, itself. See [Note: Terminal ownership]."""
-        if spec.local_rank != 0 or self._logs or self._merged is not None:
-            return False, False
-        return self._is_terminal
+        return self._is_given if spec.local_rank == 0 else (False, False)
 
     def attach(self, rank: RankProcess) -> None:
         """Show the output of `rank`, except for the descriptors that it owns."""
@@ -203,7 +199,7 @@ class JobOutput:
     def _show(self) -> None:
         while len(self._selector.get_map()) > 1 or not self._is_closing:
             streams = [key.data for key in self._selector.get_map().values() if key.data is not None]
-            unfinished = [stream for stream in streams if stream.writer.has_unfinished]
+            unfinished = [stream for stream in streams if any(writer.has_unfinished for writer in stream.writers)]
             folds = self._folds()
             is_holding = any(fold.is_holding for fold in folds.values())
             for key, _ in self._selector.select(_UNFINISHED_S if unfinished or is_holding else None):
@@ -215,7 +211,8 @@ class JobOutput:
             for stream in unfinished:
                 # Where the rest waits in the pipe already, it is this thread that was late.
                 if stream not in waiting and monotonic() - stream.fed_s >= _UNFINISHED_S:
-                    stream.flush()
+                    for writer in stream.writers:
+                        writer.look()
             self._settle_folds()
             for fold in folds.values():
                 fold.look()
@@ -295,76 +292,3 @@ def _opened(path: Path, files: ExitStack) -> IO[bytes]:
     except OSError as error:
         hint = "name a directory that can be written to: --log-dir DIR"
         raise LaunchError(f"no log file {path}: {error}", hint=hint, value=path) from error
-
-
-class LineSink:
-    """A file descriptor that several `LineWriter`s share. Bytes are dropped once its reader has gone."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._writer: object = None
-        self._last = b"\n"
-        self._is_gone = False
-        self._began_s: float | None = None
-        self._waited_s = -inf
-
-    @property
-    def waited_s(self) -> float:
-        """When a write last waited for the reader, for a second or more: now, while one does; `monotonic`."""
-        began_s = self._began_s
-        return self._waited_s if began_s is None or monotonic() - began_s < _WAITS_S else monotonic()
-
-    def column(self, writer: object) -> bytes:
-        """Return the last byte that `writer` wrote, which shows an unfinished line, else a newline."""
-        return self._last if writer is self._writer else b"\n"
-
-    def write(self, writer: object, data: bytes) -> None:
-        """Write `data` in one piece, on a new line if another writer's is open. Blocks as long as the reader does."""
-        if not data:
-            return
-        if writer is not self._writer and self._last != b"\n":
-            data = b"\n" + data
-        self._writer, self._last = writer, data[-1:]
-        self._began_s = began_s = monotonic()
-        while data and not self._is_gone:
-            try:
-                data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # the giver of the descriptor made it non-blocking
-                select.select([], [self._fd], [])
-            except OSError:
-                self._is_gone = True
-        ended_s, self._began_s = monotonic(), None
-        if ended_s - began_s >= _WAITS_S:
-            self._waited_s = ended_s
-
-
-class LineWriter:
-    """One writer: `feed` takes bytes as they come, `flush` shows the unfinished line too."""
-
-    def __init__(self, sink: LineSink, prefix: bytes) -> None:
-        self._sink = sink
-        self._prefix = prefix
-        self._unfinished = b""
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._unfinished)
-
-    def feed(self, data: bytes) -> None:
-        *lines, self._unfinished = _BREAK.split(self._unfinished + data)
-        self._write(lines)
-        if len(self._unfinished) > MAX_LINE_NBYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        lines, self._unfinished = [self._unfinished], b""
-        self._write(lines)
-
-    def _write(self, lines: list[bytes]) -> None:
-        before = self._sink.column(self)
-        dressed = []
-        for line in lines:
-            is_rest = before not in b"\r\n" or (before == b"\r" and line == b"\n")
-            dressed.append(line if is_rest or line == b"\r" else self._prefix + line if line else line)
-            before = line[-1:] or before
-        self._sink.write(self, b"".join(dressed))

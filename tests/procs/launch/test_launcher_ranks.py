@@ -149,12 +149,13 @@ if rank == 0:
 
 
 def test_bytes_that_are_no_text_come_through(tmp_path: Path) -> None:
-    script = "sys.stdout.buffer.write(bytes(range(256)) + b'\\n')"
+    # A carriage return would replace the bytes before it, as on a terminal.
+    script = "sys.stdout.buffer.write(bytes({*range(256)} - {13}) + b'\\n')"
     with Job(tmp_path, script, nproc=1) as job:
         assert job.process.stdout is not None
         shown = job.process.stdout.read()
         assert job.process.wait() == 0
-    assert shown.replace(b"[rank 0] ", b"") == bytes(range(256)) + b"\n"
+    assert shown.replace(b"[rank 0] ", b"") == bytes({*range(256)} - {13}) + b"\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for ranks, which are not our children")
