@@ -153,6 +153,6 @@ def read_all(places: Iterable[Path]) -> Iterable[Dump]:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "look at what ranks recorded of their collectives, or measure how fast these are"
     parser = subparsers.add_parser("comm", help=summary, description=summary)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="VERB", required=True)
     add_diff_parser(actions)
     add_bench_parser(actions)

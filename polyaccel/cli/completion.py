@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         'eval "$(polyaccel completion bash)"',
         "polyaccel completion fish > ~/.config/fish/completions/polyaccel.fish",
     )
-    describe(parser, examples=examples)
+    describe(parser, examples=examples, missing=f"give a shell: {', '.join(SHELLS)}")
     parser.set_defaults(func=run)
 
 

@@ -82,14 +82,18 @@ class JobParser(argparse.ArgumentParser):
         return "\n\n".join(parts) + "\n"
 
     def error(self, message: str) -> Any:
-        super().error(self.missing if self.missing and message.startswith(_MISSING) else message)
+        if message.startswith(_MISSING):
+            verbs = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
+            message = self.missing or (f"give a verb: {', '.join(verbs[0].choices)}" if verbs else message)
+        super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         known = list(map(str, action.choices))
         if isinstance(action, argparse._SubParsersAction):
-            raise argparse.ArgumentError(None, f"unknown command: {value}{near(str(value), known)}")
+            hint = near(str(value), known) or f"\n  hint: choose from {', '.join(known)}"
+            raise argparse.ArgumentError(None, f"unknown command: {value}{hint}")
         raise argparse.ArgumentError(action, f"expected one of {', '.join(known)}: {value}{near(str(value), known)}")
 
     def _settled(self, words: list[str]) -> list[str]:

@@ -78,8 +78,9 @@ def chosen_runs(folders: Sequence[Path]) -> list[Path]:
     chosen: list[Path] = []
     for folder in folders:
         found = [folder] if is_run(folder) else runs_in(folder)
-        if not folder.exists() and (name := nearest(folder.name, _with_runs(folder.parent))):
-            hint = f"did you mean {folder.with_name(name)}?"
+        if not folder.exists():
+            name = nearest(folder.name, _with_runs(folder.parent))
+            hint = f"did you mean {folder.with_name(name)}?" if name else 'name the folder of "run_dir" in a config'
             raise PolyaccelError(f"no such folder: {folder}", hint=hint, value=str(folder))
         chosen += found or [folder]  # the last is refused by its name
     return chosen

@@ -59,6 +59,7 @@ def files() -> list[Path]:
     both = (file for folder in ("polyaccel", "plugins") for file in (ROOT / folder).rglob("*.py"))
     code = [file for file in both if "build" not in file.relative_to(ROOT).parts]  # copies of installations
     docs = [file for file in (ROOT / "docs").rglob("*.md") if "adr" not in file.parts]
+    docs += [*ROOT.glob("*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("plugins/*/README.md")]
     left_out = {ROOT / "docs" / "writing.md", ROOT / "docs" / "glossary.md"}
     return sorted({*code, *docs} - left_out)
 

@@ -15,6 +15,6 @@ folder of a tag in it means that checkpoint. Without a tag the one that `latest`
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "list, inspect, verify, compare, export and import checkpoints"
     parser = subparsers.add_parser("ckpt", help=summary, description=_DESCRIPTION)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="VERB", required=True)
     for action in (ls, inspecting, verify, diff, reshard, export, import_):
         action.add_parser(actions)

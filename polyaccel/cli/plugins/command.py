@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("plugins", help=summary, description=summary)
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     parser.set_defaults(func=run)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", help="default: list")
+    actions = parser.add_subparsers(dest="action", metavar="VERB", help="default: list")
     what = "list the installed plugins without importing any (the default)"
     listing = actions.add_parser("list", help=what, description=what)
     listing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON list")

@@ -78,6 +78,20 @@ def test_wrong_arguments_are_code_2_with_the_usage_of_their_verb_and_the_nearest
     assert re.findall(r"did you mean (\S+)\?", error) == ([meant] if meant else [])
 
 
+@pytest.mark.parametrize("arguments", [["ckpt"], ["ckpt", "absent"], ["config"], ["comm"], ["completion"]])
+def test_what_is_missing_or_unknown_is_answered_with_what_there_is(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = next(
+        action.choices[arguments[0]]
+        for action in frame.full_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    choices = next(action.choices for action in parser._actions if action.choices)
+    assert main(arguments) == 2
+    assert ", ".join(choices) in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_without_a_verb_it_shows_the_groups_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     shown = capsys.readouterr().out

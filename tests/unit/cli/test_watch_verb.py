@@ -42,6 +42,9 @@ def test_a_folder_without_runs_is_an_error(
     with pytest.raises(PolyaccelError) as caught:
         chosen_runs([Path("run")])
     assert (caught.value.value, caught.value.hint) == ("run", "did you mean runs?")
+    with pytest.raises(PolyaccelError) as caught:
+        chosen_runs([Path("unlike")])
+    assert caught.value.value == "unlike"
     monkeypatch.chdir(tmp_path / "runs")
     with pytest.raises(PolyaccelError) as caught:
         chosen_runs([])
