@@ -77,11 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _written_out(list(sys.argv[1:] if argv is None else argv))
     if _COMPLETES in os.environ:
         return _complete()
-    parser = _parser(_verb_of(arguments))
     try:
+        parser = _parser(_verb_of(arguments))
         args = parser.parse_args(arguments)
     except SystemExit as exit_:  # argparse has printed why
         return exit_.code if isinstance(exit_.code, int) else _EXIT_FAILURE
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
     if args.verb is None:
         parser.print_help()
         return 0

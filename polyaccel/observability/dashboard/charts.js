@@ -38,11 +38,11 @@ function scaleOf(unit, most) {
   return chosen;
 }
 
-function digits(value, precision = 4) {
+function digits(value, precision = 4, least = 1e-3) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
-  if (size >= 1e6 || size < 1e-3) {
+  if (size >= 1e6 || size < least) {
     const [mantissa, exponent] = value.toExponential(Math.max(0, precision - 2)).split("e");
     return `${String(Number(mantissa))}e${Number(exponent)}`;
   }
@@ -122,7 +122,8 @@ function frame(node, { unit, fromZero, cuts, areas }, xs, ys) {
   const spacing = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
   const most = Math.max(...ticks.map(Math.abs));
   const precision = Math.min(9, Math.max(2, Math.ceil(Math.log10(Math.max(1, most / spacing))) + 2));
-  const labels = ticks.map((tick) => digits(Math.abs(tick) < spacing * 1e-6 ? 0 : tick, precision));
+  const least = isLog || most < 1e-3 ? 1e-3 : 0; // one notation for all labels of an axis
+  const labels = ticks.map((tick) => digits(Math.abs(tick) < spacing * 1e-6 ? 0 : tick, precision, least));
   const margin = 12 + 7 * Math.max(...labels.map((label) => label.length));
   const x = (value) => margin + ((width - margin - RIGHT) * (value - left)) / (right - left);
   const lifted = isLog ? Math.log : (value) => value, top = lifted(high), room = top - lifted(low);

@@ -241,6 +241,19 @@ def test_charts_are_smoothed_zoomed_and_logarithmic_as_the_reader_chooses(
     assert browser.run(texts) == plain
 
 
+@pytest.mark.parametrize(("rate", "has_exponents"), [(1e-3, False), (2e-4, True)])
+def test_an_axis_has_one_notation(browser: Headless, tmp_path: Path, rate: float, has_exponents: bool) -> None:
+    write_sample(tmp_path / "run", lr=rate)
+    browser.show(frozen([tmp_path / "run"], tmp_path))
+    browser.wait_for(DRAWN)
+    labels = browser.run(
+        """[...document.querySelectorAll("[data-card=lr] .chart text[text-anchor=end]")]
+        .map((one) => one.textContent).filter((one) => /^[0-9].*[.e]/.test(one))"""
+    )
+    assert len(labels) >= 3
+    assert {"e" in label for label in labels} == {has_exponents}
+
+
 def test_a_phase_says_what_it_is(browser: Headless, folders: list[Path], tmp_path: Path) -> None:
     browser.show(frozen(folders[:1], tmp_path))
     browser.wait_for(DRAWN)
