@@ -24,6 +24,11 @@ def test_no_file_holds_two_things() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
+def test_the_example_that_make_train_runs_stays_small() -> None:
+    files = [file for name, file in FILES.items() if name.startswith("examples/gpt/")]
+    assert 0 < sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 300
+
+
 def test_a_module_says_what_it_is() -> None:
     modules = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
     assert [name for name, module in modules.items() if module.body and not ast.get_docstring(module)] == []
