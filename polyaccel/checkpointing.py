@@ -1,4 +1,4 @@
-"""Activation checkpointing by DeepSpeed's names; the code lives in the torch room and loads when a name is used."""
+"""Activation checkpointing by DeepSpeed's names; the code lives in `polyaccel.torch` and loads when a name is used."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["as_torch", "init_distributed", "replicated", "scan_units", "unit"]
 
 _HOMES = {
-    "as_torch": "polyaccel.interop.jax_to_torch",  # the room of both frameworks is above this one
+    "as_torch": "polyaccel.interop.jax_to_torch",  # the package of both frameworks is above this one
     "init_distributed": "polyaccel.jax.native.mesh",
     "replicated": "polyaccel.jax.program.batches",
     "scan_units": "polyaccel.jax.program.units",

@@ -12,6 +12,6 @@ __all__ = ["as_jax"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # not imported here: the room of both frameworks is above this one
+    if name in __all__:  # not imported here: the package of both frameworks is above this one
         return getattr(import_module("polyaccel.interop.torch_to_jax"), name)
     raise AttributeError(f"module 'polyaccel.torch' has no attribute {name!r}")

@@ -1,5 +1,5 @@
-"""Functions that users of DeepSpeed import from `utils`, and random states by name. Most live in the torch room, which
-is loaded on first use."""
+"""Functions that users of DeepSpeed import from `utils`, and random states by name. Most live in `polyaccel.torch`,
+which is loaded on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ZeRO engine, and the names that torch users expect in `zero`, which stand in the torch room and load on use."""
+"""The ZeRO engine, and the names that torch users expect in `zero`, which `polyaccel.torch` has and loads on use."""
 
 from __future__ import annotations
 

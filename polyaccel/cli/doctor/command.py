@@ -1,7 +1,7 @@
 """`polyaccel doctor`: what this machine has, and for each plugin whether it could be used here, or why not.
 
 It must run on the machine that is ill, so it needs the standard library only: whatever is missing or broken (stevedore,
-torch, a plugin, one of our own rooms) becomes a line of the report. Versions come from metadata; torch and JAX are not
+torch, a plugin, one of our packages) becomes a line of the report. Versions come from metadata; torch and JAX are not
 imported. Plugins are loaded and probed in this process, and what they print goes to stderr.
 """
 
@@ -45,8 +45,8 @@ class Report:
     """All findings.
 
     `packages` has None for what is not installed, `launcher` has what each source of ranks found and which one counts,
-    `rooms` why a group could not be probed. `accelerator` is what a program started here would get, None where there is
-    none, `notes` its own, `comm` the backend of its ranks by where they are; `problems` has why it cannot train.
+    `not_probed` why a group could not be probed. `accelerator` is what a program started here would get, None where
+    there is none, `notes` its own, `comm` the backend of its ranks by where they are; `problems` why it cannot train.
     """
 
     machine: Mapping[str, str]
@@ -55,7 +55,7 @@ class Report:
     environment: Mapping[str, str]
     launcher: Mapping[str, str]
     plugins: Sequence[PluginStatus]
-    rooms: Mapping[PluginGroup, str]
+    not_probed: Mapping[PluginGroup, str]
     accelerator: str | None
     notes: tuple[str, ...]
     comm: Mapping[str, str]
@@ -64,7 +64,7 @@ class Report:
     @property
     def is_whole(self) -> bool:
         """Nothing that is installed is broken. Devices and backends may be absent."""
-        return not self.rooms and not any(status.error for status in self.plugins)
+        return not self.not_probed and not any(status.error for status in self.plugins)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> Report:
     """Look at everything."""
     statuses: list[PluginStatus] = []
-    rooms = {}
+    not_probed = {}
     for group, (module, name) in _CONTRACTS.items():
         try:
             base = getattr(importlib.import_module(module), name)
             statuses += probe_all(group, base, base.API_VERSION, limit_s=PATIENCE_S)
         except Exception as error:
-            rooms[group] = f"{module} cannot be imported: {type(error).__name__}: {error}"
+            not_probed[group] = f"{module} cannot be imported: {type(error).__name__}: {error}"
             statuses += [PluginStatus(info, usable=False, reason="not probed") for info in list_plugins(group)]
     accelerator, notes, comm, problems = _selection(statuses)
     launcher, of_launcher = _launcher()
@@ -110,7 +110,7 @@ def examine() -> Report:
         environment=doctor_libraries.variables(),
         launcher=launcher,
         plugins=statuses,
-        rooms=rooms,
+        not_probed=not_probed,
         accelerator=accelerator,
         notes=notes,
         comm=comm,
@@ -131,7 +131,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "accelerator": report.accelerator,
         "accelerator_notes": list(report.notes),
         "comm": dict(report.comm),
-        "groups_not_probed": {group.value: why for group, why in report.rooms.items()},
+        "groups_not_probed": {group.value: why for group, why in report.not_probed.items()},
         "plugins": [
             {
                 **plugins.as_json(status.info),
@@ -153,7 +153,7 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
     yield from _wrapped(verdict(report), indent=0)
     for problem in report.problems:
         yield from _wrapped(f"cannot train: {problem}", indent=0)
-    for group, why in report.rooms.items():
+    for group, why in report.not_probed.items():
         yield from _wrapped(f"broken: {group.value}: {why}", indent=0)
     for status in report.plugins:
         if status.error:
@@ -173,8 +173,8 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
     yield from _section("launcher", report.launcher)
     for group in PluginGroup:
         yield group.value
-        if group in report.rooms:
-            yield from _wrapped(report.rooms[group], indent=2)
+        if group in report.not_probed:
+            yield from _wrapped(report.not_probed[group], indent=2)
         rows = [status for status in report.plugins if status.info.group is group]
         yield from _plugin_lines(rows) if rows else ["  none installed"]
         yield ""
@@ -182,7 +182,7 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
 
 def verdict(report: Report) -> str:
     """Return whether a program started here can train, by what, and how many installed things are broken."""
-    broken = sum(status.error is not None for status in report.plugins) + len(report.rooms)
+    broken = sum(status.error is not None for status in report.plugins) + len(report.not_probed)
     suffix = f"; broken: {broken}" if broken else ""
     if report.problems:
         return f"NOT READY: cannot train here{suffix}"

@@ -45,7 +45,7 @@ def _of_tiers(trace: Trace, count: int) -> list[str]:
         return []
     rows = [
         f"  rank {rank}, {tier}: waited {1e3 * waited[rank, tier] / count:.1f} ms a step for "
-        f"{nbytes[rank, tier] / count / 1e6:.1f} MB"
+        f"{nbytes[rank, tier] / count / 2**20:.1f} MiB"
         for rank, tier in sorted(waited)
     ]
     return ["", "offload tiers", *rows]

@@ -66,10 +66,10 @@ def test_several_meetings_under_way_at_once() -> None:
 
 
 def test_the_report_tells_meetings_tiers_and_gains() -> None:
-    moved = {"tier": "nvme", "nbytes": 3_000_000, "waited_s": 0.5}
+    moved = {"tier": "nvme", "nbytes": 3 << 20, "waited_s": 0.5}
     trace = {**TRACE, 0: [*TRACE[0], Span("tier", "nvme: read group 0", 9.0, 9.5, moved)]}
     said = report_of(trace)
-    assert "  rank 0, nvme: waited 500.0 ms a step for 3.0 MB" in said
+    assert "  rank 0, nvme: waited 500.0 ms a step for 3.0 MiB" in said
     assert "  all_reduce gradients of bucket 0: rank 1 came last 1 of 1 times, 4000.0 ms a step" in said
     assert "what would be gained (the trace replayed without a change: 10000.0 ms a step)" in said
     assert "  rank 1 works as fast as the median of the others: 8000.0 ms a step (20.0 % less)" in said
