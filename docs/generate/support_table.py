@@ -1,4 +1,4 @@
-"""The support table, from docs/support.toml.
+"""The support tables, from docs/support.toml.
 
 `python docs/generate/support_table.py` renews it in docs/support.md, between its two markers.
 """
@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 
 Rows: TypeAlias = Mapping[str, Mapping[str, str]]
-"""By name, the `state` of a plugin, `what` it is for and `where` it is tested."""
+"""By name: of a plugin `state`, `what` it is for and `where` it is tested; of others a mark a place, and a `note`."""
 
 _STATES = {
     "run": "tested: {where}",
@@ -28,26 +28,43 @@ _STATES = {
     "unrun": "written to `{where}`, **not run on hardware**",
 }
 _TITLES = {"accelerators": "accelerator", "comm": "comm backend"}
+_PLACES = {
+    "features": {"cpu": "CPU", "h100": "one H100"},
+    "jobs": {"machine": "one machine", "namespaces": "two network namespaces", "cluster": "cluster, cloud"},
+}
+_MARKS = {"yes": "✓", "part": "(✓)", "no": "–"}
 
 
 def support() -> Mapping[str, Any]:
-    """What the file says: `engine` by feature, and the `Rows` of each group of plugins."""
+    """What the file says: `features`, `jobs` and `devices` by name, and the `Rows` of each group of plugins."""
     return tomllib.loads((ROOT / "docs" / "support.toml").read_text(encoding="utf-8"))
 
 
 def support_table() -> str:
     """All of it as Markdown tables."""
     said = support()
-    engine = "\n".join(
-        ["| | state |", "|---|---|", *(f"| {what} | {state} |" for what, state in said["engine"].items())]
+    devices = ["| device | state |", "|---|---|", *(f"| {what} | {state} |" for what, state in said["devices"].items())]
+    return "\n\n".join(
+        [
+            *(_marks(group, said[group]) for group in _PLACES),
+            "\n".join(devices),
+            *(_table(title, said[group]) for group, title in _TITLES.items()),
+        ]
     )
-    return "\n\n".join([engine, *(_table(title, said[group]) for group, title in _TITLES.items())])
 
 
 def with_table(document: str) -> str:
     """`document` with the present table between the markers. Raises ValueError where one is missing."""
     head, rest = document[: document.index(BEGIN)], document[document.index(END) :]
     return f"{head}{BEGIN}\n{support_table()}\n{rest}"
+
+
+def _marks(group: str, rows: Rows) -> str:
+    places = _PLACES[group]
+    lines = [f"| {group.removesuffix('s')} | {' | '.join(places.values())} | how |", f"|---|{':-:|' * len(places)}---|"]
+    for name, row in rows.items():
+        lines.append(f"| {name} | {' | '.join(_MARKS[row[place]] for place in places)} | {row['note']} |")
+    return "\n".join(lines)
 
 
 def _table(title: str, rows: Rows) -> str:
