@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from logging import getLogger
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,17 @@ def _lines_of_other_files() -> Iterator[None]:
 def _lines_reach_pytest(_lines_of_other_files: None) -> Iterator[None]:
     with _log_as_found():
         yield
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse copies of torch's fake modes: their references to storages are released twice, and a process that frees
+    memory of others dies, or waits for ever, in some later test."""
+    if (module := sys.modules.get("torch._subclasses.fake_tensor")) is not None:
+        module.FakeTensorMode.__deepcopy__ = _refuse_copy
+
+
+def _refuse_copy(mode: Any, memo: Any) -> Any:
+    raise AssertionError("a FakeTensorMode was copied, by copy.deepcopy of a fake tensor or of what refers to one")
 
 
 def _slow() -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -47,10 +48,13 @@ def random_copy(
         memo[id(parameter)] = nn.Parameter(own if is_float else own.to(parameter.dtype), requires_grad=is_float)
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
+    for fake in _fake_attributes(module):
+        memo.setdefault(id(fake), _buffer(fake))
+        memo[id(fake.fake_mode)] = fake.fake_mode
+    for one in module.modules():
+        memo |= {id(getattr(one, name)): OrderedDict() for name in HOOKS}
     made: nn.Module = copy.deepcopy(module, memo)
     for one in made.modules():
-        for name in HOOKS:
-            getattr(one, name).clear()
         if "forward" in vars(one):
             raise TypeError(f"{type(one).__name__} has a forward among its attributes")
     choose_plain_kernels(made)
@@ -90,6 +94,23 @@ def unchanged_generators() -> Iterator[None]:
                 torch.set_rng_state(host)
             random.setstate(python)
             np.random.set_state(arrays)
+
+
+def _fake_attributes(module: nn.Module) -> Iterator[FakeTensor]:
+    """Fake tensors among attributes of modules, and in their containers.
+
+    `copy.deepcopy` of one copies its mode, and the mode's references to storages, which are then released twice: the
+    memory of others is freed, and the process crashes later (torch 2.13).
+    """
+    seen: set[int] = set()
+    queue: list[Any] = [vars(one) for one in module.modules()]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, FakeTensor):
+            yield value
+        elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
+            seen.add(id(value))
+            queue.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _values(shape: tuple[int, ...], generator: torch.Generator, *, thin: bool) -> Tensor:
