@@ -81,14 +81,21 @@ def _lines_reach_pytest(_lines_of_other_files: None) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse copies of torch's fake modes: their references to storages are released twice, and a process that frees
-    memory of others dies, or waits for ever, in some later test."""
-    if (module := sys.modules.get("torch._subclasses.fake_tensor")) is not None:
-        module.FakeTensorMode.__deepcopy__ = _refuse_copy
+    """Refuse copies of torch's weak references to storages, of which fake modes are full: the storage is released once
+    more for each, and a process that has freed memory of others dies, or waits for ever, in some later test."""
+    for module, name in _COPIED_NEVER.items():
+        if module in sys.modules:
+            getattr(sys.modules[module], name).__deepcopy__ = _refuse_copy
 
 
-def _refuse_copy(mode: Any, memo: Any) -> Any:
-    raise AssertionError("a FakeTensorMode was copied, by copy.deepcopy of a fake tensor or of what refers to one")
+_COPIED_NEVER = {
+    "torch._subclasses.fake_tensor": "FakeTensorMode",
+    "torch.multiprocessing.reductions": "StorageWeakRef",
+}
+
+
+def _refuse_copy(value: Any, memo: Any) -> Any:
+    raise AssertionError(f"a {type(value).__name__} was copied by copy.deepcopy of what refers to one")
 
 
 def _slow() -> dict[str, int]:
