@@ -83,12 +83,13 @@ def test_a_model_of_transformers_trains(
         assert not any(found.values())
 
 
-@pytest.mark.parametrize("name", ["flax", "equinox"])
+@pytest.mark.parametrize("name", ["flax", "linen", "equinox"])
 def test_a_module_of_jax_trains(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
+    package = "flax" if name == "linen" else name
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     run(EXAMPLES / name / "train.py", tmp_path, monkeypatch, "3")
     assert math.isfinite(last_loss(capsys.readouterr().out))
 
