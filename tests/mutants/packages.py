@@ -10,6 +10,12 @@ THREADS = "tests/threads"
 CONTRACT, JOINING = "tests/procs/comm/test_comm_contract_gloo.py", "tests/procs/comm/test_comm_init.py"
 PACKAGES = {
     "polyaccel/checkpoint": ("tests/unit/checkpoint", f"{THREADS}/checkpoint"),
+    "polyaccel/checkpoint/in_memory": ("tests/unit/checkpoint", f"{THREADS}/in_memory"),
+    "polyaccel/checkpoint/save": (
+        "tests/unit/checkpoint",
+        f"{THREADS}/checkpoint",
+        "tests/faults/test_background_saves.py",
+    ),
     "polyaccel/comm/backends/shm": ("tests/unit/comm", "tests/procs/shm"),
     "polyaccel/comm/backends/mpi": ("tests/unit/comm", "tests/procs/mpi"),
     "polyaccel/comm/backends/torch": (
