@@ -268,8 +268,10 @@ class JaxEngine(StateOfEngine, GradientsOfEngine):
         if self._aux_means is not None:
             self._aux_means.add(aux)
 
-    _devices_of_aux = 1
-    """Devices over which leaves of the auxiliary output have a leading axis."""
+    @property
+    def _devices_of_aux(self) -> int:
+        """How many devices leaves of the auxiliary output have a leading axis over; 1: they have none."""
+        return 1
 
     @property
     @abstractmethod

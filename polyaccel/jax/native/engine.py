@@ -57,7 +57,7 @@ class NativeEngine(JaxEngine):
         return self.communicator
 
     @property
-    def _devices_of_aux(self) -> int:  # type: ignore[override]
+    def _devices_of_aux(self) -> int:
         return len(self._mesh.local)
 
     def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -291,7 +291,7 @@ def _given(spec: TiedLayerSpec, module: nn.Module) -> TiedLayerSpec:
     made = copy.copy(spec)
     made.typename, made.module_args, made.module_kwargs = partial(_same, module), (), {}
     if made.build() is not module:
-        raise NotProvenError(f"{type(spec).__name__} builds its layers by a method of its own")
+        raise NotProvenError(f"{type(spec).__name__} overrides `build`")
     return made
 
 

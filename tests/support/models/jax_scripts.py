@@ -1,7 +1,7 @@
 """Ten kinds of public training scripts of JAX, small, each of which trains on an engine and in plain jit and optax.
 
-A script trains with a trainer that it gets: `Plain`, or `OnEngine`. What it does beside is its own: an average of the
-weights, rollouts, a second network.
+A script trains with a trainer that it gets: `Plain`, or `OnEngine`. The rest is the script's: averaged weights,
+rollouts, a second network.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ class Plain:
         self._of_rank = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
 
     def _loss(self, params: Any, state: Any, batch: Any, key: Any) -> Any:
-        batch = jax.tree.map(
-            lambda one: one.value if isinstance(one, type(replicated(1))) else one,
-            batch,
-            is_leaf=lambda one: isinstance(one, type(replicated(1))),
-        )
+        batch = jax.tree.map(lambda one: one.value if _is_marked(one) else one, batch, is_leaf=_is_marked)
         if self.state is None:
             found = self._fn(params, batch, key)
             return (found[0] if isinstance(found, tuple) else found), None
@@ -90,11 +86,10 @@ class OnEngine:
     def train(self, of_rank: OfRank) -> float:
         first = self._communicator.rank * self._devices
         own = [of_rank(rank) for rank in range(first, first + self._devices)]
-        marked = type(replicated(1))
         batch = jax.tree.map(
-            lambda *parts: parts[0] if isinstance(parts[0], marked) else np.concatenate([np.asarray(p) for p in parts]),
+            lambda *parts: parts[0] if _is_marked(parts[0]) else np.concatenate([np.asarray(p) for p in parts]),
             *own,
-            is_leaf=lambda one: isinstance(one, marked),
+            is_leaf=_is_marked,
         )
         loss = float(self._engine.train_batch(batch))
         losses = self._communicator.all_gather_object(loss)
@@ -103,6 +98,11 @@ class OnEngine:
     def destroy(self) -> None:
         for engine in self._engines:
             engine.destroy()
+
+
+def _is_marked(value: Any) -> bool:
+    """Whether an entry of a batch is declared whole."""
+    return isinstance(value, type(replicated(1)))
 
 
 def _normal(seed: Sequence[int], *shape: int) -> Any:
