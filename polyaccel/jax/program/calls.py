@@ -24,7 +24,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
-from polyaccel.errors import ConfigError, InvariantError, PolyaccelError, Problem
+from polyaccel.errors import ConfigError, InvariantError, Problem
 from polyaccel.ops.native import native
 
 log = getLogger(__name__)
@@ -34,27 +34,15 @@ R = TypeVar("R")
 
 
 def engine_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a call of users so that `jax.transfer_guard` allows its transfers; refuses meshes of devices."""
+    """Wrap a call of users so that `jax.transfer_guard` allows its transfers, and `jax.set_mesh` does not place the
+    engine's arrays."""
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
-        _require_no_mesh(function.__name__)
-        with jax.transfer_guard("allow"):
+        with jax.set_mesh(None), jax.transfer_guard("allow"):
             return function(*args, **named)
 
     return call
-
-
-def _require_no_mesh(name: str) -> None:
-    """Raise PolyaccelError inside `jax.set_mesh`, under which JAX would put the engine's arrays on other devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1:
-        raise PolyaccelError(
-            f"{name} was called inside jax.set_mesh of {mesh.size} devices, axes {dict(mesh.shape)}",
-            hint='leave the mesh before the call; several devices of a process train with "jax": {"execution": '
-            '"native"}, which makes the mesh itself',
-            value=dict(mesh.shape),
-        )
 
 
 def warn_of_idle_devices(communicator: Communicator) -> None:
