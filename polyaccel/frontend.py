@@ -16,6 +16,7 @@ from polyaccel.errors import ConfigError, PolyaccelError, Problem
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import jax
     import torch
 
     from polyaccel.config import Config
@@ -61,6 +62,9 @@ def initialize(
     state_reduction: StateReduction = "mean",
     seed: int | None = None,
     stacked: Sequence[str] = (),
+    mesh: jax.sharding.Mesh | None = None,
+    param_specs: Any = None,
+    batch_spec: jax.sharding.PartitionSpec | None = None,
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
     config: ConfigSource | None = None,
@@ -88,6 +92,9 @@ def initialize(
     state_reduction: StateReduction | None = None,
     seed: int | None = None,
     stacked: Sequence[str] = (),
+    mesh: jax.sharding.Mesh | None = None,
+    param_specs: Any = None,
+    batch_spec: jax.sharding.PartitionSpec | None = None,
 ) -> Any:
     """Build a training engine around `model`. The positional arguments are DeepSpeed's, in DeepSpeed's order.
 
@@ -126,6 +133,12 @@ def initialize(
         seed: For JAX: seed of the random keys that the function gets; None is 0.
         stacked: For JAX: names of the subtrees of `params` whose arrays have a leading axis over layers, for
             `polyaccel.jax.scan_units`.
+        mesh: For JAX with `"jax": {"execution": "native"}`: the script's own mesh, with axes of the type Auto. The
+            function is then a program of all its devices, as under plain `jax.jit`. None also takes the mesh on which
+            `params` lie already.
+        param_specs: Tree of `PartitionSpec` for `params`, or for subtrees; None leaves parameters whole.
+        batch_spec: `PartitionSpec` of a batch's first dimension; None cuts it along the axes that no parameter uses.
+            ZeRO cuts optimizer states along the same axes.
 
     Returns:
         `(engine, optimizer, training_dataloader, lr_scheduler)` for a torch module, with None for each that was not
@@ -163,6 +176,9 @@ def initialize(
         "state_reduction": state_reduction,
         "seed": seed,
         "stacked": stacked or None,
+        "mesh": mesh,
+        "param_specs": param_specs,
+        "batch_spec": batch_spec,
     }
     _refuse_foreign("a torch module" if home == "torch" else "JAX", of_jax if home == "torch" else of_torch)
     frontend = _load_frontend(home)
@@ -179,7 +195,8 @@ def initialize(
     if home == "torch":
         return frontend.initialize(model, **both, **of_torch)
     carried = {"state": state, "state_reduction": state_reduction or "mean"}
-    return frontend.initialize(model, params, seed=seed or 0, stacked=stacked, **carried, **both)
+    places = {"mesh": mesh, "param_specs": param_specs, "batch_spec": batch_spec}
+    return frontend.initialize(model, params, seed=seed or 0, stacked=stacked, **carried, **places, **both)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

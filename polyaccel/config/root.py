@@ -45,7 +45,7 @@ class JaxConfig(Section):
 
     execution: Literal["views", "native"] = "views"
     """The side that exchanges and updates: "views", the engine on its own memory, which JAX sees; "native", JAX, in
-    one program over all its devices, several a process too. Parameters are whole on every device: stages 0 to 2."""
+    one program over all its devices, several a process too. A mesh of the script's own needs "native"."""
     aux: Literal["last", "mean"] = "last"
     """What `engine.aux` is after a step: "last", the auxiliary output of this rank's last micro-batch; "mean", the mean
     over the step's micro-batches and all ranks (other numbers than floats become float32)."""

@@ -20,6 +20,8 @@ from polyaccel.jax.compilation_cache import keep_compiled_programs
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import DeviceMesh, native_mesh
+from polyaccel.jax.partitioned.engine import PartitionedEngine, needs_leaves
+from polyaccel.jax.partitioned.places import Partition, adopt_mesh
 from polyaccel.jax.pipeline_engine import JaxPipelineEngine
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.pytree import require_only_params
@@ -44,24 +46,33 @@ def initialize(
     config: str | Path | Mapping[str, Any] | Config,
     seed: int,
     stacked: Sequence[str],
+    mesh: Any,
+    param_specs: Any,
+    batch_spec: Any,
     distributed_port: int | None,
     dist_init_required: bool | None,
 ) -> JaxEngine:
     """Build an engine around `model`, a function or a module of flax or equinox; as `polyaccel.initialize`."""
     model, params, state, optimizer = taken_apart(model, params, state, optimizer)
     require_only_params(params)
+    params, partition = adopt_mesh(params, mesh, param_specs, batch_spec)
     parsed = load_config(config)
+    if partition is not None and parsed.jax.execution != "native":
+        hint = 'use "native", or pass whole arrays on one device and no mesh'
+        expected = "views mode computes on one device a rank, and there is a mesh"
+        raise ConfigError([Problem("jax.execution", parsed.jax.execution, expected, hint)], source="initialize")
     if (run := active_run()) is not None:
         parsed = float32_config(parsed)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
-    mesh = native_mesh() if parsed.jax.execution == "native" else None
-    runtime = build(parsed, world_size=None if mesh is None else mesh.world_size)
-    devices = 1 if mesh is None else len(mesh.local)
+    devices = _devices_for(parsed, partition)
+    world_size = _ranks_of(devices, partition)
+    runtime = build(parsed, world_size=world_size)
+    own_parts = 1 if devices is None or partition is not None else len(devices.local)
     if run is not None and run.variant.without:
-        parsed = config_without(parsed, runtime.config, devices, run.variant.without)
-        mesh = None if "jax" in run.variant.without else mesh
-        runtime = build(parsed, world_size=None if mesh is None else mesh.world_size)
+        parsed = config_without(parsed, runtime.config, own_parts, run.variant.without)
+        devices = None if "jax" in run.variant.without else devices
+        runtime = build(parsed, world_size=_ranks_of(devices, partition))
     runtime.apply_to_process()
     if parsed.jax.compilation_cache:
         keep_compiled_programs()
@@ -76,27 +87,43 @@ def initialize(
         client=optimizer,
         seed=seed,
         stacked=stacked,
-        own_devices=1 if mesh is None else devices,
+        own_devices=1 if devices is None else own_parts,
+        partition=partition,
     )
     if run is not None:
         if run.variant.is_plain:
             return cast(JaxEngine, PlainJaxEngine(run, given))
         switch_off(given, run.variant.without)
     proof = None if run is not None else FirstStepProof.prepare(given, parsed)
-    engine = compose(given, mesh)
+    engine = compose(given, devices)
     if proof is not None:
-        proof.attach(engine, lambda given: compose(given, mesh if given.is_native else None))
+        proof.attach(engine, lambda given: compose(given, devices if given.is_native else None))
     _add_schedule(engine, runtime, given)
     if run is not None:
         record_engine(run, engine)
     return engine
 
 
-def compose(rewrites: RewriteContext, mesh: DeviceMesh | None) -> JaxEngine:
+def _devices_for(config: Config, partition: Partition | None) -> DeviceMesh | None:
+    """The devices of native mode: those of the script's mesh, or all. Collective."""
+    if config.jax.execution != "native":
+        return None
+    every = native_mesh()
+    return every if partition is None else partition.device_mesh()
+
+
+def _ranks_of(devices: DeviceMesh | None, partition: Partition | None) -> int | None:
+    """How many parts a batch has in native mode; None: as many as there are processes."""
+    if devices is None:
+        return None
+    return devices.world_size if partition is None else partition.data_size
+
+
+def compose(rewrites: RewriteContext, devices: DeviceMesh | None) -> JaxEngine:
     """Apply the rewrites, and build the engine of what they leave. Collective."""
     rewrites.apply([one for one in REWRITES if not one.needs_engine])
-    if mesh is not None:
-        return NativeEngine(rewrites, mesh)
+    if devices is not None:
+        return (PartitionedEngine if needs_leaves(rewrites) else NativeEngine)(rewrites, devices)
     return ViewsEngine(rewrites) if rewrites.cut is None else JaxPipelineEngine(rewrites, rewrites.cut)
 
 

@@ -15,6 +15,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
 from polyaccel.jax.elementwise.evaluate import NotElementwise
+from polyaccel.jax.optax_on_mesh import OptaxOnMesh
 from polyaccel.jax.optax_on_owners import OptaxOnOwners
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.optax_whole import WholeStates
@@ -74,9 +75,10 @@ def optax_optimizer(
     may_be_whole: bool,
     on_slices: bool = True,
     owners: tuple[int, int] | None = None,
-) -> OptaxOptimizer | OptaxOnTree | OptaxOnOwners:
-    """Return the optimizer of `transformation` on slices, or on whole parameters: on all ranks if `may_be_whole`, else
-    on `owners`, which are this rank and the number of ranks. Raises ShardingError."""
+    on_mesh: bool = False,
+) -> OptaxOptimizer | OptaxOnTree | OptaxOnOwners | OptaxOnMesh:
+    """Return the optimizer of `transformation` on slices, or on whole parameters: on all ranks if `may_be_whole`, on
+    `owners`, which are this rank and the number of ranks, or `on_mesh`. Raises ShardingError."""
     traced = TracedTransformation(transformation, params, param_dtype)
     if may_be_whole and not on_slices:
         return OptaxOnTree(traced)
@@ -87,11 +89,13 @@ def optax_optimizer(
             return OptaxOnTree(traced)
         if owners is not None:
             return OptaxOnOwners(traced, *owners)
+        if on_mesh:
+            return OptaxOnMesh(traced)
         name = error.name or traced.name
         raise ShardingError(
             f"the optax transformation {name} does not update elements independently ({error}), and this run has no "
             "whole parameters for it",
-            hint='use "jax": {"execution": "views"} without stages of a pipeline, or an elementwise one; clip by norm '
-            'with "gradient_clipping" of the config, LAMB is in the config too',
+            hint="leave the stages of the pipeline out, or use an elementwise one; clip by norm with "
+            '"gradient_clipping" of the config, LAMB is in the config too',
             value=name,
         ) from None

@@ -55,6 +55,8 @@ class TransformationOptimizer(SliceOptimizer):
         self.traced = traced
         self.loss: float | None = None
         """The mean loss of this rank's micro-batches, for a transformation that needs it."""
+        self.loss_of_ranks = 0.0
+        """The mean over ranks, set for an update in native mode."""
 
     @abstractmethod
     def number(self, at: int) -> float:
@@ -108,6 +110,8 @@ class OptaxOptimizer(TransformationOptimizer):
             if leaf.param is not None:
                 of_params[leaf.param].append(at)
         self._number_names = {at: f"optax{leaf.text}" for at, leaf in enumerate(self._leaves) if leaf.is_number}
+        self._states_of: dict[str, Mapping[str, int]] = {}
+        """The index of each state of a trained parameter among those of the transformation, by their names."""
         programs: dict[Hashable, Program] = {}
         self.programs: dict[str, Program] = {}
         """The program of each trained parameter, by name."""
@@ -117,6 +121,7 @@ class OptaxOptimizer(TransformationOptimizer):
             if self._trained[param]:
                 names = buffer_names([self._leaves[at] for at in of_params[param]])
                 program = Program(param, dict(zip(names, of_params[param], strict=True)))
+                self._states_of[fqn] = program.states
                 self.state_paths[fqn] = {name: self._paths[at] for name, at in program.states.items()}
                 key = self._structure(program)
                 if key not in programs:
@@ -194,6 +199,11 @@ class OptaxOptimizer(TransformationOptimizer):
         """The states with one value an element."""
         return tuple(dict.fromkeys(name for program in self._distinct for name in program.states))
 
+    @property
+    def numbers_for_update(self) -> dict[str, float]:
+        """The numbers, and the mean loss of the step."""
+        return self.numbers | ({_LOSS: self.loss_of_ranks} if self.traced.needs_loss else {})
+
     def numbers_by_path(self) -> dict[str, float]:
         """Its states of one number each, by the path that they have in plain optax."""
         return {self._paths[at]: self.numbers[name] for name, at in self._numbers.items()}
@@ -247,6 +257,38 @@ class OptaxOptimizer(TransformationOptimizer):
         }
         after, *found = self._evaluate(program, weights, wide, states, numbers)
         return after, dict(zip(program.states, found, strict=True))
+
+    def step_leaves(
+        self,
+        weights: Mapping[str, Any],
+        gradients: Mapping[str, Any],
+        states: Mapping[str, Mapping[str, Any]],
+        numbers: Mapping[str, Any],
+        scale: Any,
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Return (new weights, new states) by parameter, as `step` does for slices: plain optax on whole leaves."""
+        scaled = {}
+        for fqn, one in gradients.items():
+            dtype = weights[fqn].dtype
+            scaled[fqn] = one.astype(dtype) * jnp.asarray(scale, dtype)
+        params = self.traced.tree_of(weights)
+        leaves = jax.tree.leaves(self.traced.transformation.init(params))
+        for at, name in self._number_names.items():
+            if name in numbers:
+                leaves[at] = jnp.asarray(numbers[name]).astype(self._leaves[at].dtype)
+        for fqn in weights:
+            program, at_of = self.programs[fqn], self._states_of[fqn]
+            for name, at in at_of.items():
+                kept = states[fqn][name].astype(self._leaves[at].dtype)
+                begins = program.starts[name] is None
+                leaves[at] = jnp.where(numbers[_UPDATES] == 0.0, leaves[at], kept) if begins else kept
+        loss = jnp.asarray(numbers.get(_LOSS, 0.0), jnp.float32)
+        moved, after = self.traced.update(self.traced.tree_of(scaled), leaves, params, loss)
+        found = dict(zip(self._names, jax.tree.leaves(moved), strict=True))
+        new = {
+            fqn: {name: after[at].astype(jnp.float32) for name, at in self._states_of[fqn].items()} for fqn in weights
+        }
+        return {fqn: found[fqn] for fqn in weights}, new
 
     def numbers_after(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """The numbers after an update, to be traced by JAX."""

@@ -77,8 +77,12 @@ class WholeStates(TransformationOptimizer):
         return sum(int(leaf.nbytes) for leaf in self._state or () if leaf is not None)
 
     def state_blobs(self, rank: int) -> dict[str, bytes]:
-        """The states that `rank`, this one, saves."""
-        leaves, held = self._state or [], io.BytesIO()
+        """The states that `rank`, this one, saves. Collective."""
+        return self.blobs_of(self._state or [], rank)
+
+    def blobs_of(self, leaves: Sequence[Any], rank: int) -> dict[str, bytes]:
+        """The blobs that `rank` saves of these leaves."""
+        held = io.BytesIO()
         mine = {
             f"state{path}": np.asarray(_as_numbers(leaf))
             for path, leaf, at in zip(self._paths, leaves, self.holders, strict=False)

@@ -8,6 +8,7 @@ lays out the parameters that are left. `REWRITES` is the list, and `polyaccel.to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.carried_state import Reduction
 from polyaccel.jax.modules import as_function
+from polyaccel.jax.native_keys import native_problems
 from polyaccel.jax.optax_on_tree import optax_optimizer
 from polyaccel.jax.pipeline import LayerList, numels_of, shapes_of_params
 from polyaccel.jax.program.units import UnitRecomputation
@@ -81,7 +83,9 @@ class RewriteContext(BaseContext):
     stacked: Sequence[str] = ()
     """Names of subtrees of `params` with a leading axis over layers."""
     own_devices: int = 1
-    """Devices of this process in native mode."""
+    """Parts of this process's batch in native mode: one a device, or one for a mesh of the script's own."""
+    partition: Any = None
+    """The mesh of the script's own, a `polyaccel.jax.partitioned.places.Partition`; None without one."""
     param_dtype: DType | None = None
     """The type in which floating parameters are held; None: as they are."""
     cast_inputs: Any = None
@@ -104,6 +108,16 @@ class RewriteContext(BaseContext):
         return self.runtime.config.jax.execution == "native"
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters rest cut over ranks."""
+        return self.runtime.policy.params is Placement.SHARDED
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states rest in host memory, or in files."""
+        return self.runtime.config.zero_optimization.offload_optimizer.device != "none"
+
+    @property
     def averages_aux(self) -> bool:
         """Whether auxiliary outputs are averaged over the micro-batches and ranks of a step."""
         return self.runtime.config.jax.aux == "mean"
@@ -124,6 +138,10 @@ class RewriteContext(BaseContext):
     def stages(self) -> int:
         """The number of pipeline stages."""
         return self.runtime.mesh.size_of(("pipe",))
+
+    def mesh_of_script(self) -> AbstractContextManager[Any]:
+        """The script's own mesh as JAX's context; nothing without one."""
+        return nullcontext() if self.partition is None else jax.set_mesh(self.partition.mesh)
 
     def release(self) -> None:
         """Drop the caller's arrays, after the engine has read them."""
@@ -272,7 +290,7 @@ class NativeMesh(Rewrite):
         return context.is_native
 
     def check(self, context: RewriteContext) -> None:
-        if problems := list(_native_problems(context.runtime)):
+        if problems := list(native_problems(context.runtime.config)):
             raise ConfigError(problems)
 
     def apply(self, context: RewriteContext) -> AppliedRewrite:
@@ -341,22 +359,6 @@ def _pipeline_problems(context: RewriteContext) -> Iterator[Problem]:
         yield Problem(key, True, expected, "use jax.checkpoint in the layers")
 
 
-def _native_problems(runtime: EngineBuilder) -> Iterator[Problem]:
-    """Settings of the config that native mode does not have."""
-    config, zero = runtime.config, runtime.config.zero_optimization
-    if runtime.policy.params is Placement.SHARDED:
-        expected = "native mode shards no parameters: its one program would hold all of them gathered"
-        yield Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"')
-    if zero.offload_optimizer.device != "none":
-        key = "zero_optimization.offload_optimizer.device"
-        expected = "native mode updates inside one program of JAX's devices, where the states rest"
-        hint = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
-        yield Problem(key, zero.offload_optimizer.device, expected, hint)
-    if config.comms_logger.enabled:
-        expected = "what JAX exchanges inside a program is not seen"
-        yield Problem("comms_logger.enabled", True, expected, "use jax.profiler")
-
-
 def _make_optimizer(context: RewriteContext) -> None:
     """Set the optimizer on shards and its hyperparameters: the caller's, else the config's."""
     runtime, client = context.runtime, context.client
@@ -376,6 +378,7 @@ def _make_optimizer(context: RewriteContext) -> None:
             may_be_whole=context.has_whole_parameters,
             on_slices=context.on_slices,
             owners=(ranks.rank, ranks.world_size) if context.has_owners else None,
+            on_mesh=context.is_native,
         )
         return
     section, native = runtime.config.optimizer, native_optimizer_of(runtime.config)

@@ -20,6 +20,7 @@ READERS = (
     "torch/rewrites",
     "torch/verify",  # composes plain engines in place of ours
     "jax/initialize.py",
+    "jax/native_keys.py",
     "jax/rewrites.py",
     "jax/verify",
 )

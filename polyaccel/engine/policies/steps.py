@@ -68,12 +68,18 @@ def plan_for(
     plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts)
     if policy.params is not Placement.SHARDED:
         return plan()
+    return plan(units=units(), persistent=persistent_params(config, numels))
+
+
+def persistent_params(config: ResolvedConfig, numels: Mapping[str, int]) -> set[str]:
+    """The small parameters that stay whole at stage 3, of all by their number of elements."""
+    zero = config.zero_optimization
     persistent, left = set[str](), zero.model_persistence_threshold
     for fqn, numel in sorted(numels.items(), key=lambda item: item[1]):
         if numel <= zero.param_persistence_threshold and numel <= left:
             persistent.add(fqn)
             left -= numel
-    return plan(units=units(), persistent=persistent)
+    return persistent
 
 
 def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPolicy:

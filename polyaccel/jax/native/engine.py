@@ -25,6 +25,7 @@ from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import Gradients, StepProgram
 from polyaccel.jax.native.state import NativeState
 from polyaccel.jax.native.step import NativeStep
+from polyaccel.jax.optax_optimizer import TransformationOptimizer
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.carried import StateForm
@@ -62,7 +63,7 @@ class NativeEngine(JaxEngine):
 
     def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         optimizer, seed, mesh, runtime = self._rewrites.slice_optimizer, self._rewrites.seed, self._mesh, self.runtime
-        self._loss_function.devices = mesh.world_size
+        self._loss_function.own_meshes = {"shard_map": mesh.world_size}
         specs = tuple(self.adapter.param_specs())
         self.adapter.separate(optimizer)
         layout = runtime.plan(specs, self.adapter.unit_names, updates=self.adapter.update_names())
@@ -70,20 +71,21 @@ class NativeEngine(JaxEngine):
         program = self._program = StepProgram(
             *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
         )
-
-        def starts(bucket: Bucket) -> dict[str, float]:
-            if optimizer is None:
-                return {}
-            states = {name: allocate_numpy(1, DType.FLOAT32) for name in optimizer.state_names}
-            group = self.optimizer.param_groups[bucket.kind.group]
-            optimizer.initialise_states(states, group, bucket.slots[0].param)
-            return {name: float(state.raw[0]) for name, state in states.items()}
-
         first = self._first_values(self._rewrites.params)
-        memory = NativeMemory(mesh, layout, runtime.policy, first, starts, program.publish)
-        self.zero = NativeStep(layout, memory, program, optimizer, update)
+        memory = NativeMemory(mesh, layout, runtime.policy, first, self._starts, program.publish)
+        self.zero = NativeStep(layout, memory, program, optimizer, update, self.communicator)
         self.adapter.let_go()
         return (), tuple(spec.fqn for spec in specs)
+
+    def _starts(self, bucket: Bucket) -> dict[str, float]:
+        """The values with which the optimizer's states of a bucket begin."""
+        optimizer = self._rewrites.slice_optimizer
+        if optimizer is None:
+            return {}
+        states = {name: allocate_numpy(1, DType.FLOAT32) for name in optimizer.state_names}
+        group = self.optimizer.param_groups[bucket.kind.group]
+        optimizer.initialise_states(states, group, bucket.slots[0].param)
+        return {name: float(state.raw[0]) for name, state in states.items()}
 
     def _carry(self, form: StateForm, first: Any) -> CarriedState:
         return NativeState(form, first, self._rewrites.state_reduction, self.communicator, self._mesh)
@@ -184,12 +186,18 @@ class NativeEngine(JaxEngine):
             with self._checks.explaining_parts(data_iter, self.gradient_accumulation_steps()):
                 losses.append(self.grad_step(micro_batch))
             self.step()
-        if self.counters.is_boundary:
+        if self.counters.is_boundary and not self._needs_loss:
             losses.append(self._step_with(last))
-        else:  # the caller has set it
+        else:  # the caller has set it, or the update waits for the loss
             losses.append(self.grad_step(last))
             self.step()
         return jnp.stack(losses).mean()
+
+    @property
+    def _needs_loss(self) -> bool:
+        """Whether an update follows from the loss of its step."""
+        optimizer = self.zero.optimizer
+        return isinstance(optimizer, TransformationOptimizer) and optimizer.traced.needs_loss
 
     def _evaluate(self, batch: Any) -> tuple[Any, Any]:
         self.zero.consistency.require()

@@ -82,7 +82,11 @@ class NativeMemory:
     def given_up(self) -> Iterator[Held]:
         """Lend the arrays to a program that replaces them; after an error they are gone."""
         with self.consistency.changing("an update"):
-            yield self.held
+            yield self.for_update()
+
+    def for_update(self) -> Held:
+        """Return all arrays that an update replaces."""
+        return self.held
 
     def wait_all_gathers(self) -> None:
         """Nothing to wait for: an array of JAX is never written to."""
@@ -123,7 +127,7 @@ class NativeMemory:
         weights = {}
         masters, states = dict(self.held.masters), {index: dict(each) for index, each in self.held.states.items()}
         for (index, kind), copies in self._staged.items():
-            placed = self._place([copy.raw for copy in copies])
+            placed = self._taken(index, [copy.raw for copy in copies])
             if kind != PARAM:
                 states[index][kind] = placed
                 continue
@@ -131,7 +135,11 @@ class NativeMemory:
             if index in masters:
                 masters[index] = placed
         self._staged.clear()
-        self.held = Held(self._publish(weights, self.steps), masters, states)
+        self.held = Held(self._publish(weights, self.steps), masters, states, self.held.tree)
+
+    def _taken(self, index: int, parts: list[Any]) -> jax.Array:
+        """A bucket's array on the devices, from the parts of it that this process updates."""
+        return self._place(parts)
 
     def close(self) -> None:
         """Release the arrays."""
@@ -142,6 +150,10 @@ class NativeMemory:
         """A bucket's weights, in the best precision there is, and optimizer states."""
         weights = self.held.masters.get(bucket.index, self.held.params[bucket.index])
         return {PARAM: weights, **self.held.states.get(bucket.index, {})}
+
+    def flat(self, bucket: Bucket, array: jax.Array) -> jax.Array:
+        """An array of a bucket's elements, flat."""
+        return array
 
     def _on_host(self, bucket: Bucket, array: jax.Array) -> list[NumpyBuffer]:
         """Return this process's parts of an array on the host; zeros where a failed update lost them."""

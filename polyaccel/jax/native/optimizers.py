@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from polyaccel.errors import ShardingError
-from polyaccel.jax.native.rows import Rows
+from polyaccel.jax.native.rows import ParamRows
 from polyaccel.jax.optax_optimizer import OptaxOptimizer, Program
 from polyaccel.ops.base import Formula
 from polyaccel.ops.jax import updated
@@ -46,7 +46,7 @@ class SliceUpdate(Protocol):
         """The settings that a program is compiled for; all others are among the terms."""
 
     def apply(
-        self, variant: Any, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
+        self, variant: Any, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: ParamRows
     ) -> Updated:
         """Update a device's part of a bucket; `terms` are numbers or one an element, by parameter in `rows`."""
 
@@ -67,7 +67,7 @@ class RowUpdate:
         return self._row.rule(group, 1).formula
 
     def apply(
-        self, variant: Formula, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
+        self, variant: Formula, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: ParamRows
     ) -> Updated:
         constants, of_ratio = terms
         names = variant.reads
@@ -88,31 +88,24 @@ class OptaxUpdate:
     """The states of one number are terms, which every slice takes up and gives back in the same way."""
 
     def __init__(self, optimizer: OptaxOptimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     def terms(self, group: Group, step: int) -> dict[str, float]:
-        return self._optimizer.numbers
+        return self.optimizer.numbers_for_update
 
     def variant(self, group: Group, bucket: Bucket) -> Program:
-        return self._optimizer.programs[bucket.slots[0].param.fqn]
+        return self.optimizer.programs[bucket.slots[0].param.fqn]
 
     def apply(
-        self, variant: Program, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
+        self, variant: Program, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: ParamRows
     ) -> Updated:
-        master, after = self._optimizer.step(variant, master, grad, states, terms, grad_scale)
-        return Updated(master, {**states, **after}, self._optimizer.numbers_after(terms))
+        master, after = self.optimizer.step(variant, master, grad, states, terms, grad_scale)
+        return Updated(master, {**states, **after}, self.optimizer.numbers_after(terms))
 
 
 def slice_update(optimizer: SliceOptimizer) -> SliceUpdate:
     """The traced form of `optimizer`. Raises ShardingError for one that has none."""
     if isinstance(optimizer, OptaxOptimizer):
-        if optimizer.traced.needs_loss:
-            name = optimizer.traced.name
-            raise ShardingError(
-                f"the optax transformation {name} needs the loss, which has no value before native mode's program ran",
-                hint='use "jax": {"execution": "views"}',
-                value=name,
-            )
         return OptaxUpdate(optimizer)
     if isinstance(optimizer, RowOptimizer):
         return RowUpdate(optimizer)

@@ -13,7 +13,7 @@ order of ranks, which is deterministic as well. Inside one process, and on other
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +43,8 @@ class Held(NamedTuple):
     """Master weights of the trained buckets, by index, where the parameters have a narrower type."""
     states: dict[int, dict[str, Any]]
     """The optimizer's states of the trained buckets, by index and name."""
+    tree: Any = None
+    """The leaves of the state of a transformation of the whole tree; None before its first update, and without one."""
 
 
 class Outcome(NamedTuple):
@@ -71,6 +73,8 @@ class Inputs(NamedTuple):
     terms: list[Any]
     keys: dict[int, RoundingKeys]
     loss_scale: Any
+    loss: Any = None
+    """The step's mean loss, for a transformation that takes it."""
 
 
 class StepProgram:
@@ -131,21 +135,21 @@ class StepProgram:
         self.evaluate = jax.jit(spread(self._evaluate, (WHOLE, CUT), (CUT, CUT)))
         """(params, batch) -> (each device's loss, each device's auxiliary output)."""
         self._publish_all = jax.jit(spread(self._publish, (resting, WHOLE), WHOLE))
-        self.leaves = jax.jit(lambda params: [jnp.copy(leaf) for leaf in self._leaves(params)])
-        """(params) -> new arrays in tree order, on one device where those are."""
+        self._copies = jax.jit(lambda params: [jnp.copy(leaf) for leaf in self._leaves(params)])
 
     def rounding_keys(self, steps: Mapping[str, int]) -> dict[int, RoundingKeys]:
         """How parameters of 16 bits are rounded after so many updates of each, by bucket; empty: to nearest."""
-        if not self._step_policy.stochastic_rounding:
-            return {}
-        return {
-            bucket.index: rounding_keys(bucket, steps) for bucket in self.trained if bucket.kind.dtype.itemsize == 2
-        }
+        return rounding_keys_of(self.trained, steps) if self._step_policy.stochastic_rounding else {}
 
     def publish(self, weights: Mapping[int, Any], steps: Mapping[str, int]) -> tuple[Any, ...]:
         """The parameters of every bucket's weights where they rest, in any type, after so many updates of each."""
         params: tuple[Any, ...] = self._publish_all(weights, self.rounding_keys(steps))
         return params
+
+    def leaves(self, params: Sequence[Any]) -> list[jax.Array]:
+        """Copies of the parameters in tree order, on this process's first device."""
+        found: list[jax.Array] = self._copies([self._mesh.own_parts(bucket)[0] for bucket in params])
+        return found
 
     # Gradients.
 
@@ -153,8 +157,8 @@ class StepProgram:
         leaves = self._leaves(params)
         trained = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if spec.trainable]
         frozen = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if not spec.trainable]
-        loss, aux, found = self._function.differentiate(trained, frozen, _own(batch), self._key(micro), factor)
-        return loss[None], _stacked(aux), self._added(gradients, found)
+        loss, aux, found = self._function.differentiate(trained, frozen, own_part(batch), self._key(micro), factor)
+        return loss[None], stacked_output(aux), self._added(gradients, found)
 
     def _added(self, gradients: Any, found: Sequence[Any]) -> Gradients:
         """`gradients` so far and those that were `found` for the trained leaves, by bucket."""
@@ -165,7 +169,7 @@ class StepProgram:
             gradient = _flat(bucket, by_name)
             if self._policy.grads is Placement.SHARDED:
                 gradient = self._reduce(bucket, gradient)
-            gradient = gradient.astype(_dtype(self._accumulate_dtype(bucket)))
+            gradient = gradient.astype(dtype_of_jax(self._accumulate_dtype(bucket)))
             added[bucket.index] = gradient if gradients is None else gradients[bucket.index] + gradient
         return added
 
@@ -178,13 +182,13 @@ class StepProgram:
         trained = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if spec.trainable]
         frozen = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if not spec.trainable]
         key = self._key(micro) if keys is None else keys[0]
-        loss, aux, found = self._function.differentiate(trained, frozen, _own(batch), key, factor)
+        loss, aux, found = self._function.differentiate(trained, frozen, own_part(batch), key, factor)
 
         def mean(value: Any) -> Any:
             wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
             return (jax.lax.psum(wide, AXIS) / self._mesh.world_size).astype(value.dtype)
 
-        return mean(loss), _stacked(aux), [mean(gradient) for gradient in found]
+        return mean(loss), stacked_output(aux), [mean(gradient) for gradient in found]
 
     def _key(self, micro: Any) -> Any:
         """The random key of a micro-batch on this device."""
@@ -192,8 +196,8 @@ class StepProgram:
         return jax.random.fold_in(key, micro)
 
     def _evaluate(self, params: Any, batch: Any) -> Any:
-        loss, aux = self._function.call(self._leaves(params), _own(batch), None)
-        return loss[None], _stacked(aux)
+        loss, aux = self._function.call(self._leaves(params), own_part(batch), None)
+        return loss[None], stacked_output(aux)
 
     def _leaves(self, params: Sequence[Any]) -> list[Any]:
         """The parameters in tree order, cut from the buckets."""
@@ -210,17 +214,11 @@ class StepProgram:
     def _reduce(self, bucket: Bucket, gradient: Any) -> Any:
         """The reduced gradient of what this device updates."""
         before, after, op = self._step_policy.reduction.scaling(self._mesh.world_size)
-        sent = gradient.astype(_dtype(self._precision.reduce_of(bucket.kind.dtype))) * before
-        reduced = self._scatter(sent) if self._policy.optim is Placement.SHARDED else jax.lax.psum(sent, AXIS)
+        sent = gradient.astype(dtype_of_jax(self._precision.reduce_of(bucket.kind.dtype))) * before
+        reduced = (
+            summed_parts(self._mesh, sent, 0) if self._policy.optim is Placement.SHARDED else jax.lax.psum(sent, AXIS)
+        )
         return reduced / self._mesh.world_size if op is ReduceOp.AVG else reduced * after
-
-    def _scatter(self, sent: Any) -> Any:
-        """Return the sum of this device's part, added in float32. See [Note: Reduce-scatter on CPUs]."""
-        is_narrow = sent.dtype.itemsize == 2
-        if not (is_narrow or self._mesh.is_hosts):
-            return jax.lax.psum_scatter(sent, AXIS, tiled=True)
-        parts = jax.lax.all_to_all(sent.reshape(self._mesh.world_size, -1), AXIS, split_axis=0, concat_axis=0)
-        return jnp.sum(parts, axis=0, dtype=jnp.float32 if is_narrow else None)
 
     # The update.
 
@@ -309,33 +307,55 @@ class StepProgram:
 
     def _as_param(self, bucket: Bucket, weights: Any, keys: Mapping[int, RoundingKeys]) -> Any:
         """A device's weights of a bucket in the parameters' type."""
-        dtype = _dtype(bucket.kind.dtype)
+        dtype = dtype_of_jax(bucket.kind.dtype)
         if bucket.index not in keys:
             return weights.astype(dtype)
         rows = Rows(bucket, is_cut=self._policy.optim is Placement.SHARDED)
         return rounded(weights, dtype, keys[bucket.index], rows)
 
 
-def _dtype(dtype: DType) -> Any:
+def dtype_of_jax(dtype: DType) -> Any:
+    """The type of JAX."""
     return jnp.dtype(dtype.value)
 
 
-def _own(batch: Any) -> Any:
+def summed_parts(mesh: DeviceMesh, sent: Any, axis: int) -> Any:
+    """The sum over devices of this device's part along `axis`, added in float32. See [Note: Reduce-scatter on CPUs]."""
+    is_narrow = sent.dtype.itemsize == 2
+    if not (is_narrow or mesh.is_hosts):
+        return jax.lax.psum_scatter(sent, AXIS, scatter_dimension=axis, tiled=True)
+    shape = (*sent.shape[:axis], mesh.world_size, -1, *sent.shape[axis + 1 :])
+    parts = jax.lax.all_to_all(sent.reshape(shape), AXIS, split_axis=axis, concat_axis=axis)
+    return jnp.sum(parts, axis=axis, dtype=jnp.float32 if is_narrow else None)
+
+
+def rounding_keys_of(buckets: Iterable[Bucket], steps: Mapping[str, int]) -> dict[int, RoundingKeys]:
+    """How the parameters of 16 bits are rounded stochastically after so many updates of each, by bucket."""
+    return {bucket.index: rounding_keys(bucket, steps) for bucket in buckets if bucket.kind.dtype.itemsize == 2}
+
+
+def own_part(batch: Any) -> Any:
     """A device's part of a batch, without the axis over devices."""
-
-    def own(part: Any) -> Any:
-        return as_weak(part.value[0]) if isinstance(part, WeakNumbers) else part[0]
-
-    return jax.tree.map(own, batch, is_leaf=lambda part: isinstance(part, WeakNumbers))
+    return weak_numbers(jax.tree.map(lambda part: part[0], batch))
 
 
-def _stacked(aux: Any) -> Any:
+def weak_numbers(batch: Any) -> Any:
+    """A batch with numbers of Python as JAX traces them."""
+
+    def convert(part: Any) -> Any:
+        return as_weak(part.value) if isinstance(part, WeakNumbers) else part
+
+    return jax.tree.map(convert, batch, is_leaf=lambda part: isinstance(part, WeakNumbers))
+
+
+def stacked_output(aux: Any) -> Any:
+    """An auxiliary output with an axis over devices."""
     return jax.tree.map(lambda value: jnp.asarray(value)[None], aux)
 
 
 def _flat(bucket: Bucket, by_name: Mapping[str, Any]) -> Any:
     """The gradients of a bucket laid out as its parameters, zeros between them."""
-    dtype = _dtype(bucket.kind.dtype)
+    dtype = dtype_of_jax(bucket.kind.dtype)
     parts, end = [], 0
     for slot in bucket.slots:
         parts += [jnp.zeros(slot.offset - end, dtype), by_name[slot.param.fqn].reshape(-1)]

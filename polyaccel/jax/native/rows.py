@@ -11,7 +11,7 @@ compiled again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,19 @@ from polyaccel.zero.buckets.rounding import rounding_of
 from polyaccel.zero.plan.layout import ALIGNMENT_ITEMSIZE, ALIGNMENT_NBYTES, Bucket
 
 ROW_NUMEL = ALIGNMENT_NBYTES // ALIGNMENT_ITEMSIZE
+
+
+class ParamRows(Protocol):
+    """What an update of a part of some parameters asks of them."""
+
+    def square_sums(self, values: Any) -> Any:
+        """The squared norm of each parameter; `values` has an element of each of the part."""
+
+    def spread(self, values: Any) -> Any:
+        """One value for each parameter as one for each element; a single number stays one."""
+
+    def indices(self) -> Any:
+        """Each element's index in its parameter, modulo 2**32."""
 
 
 class Rows:
@@ -43,19 +56,19 @@ class Rows:
             self._owners = jax.lax.dynamic_slice_in_dim(self._owners, jax.lax.axis_index(AXIS) * rows, rows)
 
     def square_sums(self, values: Any) -> Any:
-        """The squared norm of each parameter, over all devices; `values` has an element of each of the slice."""
+        """As `ParamRows.square_sums`, over all devices."""
         sums = jnp.sum(jnp.square(values.reshape(-1, ROW_NUMEL)), axis=1)
         own = jax.ops.segment_sum(sums, self._owners, num_segments=self._count, indices_are_sorted=True)
         return jax.lax.psum(own, AXIS) if self._is_cut else own
 
     def indices(self) -> Any:
-        """Each element's index in its parameter, modulo 2**32."""
+        """As `ParamRows.indices`."""
         offsets = np.array([slot.offset for slot in self._bucket.slots], np.uint64).astype(np.uint32)
         low = jax.lax.axis_index(AXIS) * self._numel if self._is_cut else 0
         return jax.lax.iota(jnp.uint32, self._numel) + jnp.uint32(low) - self.spread(jnp.asarray(offsets))
 
     def spread(self, values: Any) -> Any:
-        """One value for each parameter as one for each element; a single number stays one."""
+        """As `ParamRows.spread`."""
         if jnp.ndim(values) == 0:
             return values
         rows = values[self._owners]
@@ -79,7 +92,7 @@ def rounding_keys(bucket: Bucket, steps: Mapping[str, int]) -> RoundingKeys:
     return RoundingKeys(low, high, np.array([rounding is not None for rounding in found]))
 
 
-def rounded(weights: Any, dtype: Any, keys: RoundingKeys, rows: Rows) -> Any:
+def rounded(weights: Any, dtype: Any, keys: RoundingKeys, rows: ParamRows) -> Any:
     """The weights of a device's slice in `dtype`. To be traced by JAX."""
     random = narrowed(weights, dtype, rows.spread(keys.low), rows.spread(keys.high), rows.indices())
     return jnp.where(rows.spread(keys.is_random), random, weights.astype(dtype))

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.optimizers import SliceUpdate, stacked
-from polyaccel.jax.native.program import Gradients, Inputs, Outcome, Recipe, StepProgram
-from polyaccel.jax.optax_optimizer import OptaxOptimizer
-from polyaccel.zero.plan.layout import ShardLayout, Slot
+from polyaccel.jax.native.program import Gradients, Inputs, Outcome, Recipe
+from polyaccel.jax.native.rows import RoundingKeys
+from polyaccel.jax.optax_optimizer import OptaxOptimizer, TransformationOptimizer
+from polyaccel.zero.plan.layout import Bucket, ShardLayout, Slot
 from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
+
+
+class Program(Protocol):
+    """The programs of a step, which XLA runs on all devices: `StepProgram` has what they take and give."""
+
+    trained: tuple[Bucket, ...]
+    differentiate: Any
+    take_gradients: Any
+    update: Any
+    step: Any
+    evaluate: Any
+
+    def rounding_keys(self, steps: Mapping[str, int]) -> dict[int, RoundingKeys]:
+        """How parameters of 16 bits are rounded after so many updates of each, by bucket; empty: to nearest."""
+
+    def leaves(self, params: Sequence[Any]) -> list[jax.Array]:
+        """Copies of the parameters in tree order."""
 
 
 class UnknownMemory:
@@ -41,9 +60,10 @@ class NativeStep:
         self,
         layout: ShardLayout,
         memory: NativeMemory,
-        program: StepProgram,
+        program: Program,
         optimizer: SliceOptimizer | None,
         update_of: SliceUpdate | None,
+        communicator: Communicator,
     ) -> None:
         self.layout = layout
         self.params = memory
@@ -51,6 +71,7 @@ class NativeStep:
         self.memory = UnknownMemory()
         self._program = program
         self._update_of = update_of
+        self._communicator = communicator
         self._gradients: Gradients | None = None
         self._is_incomplete = False
         """Whether a pass failed and its gradients were not discarded."""
@@ -91,6 +112,8 @@ class NativeStep:
                 "the gradients are incomplete: a pass failed, or there was none",
                 hint="call engine.zero_grad() and start over",
             )
+        if isinstance(self.optimizer, TransformationOptimizer):
+            self.optimizer.loss_of_ranks = self.optimizer.mean_loss(self._communicator)
         recipe, inputs = self._prepare(groups, loss_scale)
         gradients, self._gradients = self._gradients, None
         with self.params.given_up() as held:
@@ -100,7 +123,7 @@ class NativeStep:
     def step(
         self, batch: Any, micro_steps: int, factor: float, groups: Sequence[Group], loss_scale: float
     ) -> tuple[Any, Any, StepResult]:
-        """`differentiate` of the last micro-batch and `update`, as one program."""
+        """`differentiate` of the last micro-batch and `update`, as one program, where the update needs no loss."""
         self.consistency.require()
         recipe, inputs = self._prepare(groups, loss_scale)
         gradients, self._gradients = self._gradients, None
@@ -118,14 +141,12 @@ class NativeStep:
         """The compiled program of `step` for a batch like `batch`, where it is the only micro-batch."""
         self.consistency.require()
         recipe, inputs = self._prepare(groups, 1.0)
-        arguments = (self.params.held, None, batch, np.uint32(0), np.float32(1.0), inputs)
+        arguments = (self.params.for_update(), None, batch, np.uint32(0), np.float32(1.0), inputs)
         return self._program.step.lower(recipe, *arguments).compile()
 
     def leaves(self) -> list[jax.Array]:
-        """Copies of the parameters in tree order, on this process's first device."""
-        own = [self.params.mesh.own_parts(bucket)[0] for bucket in self.params.held.params]
-        found: list[jax.Array] = self._program.leaves(own)
-        return found
+        """Copies of the parameters in tree order."""
+        return self._program.leaves(self.params.held.params)
 
     def _prepare(self, groups: Sequence[Group], loss_scale: float) -> tuple[Recipe, Inputs]:
         """The recipe of the next update, and its inputs: terms once for all buckets that have them in common."""
@@ -145,7 +166,8 @@ class NativeStep:
                 terms.append(each[0] if all(one == each[0] for one in each) else stacked(each))
             indices.append(known[key])
             variants.append(self._update_of.variant(group, bucket))
-        inputs = Inputs(terms, self._program.rounding_keys(after), np.float32(loss_scale))
+        loss = self.optimizer.loss_of_ranks if isinstance(self.optimizer, TransformationOptimizer) else 0.0
+        inputs = Inputs(terms, self._program.rounding_keys(after), np.float32(loss_scale), np.float32(loss))
         return Recipe(tuple(indices), tuple(variants)), inputs
 
     def _settle(self, outcome: Outcome, loss_scale: float) -> StepResult:

@@ -59,8 +59,8 @@ class LossFunction:
         self._with_gradients = jax.jit(self.differentiate)
         self._without = jax.jit(self._evaluate)
         self._checked: set[Any] = set()
-        self.devices = 1
-        """How many devices the engine's own programs are spread over."""
+        self.own_meshes: Mapping[str, int] = {}
+        """The operations by which the engine's own programs name a mesh, each with its number of devices."""
 
     def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
         """Return (loss, auxiliary output, gradients of `loss * factor`), computed."""
@@ -124,7 +124,7 @@ class LossFunction:
             return
         program = compiled.trace(*arguments).jaxpr
         self.refuse_closed_over(program)
-        refuse_meshes(program, self.devices)
+        refuse_meshes(program, self.own_meshes)
         self._checked.add(signature)
 
     def refuse_closed_over(self, program: ClosedJaxpr) -> None:
@@ -181,18 +181,18 @@ def _run(fn: LossFn, *arguments: Any) -> Any:
 
 _OF_MESHES = re.compile(r"mesh\b|axis name|NamedSharding|PartitionSpec|pspec", re.IGNORECASE)
 _NO_MESH = (
-    "leave with_sharding_constraint, shard_map, pmean and the like out of the function: the engine cuts the batch and "
-    'averages the gradients, over ranks, or over devices with "jax": {"execution": "native"}'
+    'pass the mesh: initialize(..., mesh=mesh, param_specs=specs) with "jax": {"execution": "native"}; or leave '
+    "with_sharding_constraint, shard_map, pmean and the like out: the engine cuts the batch and averages the gradients"
 )
 
 
-def refuse_meshes(program: ClosedJaxpr, devices: int) -> None:
-    """Raise PolyaccelError for a program that asks for other devices than the engine's own, `devices` of them."""
+def refuse_meshes(program: ClosedJaxpr, own: Mapping[str, int]) -> None:
+    """Raise PolyaccelError for a program that asks for other devices than the engine's `own`."""
     for equation in _equations(program.jaxpr):
         name = equation.primitive.name
         mesh = equation.params.get("mesh", getattr(equation.params.get("sharding"), "mesh", None))
         count = getattr(mesh, "size", 1)
-        if name in _SPREADING and count > 1 and (name != "shard_map" or count != devices):
+        if name in _SPREADING and count > 1 and count != own.get(name):
             raise PolyaccelError(
                 f"the function asks for {name} over {count} devices, axes {dict(mesh.shape)}",
                 hint=_NO_MESH,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,27 @@ Body = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """(whole parameters, inputs) -> outputs: arrays, flat."""
 
 
+class UnitMembers(Protocol):
+    """The parameters of one unit in one program."""
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The parameters."""
+
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """The parameters as the unit sees them."""
+
+    def fetch(self, token: Any, index: Any, whole: Sequence[Any], after: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """(token, parameters), once `after` is there. `whole` are those of whole leaves; `index` is that of a layer."""
+
+    def reduce(self, token: Any, index: Any, cotangents: Sequence[Any]) -> Any:
+        """The token, after the gradients of the trained parameters were handed over."""
+
+
 class Members:
-    """The parameters of one unit in one program; with `is_scanned`, of each layer of a scan, which has an index.
+    """The parameters that the engine gathers for one unit in one program.
+
+    With `is_scanned` they are those of each layer of a scan, which has an index.
 
     `uses` counts the uses of buckets over the program.
     """
@@ -46,7 +65,7 @@ class Members:
         *,
         is_scanned: bool = False,
     ) -> None:
-        self.leaves = tuple(leaves)
+        self._leaves = tuple(leaves)
         self._params = params
         self._uses = uses
         self._is_scanned = is_scanned
@@ -57,12 +76,17 @@ class Members:
             names = [name for leaf in self._trained for name in self._names(leaf, index)]
             uses.update(params.buckets(names))
 
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """As `UnitMembers.leaves`."""
+        return self._leaves
+
     def structs(self) -> list[jax.ShapeDtypeStruct]:
-        """The parameters as the unit sees them."""
+        """As `UnitMembers.structs`."""
         return [self._struct(leaf) for leaf in self.leaves]
 
     def fetch(self, token: Any, index: Any, whole: Sequence[Any], after: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """(token, parameters). `whole` are those that need not be fetched; `index` is None without a scan."""
+        """As `UnitMembers.fetch`. `whole` are those that need not be fetched; `index` is None without a scan."""
         if not self._fetched:
             return token, list(whole)
 
@@ -76,7 +100,7 @@ class Members:
         return token, [next(others) if leaf.is_whole else next(remaining) for leaf in self.leaves]
 
     def reduce(self, token: Any, index: Any, cotangents: Sequence[Any]) -> Any:
-        """The token, after the gradients of the trained parameters were handed over."""
+        """As `UnitMembers.reduce`."""
         if not self._trained:
             return token
 
@@ -115,7 +139,7 @@ class Members:
         return int.from_bytes(operands[0].to_bytes(), "little") if self._is_scanned else 0
 
 
-def fetch_root(members: Members, token: Any, whole: Sequence[Any]) -> tuple[Any, list[Any]]:
+def fetch_root(members: UnitMembers, token: Any, whole: Sequence[Any]) -> tuple[Any, list[Any]]:
     """(token, parameters) that stay until the end; their gradients are handed over at the end of the backward pass."""
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
@@ -135,7 +159,7 @@ def fetch_root(members: Members, token: Any, whole: Sequence[Any]) -> tuple[Any,
 
 
 def run_unit(
-    members: Members,
+    members: UnitMembers,
     body: Body,
     token: Any,
     index: Any,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from logging import getLogger
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,18 @@ from jax.extend.core import get_opaque_trace_state
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.program.function import LossFunction
-from polyaccel.jax.program.gathered_units import Members, evaluate, fetch_root, run_unit
+from polyaccel.jax.program.gathered_units import Members, UnitMembers, evaluate, fetch_root, run_unit
 from polyaccel.jax.program.params import Leaf, ShardedParams
 from polyaccel.jax.program.units import UnitTracer, call_layer, traced_by
 
 log = getLogger(__name__)
+
+
+class MakeMembers(Protocol):
+    """Makes the members of a unit."""
+
+    def __call__(self, leaves: Sequence[Leaf], *, is_scanned: bool) -> UnitMembers:
+        """The members `leaves`; with `is_scanned`, of each layer of a scan."""
 
 
 class ShardedFunction:
@@ -83,29 +90,43 @@ class ShardedFunction:
     def _call(self, whole: Any, token: Any, batch: Any, rng: Any) -> tuple[Any, Any, Any]:
         """(loss, auxiliary output, the token after everything)."""
 
+        uses: Counter[int] = Counter()
+
+        def members(leaves: Sequence[Leaf], *, is_scanned: bool) -> Members:
+            return Members(leaves, self._params, uses, is_scanned=is_scanned)
+
         def call(leaves: Sequence[Any]) -> Any:
             return self._function.call(leaves, batch, rng)
 
-        survey = _Survey(self._leaves)
-        direct = survey.run(call)
-        self._warn_of_no_units(survey)
-        program = _Program(self._leaves, direct, self._params, whole, token)
-        loss, aux = program.run(call)
-        return loss, aux, program.token
-
-    def _warn_of_no_units(self, survey: _Survey) -> None:
-        if (
-            not survey.in_units
-            and not self._has_warned
-            and self._params.rank == 0
-            and not all(leaf.is_whole for leaf in self._leaves)
-        ):
+        (loss, aux), token, has_units = trace_by_units(self._leaves, whole, token, members, call)
+        if not (has_units or self._has_warned or all(leaf.is_whole for leaf in self._leaves)):
             self._has_warned = True
-            log.warning(
-                "the function has no units: all parameters are gathered before it and freed after it. To gather one "
-                "block at a time, wrap it: polyaccel.jax.unit(block)(params['layers'][i], x). Repeated blocks of flax "
-                "and equinox modules that initialize got are units, but not inside vmap, scan, jit or checkpoint"
-            )
+            warn_of_no_units(self._params.rank)
+        return loss, aux, token
+
+
+def trace_by_units(
+    leaves: Sequence[Leaf], whole: Sequence[Any], token: Any, members: MakeMembers, call: Callable[[Sequence[Any]], Any]
+) -> tuple[Any, Any, bool]:
+    """(results of `call` on the leaves, the token after everything, whether there were units), while JAX traces.
+
+    `whole` are the arrays of those leaves that are whole, and `members` makes what fetches and reduces those of a unit.
+    """
+    survey = _Survey(leaves)
+    direct = survey.run(call)
+    program = _Program(leaves, direct, members, whole, token)
+    found = program.run(call)
+    return found, program.token, bool(survey.in_units)
+
+
+def warn_of_no_units(rank: int) -> None:
+    """Log on rank 0 how a function gathers fewer parameters at a time."""
+    if rank == 0:
+        log.warning(
+            "the function has no units: all parameters are gathered before it and freed after it. To gather one "
+            "block at a time, wrap it: polyaccel.jax.unit(block)(params['layers'][i], x). Repeated blocks of flax "
+            "and equinox modules that initialize got are units, but not inside vmap, scan, jit or checkpoint"
+        )
 
 
 class _Tracer(UnitTracer):
@@ -208,21 +229,20 @@ class _Program(_Tracer):
         self,
         leaves: Sequence[Leaf],
         direct: set[int],
-        params: ShardedParams,
+        members: MakeMembers,
         whole: Sequence[Any],
         token: Any,
     ) -> None:
         super().__init__(leaves)
         self.token = token
-        self._params = params
+        self._members = members
         self._direct = direct
         self._whole = dict(zip([leaf.index for leaf in leaves if leaf.is_whole], whole, strict=True))
-        self._uses: Counter[int] = Counter()
 
     def run(self, call: Callable[[Sequence[Any]], Any]) -> Any:
         """The results of the function."""
         root = [leaf for leaf in self._leaves if leaf.index in self._direct]
-        members = self._members(root)
+        members = self._members(root, is_scanned=False)
         self.token, found = fetch_root(members, self.token, self._whole_of(root))
         in_units = [leaf for leaf in self._leaves if leaf.index not in self._direct]
         hidden = [_unusable(leaf) for leaf in in_units]
@@ -240,7 +260,7 @@ class _Program(_Tracer):
         values, structure = jax.tree.flatten((params, args))
         places = {at: leaf for at, value in enumerate(values) if (leaf := self._leaf(value)) is not None}
         inputs = {at: value for at, value in enumerate(values) if at not in places and _is_array(value)}
-        members = self._members(list(places.values()))
+        members = self._members(list(places.values()), is_scanned=False)
         shapes: list[Any] = []
 
         def flat(of_unit: Sequence[Any], after: Sequence[Any]) -> list[Any]:
@@ -289,7 +309,9 @@ class _Program(_Tracer):
         (self.token, found), _ = jax.lax.scan(one, (self.token, [jnp.asarray(value) for value in start]), parts)
         return jax.tree.unflatten(carried, found)
 
-    def _run(self, members: Members, flat: Any, token: Any, index: Any, after: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _run(
+        self, members: UnitMembers, flat: Any, token: Any, index: Any, after: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
         """The unit, with the values that its block closes over as inputs: it is differentiated by its own rules."""
         after = [jnp.asarray(value) for value in after]
         traced = jax.make_jaxpr(flat)(members.structs(), after)
@@ -300,9 +322,6 @@ class _Program(_Tracer):
             return evaluate(traced.jaxpr, consts, given)
 
         return run_unit(members, body, token, index, self._whole_of(members.leaves), after, traced.consts)
-
-    def _members(self, leaves: Sequence[Leaf], *, is_scanned: bool = False) -> Members:
-        return Members(leaves, self._params, self._uses, is_scanned=is_scanned)
 
     def _whole_of(self, leaves: Sequence[Leaf]) -> list[Any]:
         return [self._whole[leaf.index] for leaf in leaves if leaf.is_whole]

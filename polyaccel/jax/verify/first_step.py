@@ -16,7 +16,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import cycle, islice
@@ -111,7 +111,7 @@ class FirstStepProof:
         self._names = [name for name in _CURES if name in found and self._is_subject(name, engine)]
         if not self._names and self._choice != "always":
             return
-        if reason := self._too_large(engine):
+        if reason := self._too_large(engine) or self._beyond_a_process():
             self._say(engine, reason)
             return
         self._engine, self._compose = ref(engine), compose
@@ -132,6 +132,11 @@ class FirstStepProof:
         if needed <= (stats.free_nbytes or stats.total_nbytes or 1 << 32) // 2:
             return ""
         return f"the whole model of {numel:,} parameters does not fit one rank several times"
+
+    def _beyond_a_process(self) -> str:
+        """The reason where the script's mesh leaves one process nothing to run alone."""
+        is_alone = self._given.partition is None or jax.process_count() == 1
+        return "" if is_alone else "the script's mesh spans several processes, and one cannot run its program alone"
 
     def _say(self, engine: JaxEngine, reason: str) -> None:
         if engine.communicator.rank == 0:
@@ -211,8 +216,9 @@ class FirstStepProof:
             made = PlainJaxEngine(active, given, shared) if variant.is_plain else self._compose(given)
             if isinstance(made, JaxEngine):
                 record_engine(active, made)
-            for _ in range(STEPS):
-                _train(made, data, is_whole=is_whole)
+            with given.mesh_of_script() if variant.is_plain else nullcontext():
+                for _ in range(STEPS):
+                    _train(made, data, is_whole=is_whole)
         except VerificationEnd:
             pass
         except (CommError, NotProvenError):

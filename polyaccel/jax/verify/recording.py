@@ -202,8 +202,8 @@ class NativeValues(EngineValues):
         scale = engine._gradient_scale
         by_bucket: dict[int, Array] = {}
         for index, array in found.items():
-            parts = [np.asarray(part, np.float32) for part in engine.zero.params.mesh.own_parts(array)]
-            bucket = engine.zero.layout.buckets[index]
+            bucket, memory = engine.zero.layout.buckets[index], engine.zero.params
+            parts = [np.asarray(part, np.float32) for part in memory.mesh.own_parts(memory.flat(bucket, array))]
             if parts[0].size == bucket.numel:  # each device's own sum, which the update reduces
                 is_sum = engine.config.gradient_allreduce_op == "sum"
                 total = self._over_processes(np.sum(parts, axis=0))

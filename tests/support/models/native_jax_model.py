@@ -47,7 +47,7 @@ def make_config(stage, accumulation=1, native=False, optimizer=None, **changes):
         "gradient_clipping": 0.8,
         "optimizer": optimizer or {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64, "param_persistence_threshold": 0},
         **({"jax": {"execution": "native"}} if native else {}),
         **changes,
     }

@@ -67,7 +67,9 @@ def plainly(make, worlds, *, steps=STEPS, **extra):
 
 
 def engine_at(stage, transformation, **changes):
-    zero = {"stage": stage, "reduce_bucket_size": 12}
+    """`stage` is a number for views mode, or a text: "native 3"."""
+    zero = {"stage": int(str(stage)[-1]), "reduce_bucket_size": 12, "param_persistence_threshold": 0}
+    changes |= {"jax": {"execution": "native"}} if isinstance(stage, str) else {}
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, **changes}
     return polyaccel.initialize(model=loss, params=start(), optimizer=transformation, config=config)
 

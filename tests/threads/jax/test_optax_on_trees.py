@@ -98,6 +98,9 @@ WHOLE = {
 OWNED = [((2, 2), (2, 2)), ((3, 2), (2, 1)), ((2, 2), (0, 2)), ((2, 1), (1, 0))]
 """Ranks and stages before and after the checkpoint: states of owners, and of all ranks."""
 
+NATIVE = [("native 3", 2), (1, "native 2"), ("native 0", "native 3"), (2, "native 3")]
+"""Stages before and after the checkpoint: of two ranks in views mode, or of one in native mode."""
+
 
 def under_engines(make, worlds, stages, folder):
     """The parameters by name after the first half of the steps at the first of `stages`, a checkpoint, and the rest at
@@ -142,28 +145,16 @@ def test_whole_parameters_serve_what_needs_them(name, worlds, stages, tmp_path):
         np.testing.assert_array_equal(found["emb.kernel"], start()["emb"]["kernel"])
 
 
-CULPRITS = {
-    "adafactor": "scale_by_factored_rms",
-    "lamb": "scale_by_trust_ratio",
-    "noisy_sgd": "add_noise",
-    "muon": "scale_by_muon",
-}
-
-
-@pytest.mark.parametrize("name", ["centralize", "clip_by_global_norm", "apply_if_finite", *CULPRITS])
-def test_in_native_mode_it_is_refused_by_name(name):
-    def go(_):
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": {"stage": 2},
-            "jax": {"execution": "native"},
-        }
-        with pytest.raises(ShardingError) as caught:
-            polyaccel.initialize(model=loss, params=start(), optimizer=WHOLE[name](), config=config)
-        assert caught.value.value == CULPRITS.get(name, name)
-        assert '"views"' in caught.value.hint
-
-    run_threads(1, go)
+@pytest.mark.parametrize(("name", "stages"), [(name, NATIVE[at % 4]) for at, name in enumerate(WHOLE)])
+def test_native_mode_has_them_too(name, stages, tmp_path):
+    """From native mode to ranks of views mode, or back: a checkpoint has the states of both."""
+    worlds = tuple(1 if isinstance(stage, str) else 2 for stage in stages)
+    extra = {"value": lambda loss: loss} if name == "polyak_sgd" else {}
+    found = under_engines(WHOLE[name], worlds, stages, tmp_path)
+    for fqn, value in plainly(WHOLE[name], worlds, **extra).items():
+        np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
+    if name == "frozen":
+        np.testing.assert_array_equal(found["emb.kernel"], start()["emb"]["kernel"])
 
 
 FAILING = {

@@ -1,0 +1,167 @@
+"""The engine of native mode whose parameters are leaves on a mesh: stage 3, transformations of whole parameters, and
+meshes of the script's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from polyaccel.core.mesh import Mesh
+from polyaccel.engine.policies.steps import persistent_params
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.carried_state import CarriedState
+from polyaccel.jax.native.engine import NativeEngine
+from polyaccel.jax.native.mesh import DeviceMesh
+from polyaccel.jax.native.optimizers import slice_update
+from polyaccel.jax.native.step import NativeStep
+from polyaccel.jax.optax_on_mesh import OptaxOnMesh
+from polyaccel.jax.partitioned.gradients import LeafGradients
+from polyaccel.jax.partitioned.memory import PartitionedMemory
+from polyaccel.jax.partitioned.places import LeafPlaces, Partition
+from polyaccel.jax.partitioned.program import PartitionedProgram
+from polyaccel.jax.partitioned.units import unit_leaves
+from polyaccel.jax.partitioned.update import LeafUpdate
+from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, samples_of, split_batch
+from polyaccel.jax.program.calls import engine_call
+from polyaccel.jax.program.carried import StateForm
+from polyaccel.jax.rewrites import RewriteContext
+from polyaccel.zero.plan.layout import plan_layout
+
+
+class PartitionedEngine(NativeEngine):
+    """JAX engine of one compiled step on leaves that rest cut over a mesh.
+
+    Native mode is this engine at stage 3, with a transformation of optax that needs whole parameters, and with a mesh
+    of the script's own, where the function is a program of all devices.
+    """
+
+    _program: PartitionedProgram  # type: ignore[assignment]  # one interface
+
+    def __init__(self, rewrites: RewriteContext, mesh: DeviceMesh) -> None:
+        self._partition: Partition | None = rewrites.partition
+        super().__init__(rewrites, mesh)
+
+    @property
+    def _are_sharded(self) -> bool:
+        return False  # the function gets whole leaves
+
+    @property
+    def _devices_of_aux(self) -> int:
+        return 1 if self._partition is not None else super()._devices_of_aux
+
+    def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        optimizer, runtime = self._rewrites.slice_optimizer, self.runtime
+        self._loss_function.own_meshes = {"shard_map": self._mesh.world_size}
+        if self._partition is not None:
+            names = ("shard_map", "sharding_constraint", "reshard")
+            self._loss_function.own_meshes = dict.fromkeys(names, self._mesh.world_size)
+        specs = tuple(self.adapter.param_specs())
+        offloads = self._rewrites.offloads_states
+        places = self._places = LeafPlaces(self._mesh, self._partition, runtime.policy, offloads=offloads)
+        leaves = unit_leaves(self.adapter.leaves(), self._rewrites.stacked)
+        small = persistent_params(runtime.config, {spec.fqn: spec.numel for spec in specs})
+        places.add(specs, {leaf.fqn for leaf in leaves if leaf.is_stacked}, small)
+        layout = plan_layout(specs, mesh=Mesh.flat(self._mesh.world_size), max_bucket_numel=1)
+        on_mesh = optimizer if isinstance(optimizer, OptaxOnMesh) else None
+        update: Any = None if optimizer is None else on_mesh or slice_update(optimizer)
+        if on_mesh is not None:
+            on_mesh.settle(places)
+        else:
+            self.adapter.separate(optimizer)
+        step_policy = runtime.step_policy
+        gradients = LeafGradients(
+            *(places, layout, runtime.policy, step_policy, specs[::-1], leaves),
+            *(self._loss_function, self._rewrites.seed),
+        )
+        program = self._program = PartitionedProgram(
+            *(places, specs[::-1], gradients, LeafUpdate(places, layout, step_policy, update)),
+            rounds_stochastically=step_policy.stochastic_rounding,
+        )
+        first = self._first_values(self._rewrites.params)
+        memory = PartitionedMemory(places, layout, program, on_mesh, first, self._starts)
+        self.zero = NativeStep(layout, memory, program, optimizer, update, self.communicator)
+        self.adapter.let_go()
+        return (), tuple(spec.fqn for spec in specs)
+
+    def _carry(self, form: StateForm, first: Any) -> CarriedState:
+        if self._partition is not None:
+            raise PolyaccelError(
+                "a function on a mesh of its own carries no state",
+                hint="leave mesh= out: each device then has its state of native mode, averaged at the update",
+                value="state",
+            )
+        return super()._carry(form, first)
+
+    # With a mesh of the script: one program, and one micro-batch, of all devices.
+
+    def _cut(self, batch: Any) -> Any:
+        if self._partition is None:
+            return super()._cut(batch)
+        inputs, own = as_inputs(batch), self._own_parts
+        split_batch(  # for its errors
+            batch, own, over="parts of this process", length_cure="give arrays a first axis that the mesh divides"
+        )
+        cut = samples_of(batch)
+        leaves, structure = jax.tree.flatten(inputs)
+        placed = jax.tree.unflatten(structure, [self._on_mesh(leaf, at in cut) for at, leaf in enumerate(leaves)])
+        arguments = (self.zero.params.held.params, None, placed, np.uint32(0), np.float32(1.0))
+        self._checks.require_scalable(inputs)
+        self._loss_function.check(self._program.differentiate, arguments)
+        return placed
+
+    @property
+    def _own_parts(self) -> int:
+        """The number of parts of a batch that this process has."""
+        assert self._partition is not None  # asked with a mesh only
+        shape = (self._partition.data_size,)
+        where = NamedSharding(self._partition.mesh, self._spec_of_samples).addressable_devices_indices_map(shape)
+        return len({str(index) for index in where.values()})
+
+    @property
+    def _spec_of_samples(self) -> PartitionSpec:
+        assert self._partition is not None  # asked with a mesh only
+        return PartitionSpec(self._partition.batch_axes) if self._partition.batch_axes else PartitionSpec()
+
+    def _on_mesh(self, leaf: Any, is_cut: bool) -> Any:
+        """An array of this process's batch, as its part of one over the mesh; or whole, and equal in all processes."""
+        value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, jnp.result_type(leaf))
+        place = NamedSharding(self._places.mesh, self._spec_of_samples if is_cut else PartitionSpec())
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return jax.device_put(value, place)
+        if jax.process_count() == 1:
+            found = jax.device_put(value, place)
+        else:
+            found = jax.make_array_from_process_local_data(place, np.asarray(value))
+        return WeakNumbers(found) if is_weak(leaf) else found
+
+    @property
+    @engine_call
+    def params(self) -> Any:
+        """The parameters in the caller's tree, as they are now: on the script's mesh where there is one, else whole on
+        this process's first device. They do not change."""
+        self._require_own_process()
+        self.zero.consistency.require()
+        return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
+
+    def _own_mean(self, losses: jax.Array) -> jax.Array:
+        if self._partition is None:
+            return super()._own_mean(losses)
+        return self._mesh.own_parts(losses)[0]
+
+    def _own_aux(self, aux: Any) -> Any:
+        if self._partition is None:
+            return super()._own_aux(aux)
+        return jax.tree.map(lambda value: value.addressable_data(0) if value.is_fully_replicated else value, aux)
+
+    def _keys_of_devices(self, rng: Any) -> Any:
+        return super()._keys_of_devices(rng) if self._partition is None else [rng]
+
+
+def needs_leaves(rewrites: RewriteContext) -> bool:
+    """Whether native mode has to keep whole leaves for what was given, and not flat buckets."""
+    is_whole = isinstance(rewrites.slice_optimizer, OptaxOnMesh)
+    return rewrites.partition is not None or is_whole or rewrites.offloads_states or rewrites.shards_parameters

@@ -1,0 +1,123 @@
+"""A script's own mesh: its specs and constraints hold, ZeRO cuts over the axes that are left, and numbers are those of
+plain JAX and optax on one device."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("optax")
+
+import jax
+import jax_mesh_model as model
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import polyaccel
+from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.testkit.ranks.procs import RankPool
+from polyaccel.testkit.ranks.threads import run_threads
+
+pytestmark = pytest.mark.timeout(300)  # programs to compile, on a machine that may be slow and busy
+PATIENCE_S = 240.0
+DEVICES = {1: 4, 2: 2}
+"""Of each process, by the number of processes."""
+
+
+@pytest.fixture(scope="module")
+def at():
+    """`at(processes, function, *arguments)`: each process's `function(communicator, *arguments)`."""
+    pools = {}
+
+    def run(processes, function, *arguments):
+        if processes not in pools:
+            flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES[processes]}"
+            pools[processes] = RankPool(processes, comm_timeout_s=PATIENCE_S, environ={"XLA_FLAGS": flags})
+        return pools[processes].run(function, *arguments, timeout_s=PATIENCE_S)
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "stage", "name", "placed", "offloads"),
+    [
+        (1, 3, "adamw", False, True),
+        (1, 2, "muon", True, False),
+        (1, 0, "plateau", False, False),
+        (2, 1, "adafactor", False, True),
+        (2, 3, "clip", False, False),
+    ],
+)
+def test_numbers_of_plain_jax(at, processes, stage, name, placed, offloads):
+    losses, params = model.train_plain(name)
+    for found in at(processes, model.train, stage, name, placed, offloads):
+        np.testing.assert_allclose(found[0], losses, rtol=1e-6)
+        jax.tree.map(lambda own, plain: np.testing.assert_allclose(own, plain, rtol=0, atol=1e-6), found[1], params)
+        assert found[2] == (None, "tensor")
+        assert not found[3]  # XLA's on CPUs is now and then wrong
+        assert found[4] == {"pinned_host" if offloads else "device"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_a_checkpoint_goes_to_other_places(at, tmp_path, name):
+    ((whole, *others),) = at(1, model.resume, str(tmp_path), name)
+    for other in others:
+        jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=0, atol=1e-6), whole, other)
+
+
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_units_gather_their_leaves(at, has_mesh):
+    """Scanned layers, a unit, and a root that is used on both sides of them, at stage 3."""
+    (plain,) = run_threads(1, lambda _: model.train_scanned_plainly(), timeout_s=PATIENCE_S)
+    ((losses, evaluated, aux, params),) = at(1, model.train_scanned, has_mesh)
+    np.testing.assert_allclose(losses, plain[0], rtol=1e-6)
+    np.testing.assert_allclose(evaluated, plain[1], rtol=1e-6)
+    np.testing.assert_allclose(aux, plain[2], rtol=0, atol=1e-6)
+    jax.tree.map(lambda own, one: np.testing.assert_allclose(own, one, rtol=0, atol=1e-6), params, plain[3])
+
+
+def refusals(communicator):
+    """The errors of meshes and specs that no program can have."""
+    devices = np.array(jax.devices()).reshape(2, 2)
+    where = model.mesh()
+    named = [
+        {"mesh": Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)},
+        {"mesh": where, "param_specs": {"table": P("model")}},
+        {"mesh": where, "param_specs": {"gain": P("tensor")}},
+        {"mesh": where, "param_specs": {"table": P(None, None, "tensor")}},
+        {"mesh": where, "param_specs": {"other": P("tensor")}},
+        {"mesh": where, "param_specs": {"table": "tensor"}},
+        {"mesh": where, "param_specs": {"table": P("data", "tensor")}},
+        {"mesh": "data"},
+        {"param_specs": model.SPECS},
+    ]
+    found = []
+    for given in named:
+        with pytest.raises(ShardingError) as caught:
+            polyaccel.initialize(
+                model=model.loss_on(None), params=model.initial_params(), config=model.make_config(2), **given
+            )
+        found.append(bool(caught.value.hint))
+    with pytest.raises(PolyaccelError) as caught:
+        polyaccel.initialize(
+            model=lambda params, state, batch, rng: (params["w"].sum(), state),
+            params={"w": np.ones(4, np.float32)},
+            state=np.zeros(2, np.float32),
+            config=model.make_config(2),
+            mesh=where,
+        )
+    engine = model.start(2, "adamw")
+    with pytest.raises(PolyaccelError) as caught:
+        engine.train_batch(jax.tree.map(lambda leaf: leaf[:7], model.batch_of(0)))
+    return found, caught.value.value
+
+
+def test_what_no_program_can_have_is_refused(at):
+    ((hints, samples),) = at(1, refusals)
+    assert hints == [True] * 9
+    assert samples == 7
