@@ -13,7 +13,7 @@ def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
     problems = [*_precision(config), *_gradients(config), *_travel(config), *_offload(config)]
     problems += [*_elasticity(config), *_recomputation(config), *_shared_tokens(config)]
-    return [*problems, *_monitors(config)]
+    return [*problems, *_generation(config), *_monitors(config)]
 
 
 def plugin_problems(config: Config) -> list[Problem]:
@@ -140,6 +140,14 @@ def _shared_tokens(config: Config) -> list[Problem]:
         )
         problems.append(Problem(key, True, expected, "leave partition_activations out"))
     return problems
+
+
+def _generation(config: Config) -> list[Problem]:
+    section, key = config.hybrid_engine, "hybrid_engine.inference_tp_size"
+    if not section.enabled or section.inference_tp_size in (1, config.mesh.tensor):
+        return []
+    expected = f"should be 1, or {config.mesh_key('tensor')} = {config.mesh.tensor}: the ranks that train generate"
+    return [Problem(key, section.inference_tp_size, expected, 'set "mesh": {"tensor": N} to cut the weights')]
 
 
 def _monitors(config: Config) -> list[Problem]:

@@ -17,6 +17,7 @@ from polyaccel.config.sections.autotuning import AutotuningConfig
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
+from polyaccel.config.sections.hybrid_engine import HybridEngineConfig
 from polyaccel.config.sections.mesh import (
     ExpertParallelConfig,
     MeshConfig,
@@ -184,6 +185,8 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """Activations that are recomputed instead of kept."""
 
+    hybrid_engine: HybridEngineConfig = HybridEngineConfig()
+    """Generation from the engine that trains."""
     pipeline: PipelineConfig = PipelineConfig()
     """Layers over stages."""
     mesh: MeshConfig = MeshConfig()

@@ -96,6 +96,8 @@ ABSENT: tuple[Absent, ...] = (
         zero_optimization__stage3_allgather_sequential=False,
         zero_optimization__allgather_sequential=False,
     ),
+    _tuning("layers are gathered bucket by bucket", hybrid_engine__tp_gather_partition_size=8),
+    _tuning("each token is one forward pass of the module as it is", hybrid_engine__enable_cuda_graph=False),
     _tuning(
         "every checkpoint can be loaded on any number of ranks, which all read their own parts at once",
         zero_optimization__elastic_checkpoint=False,
@@ -248,21 +250,6 @@ ABSENT: tuple[Absent, ...] = (
             offload_activation_pin_memory=True,
             passes=None,
         ),
-    ),
-    Absent(
-        "the hybrid engine",
-        _under(
-            "hybrid_engine",
-            enabled=False,
-            max_out_tokens=512,
-            inference_tp_size=1,
-            release_inference_cache=False,
-            pin_parameters=True,
-            tp_gather_partition_size=8,
-            enable_cuda_graph=False,
-        ),
-        "generate under polyaccel.zero.unwrap_model_for_generation",
-        switch="hybrid_engine.enabled",
     ),
     Absent(
         "weight quantisation",

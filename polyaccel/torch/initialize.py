@@ -17,6 +17,7 @@ from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
+from polyaccel.engine.policies.generation import generation_policy_of
 from polyaccel.engine.policies.modules import RecomputePolicy, module_rules_of, recompute_policy_of
 from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.runtime import EngineBuilder, build
@@ -184,6 +185,7 @@ def _module_settings(config: ResolvedConfig) -> ModuleSettings:
         matrix_kernels=config.matrix_kernels,
         drop_last=config.dataloader_drop_last,
         profile=profile_settings_of(config),
+        generation=generation_policy_of(config),
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from polyaccel.engine.policies.generation import GenerationPolicy
 from polyaccel.engine.policies.modules import RecomputePolicy
 from polyaccel.observability.profiles import ProfileSettings
 
@@ -28,6 +29,7 @@ class ModuleSettings:
     drop_last: bool
     profile: ProfileSettings | None = None
     """The step whose operations and times are reported."""
+    generation: GenerationPolicy = field(default_factory=GenerationPolicy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

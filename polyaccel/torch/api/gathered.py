@@ -175,7 +175,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Unshard all parameters of a model, so that ranks may generate texts of different lengths. TRL's name.
 
     Collective on entering. Nothing is exchanged inside. It needs memory for the whole model;
-    `stage3_max_live_parameters` does not bound it.
+    `stage3_max_live_parameters` does not bound it. `engine.generate` gathers unit by unit where memory is short.
 
     Args:
         model: An engine, or a module that an engine trains.

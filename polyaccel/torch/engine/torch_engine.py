@@ -28,6 +28,7 @@ from polyaccel.torch.data import (
 )
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.engine.states import TorchStates
+from polyaccel.torch.generation.generates import Generates
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.profiling.forward_work import ForwardWork
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
@@ -37,7 +38,7 @@ from polyaccel.torch.sharding.transforms import explaining_refusal, is_transform
 log = getLogger(__name__)
 
 
-class TorchEngine(nn.Module, TorchStates):
+class TorchEngine(nn.Module, TorchStates, Generates):
     """A torch module in training under ZeRO, built by `polyaccel.initialize`.
 
     `engine(*inputs)` runs the module; `backward(loss)` or `loss.backward()` computes gradients; `step()` updates at the

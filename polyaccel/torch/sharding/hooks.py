@@ -20,6 +20,11 @@ late: slower, never wrong.
 `torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without buckets of
 its own puts none in force, and its forward may call them. What is gathered inside a transform, or where no hooks are in
 force, stays whole until the backward pass ends.
+
+[Note: Rollouts unit by unit]
+Ranks that generate end at different tokens, so they run different numbers of forward passes. A rollout is one outermost
+call around all of them (`one_pass`): each bucket is gathered by voting, and a rank that has ended gathers what the
+others still ask for, without computing (transformers' `synced_gpus` runs the model on for that). All meet at the end.
 """
 
 from __future__ import annotations
@@ -100,6 +105,8 @@ class Call:
     """It is part of a training step, if it is an outermost call: the course of the next one has what it uses."""
     outside: BaseException | None = None
     """The exception that was being handled when it began."""
+    is_rollout: bool = False
+    """It stands for all forward passes of a rollout. See [Note: Rollouts unit by unit]."""
 
 
 class UnshardHooks:
@@ -192,7 +199,7 @@ class UnshardHooks:
         if self._calls:
             call = self._calls[-1]
             for index in buckets:
-                if index not in call.site.buckets:
+                if index not in call.site.buckets and not call.is_rollout:
                     log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
                     self.add_buckets(call.site.module, [index])
                     self._unsharder.will_change_order()
@@ -277,6 +284,34 @@ class UnshardHooks:
                 if stays and not self._unsharder.stays(index):
                     self._unsharder.unshard_until_end(index)
                     self._unfinished.append(self._calls[0])
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Let all forward passes inside be one: ranks may run different numbers of them, and wait for each other only
+        at the end. Collective. See [Note: Rollouts unit by unit]."""
+        if not self._is_outermost:  # part of the pass that is under way
+            yield
+            return
+        call = Call(HookedModule("", nn.Identity(), []), is_rollout=True)
+        self._unsharder.learns = False
+        self._calls.append(call)
+        try:
+            yield
+            self._end_rollout(call)
+            self._unsharder.sync(SyncPoint.EVALUATION)
+        except BaseException:
+            self._end_rollout(call)
+            self._unsharder.abandon()
+            raise
+        finally:
+            self._unsharder.learns = self._trains
+
+    def _end_rollout(self, call: Call) -> None:
+        """Release what operations between forward passes use, once."""
+        if call in self._calls:
+            self._calls.remove(call)
+            for index in reversed(call.held):
+                self._unsharder.reshard(index)
 
     # Backward.
 

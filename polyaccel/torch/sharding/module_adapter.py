@@ -181,6 +181,21 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         hint = "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks"
         return "is sharded over the ranks now", hint
 
+    # Values that shall not change meanwhile.
+
+    def whole_values(self) -> dict[str, Tensor]:
+        """The values of the parameters that this rank has whole now, by name; nothing is marked as handed out."""
+        return {home.fqn: Tensor.data.__get__(parameter) for parameter, home in self._owned.whole()}  # type: ignore[attr-defined]
+
+    def written(self) -> set[str]:
+        """The whole parameters that users may have written to since the engine last had their values."""
+        return {home.fqn for one, home in self._owned.whole() if home.is_handed_out or one._version != home.version}
+
+    @property
+    def lost_writes(self) -> list[str]:
+        """The parameters that were changed while they were gathered for a pass, whose changes are lost."""
+        return self._owned.lost_writes
+
     # Gradients, as users see them.
 
     def gradient(self, fqn: str) -> Tensor | None:

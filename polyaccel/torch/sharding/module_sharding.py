@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -126,6 +127,10 @@ class ModuleSharding:
 
     def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
         return None if self._hooks is None else self._hooks.saved_tensor_hooks()
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        """Let all forward passes inside be one pass of the ranks together. Collective with sharded parameters."""
+        return nullcontext() if self._hooks is None else self._hooks.one_pass()
 
     def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         if self._hooks is not None and self._is_sharded(parameter):

@@ -195,7 +195,8 @@ class OwnedParameters:
             for fqn, parameter in self.by_name.items()
             if not parameter.requires_grad and fqn not in trained
         }
-        self._changed_in_passing: list[str] = []
+        self.lost_writes: list[str] = []
+        """The parameters that were changed while they were gathered for a pass, whose changes are lost."""
         self._members_of: dict[int, list[nn.Parameter]] = {}
         """The parameters in each piece of memory, by its address."""
         self._seen_by_engine: set[int] = set()
@@ -230,7 +231,7 @@ class OwnedParameters:
         """Note writes before a gathered parameter is freed; `differs` from this rank's slice."""
         home = self.homes[fqn]
         if home.is_whole and (home.version != self.by_name[fqn]._version or (home.is_handed_out and differs())):
-            self._changed_in_passing.append(fqn)
+            self.lost_writes.append(fqn)
 
     def on_update(self) -> None:
         """The engine has changed the values: autograd must refuse graphs that were built on the old ones."""
@@ -248,7 +249,7 @@ class OwnedParameters:
         Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost, and if the module
         has another parameter in the place of one.
         """
-        lost, self._changed_in_passing = self._changed_in_passing, []
+        lost, self.lost_writes = self.lost_writes, []
         if lost:
             raise ShardingError(
                 f"parameter {lost[0]!r} was changed while it was gathered for a forward or backward pass",

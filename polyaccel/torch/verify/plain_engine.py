@@ -144,6 +144,12 @@ class PlainEngine(TorchEngine):
                     leaf.register_hook(self._on_users_pass)  # type: ignore[no-untyped-call]
         return outputs
 
+    def _roll_out(self, generate: Callable[[], Any]) -> Any:
+        return generate()
+
+    def _tensor_ranks(self) -> None:
+        return None
+
     def _let_gradients_be_divided(self) -> None:
         """Divide what each pass adds to a gradient by the accumulation steps, whichever engine runs the pass."""
         for parameter in self._own_module.parameters():

@@ -145,6 +145,8 @@ class Unsharder:
         self._until_end: list[int] = []
         """Buckets that stay unsharded until the backward pass ends."""
         self._released: set[int] = set()
+        self.is_voting = False
+        """A vote is under way, or has failed: the other ranks may be inside of it."""
 
     @property
     def _schedule(self) -> GatherSchedule:
@@ -317,6 +319,7 @@ class Unsharder:
 
     def _vote(self, wanted: int) -> None:
         """Vote until `wanted`, an event or -1 - an end, has come about. See [Note: Unshard votes]."""
+        self.is_voting = True
         while True:
             votes, apart_numel = self._votes.exchange(wanted, self.gathered.kept_numel)
             buckets = dict.fromkeys(vote // 3 for vote in votes if vote >= 0 and vote % 3 == EventKind.UNSHARD)
@@ -330,6 +333,7 @@ class Unsharder:
                 done = set(votes)
                 self._require_one_end(votes)
             if wanted in done:
+                self.is_voting = False
                 return
 
     def _require_one_end(self, votes: list[int]) -> None:

@@ -61,6 +61,19 @@ class UserWrites:
                     written[rank].add(fqn)
         return written
 
+    def require_same(self, digests: Mapping[str, int]) -> None:
+        """Raise ShardingError on all ranks where ranks hold other values, by digests of what each has. Collective."""
+        gathered = self._communicator.all_gather_object(dict(digests))
+        for fqn in dict.fromkeys(fqn for theirs in gathered for fqn in theirs):
+            for ranks in self._holders(fqn):
+                values = {rank: gathered[rank].get(fqn) for rank in ranks}
+                if len(set(values.values())) > 1:
+                    raise ShardingError(
+                        f"parameter {fqn!r} has different values on {_in_groups(values)}",
+                        hint=self._owner.divergence_hint(fqn),
+                        value=fqn,
+                    )
+
     def modified(self) -> Sequence[str]:
         """The parameters in shared memory that users of this rank have given other values."""
         found: list[str] = []
@@ -153,12 +166,17 @@ def _digest_of(values: Buffer) -> str:
 
 def _difference(fqn: str, values: Mapping[int, str], writers: list[int], owner: ParamListener) -> ShardingError:
     """The error for a parameter whose digest on ranks is in `values`, and to which `writers` may have written."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks_of.setdefault(value, []).append(rank)
-    groups = " and ".join(f"ranks {ranks}" for ranks in ranks_of.values())
     return ShardingError(
-        f"parameter {fqn!r} was changed by hand (on ranks {writers}) and has different values now on {groups}",
+        f"parameter {fqn!r} was changed by hand (on ranks {writers}) and has different values now on "
+        f"{_in_groups(values)}",
         hint=owner.divergence_hint(fqn),
         value=fqn,
     )
+
+
+def _in_groups(values: Mapping[int, object]) -> str:
+    """Return the ranks of `values`, those with equal values together."""
+    ranks_of: dict[object, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return " and ".join(f"ranks {ranks}" for ranks in ranks_of.values())

@@ -82,8 +82,8 @@ def test_its_harmless_value_is_accepted(entry: Absent, key: str, harmless: Any) 
 
 def test_a_feature_that_is_asked_for_is_one_problem_whatever_its_options() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config({"hybrid_engine": {"enabled": True, "max_out_tokens": 5, "pin_parameters": False}})
-    assert [problem.key for problem in caught.value.problems] == ["hybrid_engine.enabled"]
+        load_config({"data_efficiency": {"enabled": True, "seed": 5, "data_sampling": {"num_epochs": 3}}})
+    assert [problem.key for problem in caught.value.problems] == ["data_efficiency.enabled"]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ def test_options_of_what_is_off_are_kept(config: dict[str, Any]) -> None:
 
 
 def test_the_caller_s_dict_is_left_alone() -> None:
-    config = {"hybrid_engine": {"enabled": False, "max_out_tokens": 5}, "aio": {"queue_depth": 8}}
+    config = {"data_efficiency": {"enabled": False, "seed": 5}, "aio": {"queue_depth": 8}}
     load_config(config)
-    assert config == {"hybrid_engine": {"enabled": False, "max_out_tokens": 5}, "aio": {"queue_depth": 8}}
+    assert config == {"data_efficiency": {"enabled": False, "seed": 5}, "aio": {"queue_depth": 8}}

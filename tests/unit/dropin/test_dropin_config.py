@@ -115,8 +115,8 @@ def test_clipping_that_is_left_out_is_deepspeeds_and_null_is_none() -> None:
         ({"aio": {"use_gds": True}}, "aio.use_gds"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         (
-            {"hybrid_engine": {"enabled": True, "enable_cuda_graph": True}},
-            "hybrid_engine.enabled",
+            {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
+            "hybrid_engine.inference_tp_size",
         ),
     ],
 )

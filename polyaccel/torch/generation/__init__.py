@@ -1,0 +1,1 @@
+"""Generation from a training engine: `engine.generate`, and the weights of a rollout."""

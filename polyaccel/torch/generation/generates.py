@@ -1,0 +1,157 @@
+"""`engine.generate`: the module's own `generate`, run by an engine that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.comm.base import Communicator
+from polyaccel.core.mesh import Mesh
+from polyaccel.engine.runtime import EngineBuilder
+from polyaccel.errors import PolyaccelError
+from polyaccel.observability.timing import OUTSIDE, PhaseTimer
+from polyaccel.torch.checkpoint.offload_states import empty_cache
+from polyaccel.torch.data import cast_floats
+from polyaccel.torch.generation.rollout import Rollout
+from polyaccel.torch.settings import ModuleSettings
+from polyaccel.torch.sharding.module_adapter import TorchAdapter
+from polyaccel.zero.engine import ZeroEngine
+
+_NEW_TOKENS = 20
+"""What transformers generates where nothing is stated."""
+
+
+class Generates:
+    """The part of an engine that generates."""
+
+    zero: ZeroEngine
+    adapter: TorchAdapter
+    accelerator: Accelerator
+    mesh: Mesh
+    timer: PhaseTimer
+    runtime: EngineBuilder
+    _module_settings: ModuleSettings
+    _autocast: Callable[[], AbstractContextManager[Any]]
+    _own_module: nn.Module
+
+    def generate(self, *inputs: Any, seed: int | None = None, **named: Any) -> Any:
+        """Run the module's `generate` with the weights of this step, in evaluation mode and without gradients.
+
+        Collective if parameters are sharded. Ranks may have other prompts and end at other tokens. Training mode and
+        gradients are as before when it returns or raises.
+
+        Args:
+            *inputs: Arguments of the module's `generate`, in transformers the prompts.
+            seed: Draw samples from the generators at this seed, and restore them; ranks with the same seed and the same
+                prompts draw the same tokens. None draws from this rank's generators as they are.
+            **named: Named arguments of the module's `generate`.
+
+        Returns:
+            What the module's `generate` returns.
+
+        Raises:
+            PolyaccelError: The module has no `generate`, is spread over pipeline stages, or may generate more than
+                `hybrid_engine.max_out_tokens`. On the other ranks if it fails on one, where parameters are sharded.
+            ShardingError: Generation changed a parameter, or ranks have different values of one.
+
+        Example:
+            ```python
+            tokens = engine.generate(prompts, max_new_tokens=32, do_sample=False)
+            ```
+        """
+        module, policy = self._own_module, self._module_settings.generation
+        if self.mesh.has_several("pipe"):
+            stages = self.mesh.size_of(("pipe",))
+            raise PolyaccelError(f"no generation by {stages} pipeline stages", hint="use ZeRO-3", value=stages)
+        if not callable(getattr(module, "generate", None)):
+            kind = type(module).__name__
+            raise PolyaccelError(
+                f"{kind} has no generate", hint="give it one, as transformers' models have", value=kind
+            )
+        if self.runtime.casts_inputs:
+            inputs, named = cast_floats((inputs, named), torch.float16)
+        if hasattr(module, "generation_config"):
+            named.setdefault(
+                "synced_gpus", False
+            )  # of transformers: [Note: Rollouts unit by unit] needs no idle passes
+
+        def generate() -> Any:
+            if policy.max_tokens is not None:
+                require_length(module, inputs, named, policy.max_tokens)
+            draws = seeded(self.accelerator, seed, self._tensor_ranks())
+            with evaluating(module), draws, torch.no_grad(), self._autocast():
+                return module.generate(*inputs, **named)  # type: ignore[operator]
+
+        with self.timer(OUTSIDE):
+            output = self._roll_out(generate)
+            if policy.empties_cache:
+                empty_cache(torch_device_of(self.accelerator))
+        return output
+
+    def _roll_out(self, generate: Callable[[], Any]) -> Any:
+        """Run `generate` with the weights of this step."""
+        return Rollout(self.zero, self.adapter, self._module_settings.generation).run(generate)
+
+    def _tensor_ranks(self) -> Communicator | None:
+        """The ranks that share each layer with this one, which must draw the same tokens; None without others."""
+        return self.runtime.process_group_for(("tensor",)) if self.mesh.has_several("tensor") else None
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and back to what each part of `module` had."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(modes[module])
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
+def seeded(accelerator: Accelerator, seed: int | None, together: Communicator | None = None) -> Iterator[None]:
+    """Let torch's generators begin at `seed` and restore them. None leaves them alone, except where ranks draw
+    `together`: those follow the first of them. Collective there."""
+    state = None if together is None else together.broadcast_object(accelerator.rng_state())
+    if seed is None and (together is None or together.rank == 0):
+        yield
+        return
+    before = accelerator.rng_state()
+    if seed is not None:
+        torch.manual_seed(seed)
+    elif state is not None:
+        accelerator.set_rng_state(state)
+    try:
+        yield
+    finally:
+        accelerator.set_rng_state(before)
+
+
+def require_length(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], most: int) -> None:
+    """Raise PolyaccelError if sequences may become longer than `most` tokens, by the arguments of `generate`."""
+    config = named.get("generation_config") or getattr(module, "generation_config", None)
+
+    def stated(name: str) -> int | None:
+        value = named.get(name)
+        return getattr(config, name, None) if value is None else value
+
+    is_decoder_alone = not getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    names = ("inputs", "input_ids", "inputs_embeds") if is_decoder_alone else ("decoder_input_ids",)
+    given = [*(inputs[:1] if is_decoder_alone else ()), *(named.get(name) for name in names)]
+    length = max((one.shape[1] for one in given if isinstance(one, Tensor) and one.dim() > 1), default=1)
+    new = stated("max_new_tokens")
+    total = length + new if new is not None else (stated("max_length") or length + _NEW_TOKENS)
+    if total > most:
+        raise PolyaccelError(
+            f"prompt and new tokens may exceed hybrid_engine.max_out_tokens = {most}: {length} + {total - length}",
+            hint='raise "max_out_tokens", or ask for fewer new tokens',
+            value=total,
+        )
