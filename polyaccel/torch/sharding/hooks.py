@@ -294,6 +294,7 @@ class UnshardHooks:
             return
         call = Call(HookedModule("", nn.Identity(), []), is_rollout=True)
         self._unsharder.learns = False
+        self._unsharder.gather_exactly(exact=True)
         self._calls.append(call)
         try:
             yield
@@ -305,6 +306,7 @@ class UnshardHooks:
             raise
         finally:
             self._unsharder.learns = self._trains
+            self._unsharder.gather_exactly(exact=False)
 
     def _end_rollout(self, call: Call) -> None:
         """Release what operations between forward passes use, once."""

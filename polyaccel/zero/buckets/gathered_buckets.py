@@ -176,12 +176,12 @@ class GatheredBuckets:
         if sharded.holds == 0 and not (keep and self._is_worth_keeping(index)):
             self._free(sharded)
 
-    def lend_once(self, indices: Iterable[int], apart_numel: int) -> None:
+    def lend_once(self, indices: Iterable[int], apart_numel: int, *, exact: bool) -> None:
         """Gather buckets for ranks that use them, each of which keeps at most `apart_numel` for itself. Collective."""
         self._apart_numel = apart_numel
         try:
             for index in indices:
-                self.unshard(index)
+                self.unshard(index, exact=exact)
                 self.reshard(index)
         finally:
             self._apart_numel = 0

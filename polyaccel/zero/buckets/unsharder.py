@@ -145,6 +145,8 @@ class Unsharder:
         self._until_end: list[int] = []
         """Buckets that stay unsharded until the backward pass ends."""
         self._released: set[int] = set()
+        self._is_exact = False
+        """What is voted for is gathered without quantisation."""
         self.is_voting = False
         """A vote is under way, or has failed: the other ranks may be inside of it."""
 
@@ -223,6 +225,11 @@ class Unsharder:
                 self._record = None
         self.abandon()
         self._schedule.end_segment(end)
+
+    def gather_exactly(self, *, exact: bool) -> None:
+        """From now on gather `exact` values for votes, or those of passes; what is idle has the others. Collective."""
+        self._is_exact = exact
+        self.gathered.free_idle()
 
     def abandon(self) -> None:
         """What was used since the last meeting says nothing about later steps: it failed."""
@@ -323,7 +330,7 @@ class Unsharder:
         while True:
             votes, apart_numel = self._votes.exchange(wanted, self.gathered.kept_numel)
             buckets = dict.fromkeys(vote // 3 for vote in votes if vote >= 0 and vote % 3 == EventKind.UNSHARD)
-            self.gathered.lend_once(buckets, apart_numel)
+            self.gathered.lend_once(buckets, apart_numel, exact=self._is_exact)
             done = {event(EventKind.UNSHARD, index) for index in buckets}
             releases = [vote for vote in votes if vote >= 0 and vote % 3 == EventKind.REDUCE]
             if not buckets and releases:

@@ -154,6 +154,46 @@ def test_the_cache_is_in_use_where_blocks_are_recomputed(how):
     engine.step()
 
 
+@pytest.mark.parametrize("keys", [{}, UNITS], ids=["once", "units"])
+def test_gathers_are_exact_where_those_of_training_are_quantised(keys):
+    def train(communicator, model, *, generates):
+        config = make_config(3, zero={**SMALL, "zero_quantized_weights": True}, **keys)
+        engine = polyaccel.initialize(model=model.eval(), config=config)[0]
+        for step in range(2):
+            backward(engine, step, communicator.rank)
+            engine.step()
+            if generates:
+                wanted = whole_twin(engine, model_of_zero)
+                asked = {**prompt_of(0), "max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+                logits = [one.generate(**asked, **GREEDY).logits for one in (engine, wanted)]
+                assert torch.equal(*map(torch.stack, logits))
+        engine.destroy()
+        return snapshot(engine.module)
+
+    model_of_zero = build()
+    with_rollouts, without = (on_threads(2, partial(train, generates=choice), build)[0] for choice in (True, False))
+    assert_bitwise(with_rollouts, without)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_it_generates_while_other_states_are_offloaded(stage):
+    def work(communicator, model):
+        engine = engine_of(model, stage)
+        wanted = engine.generate(**prompt_of(0), max_new_tokens=3, **GREEDY)
+        backward(engine, 0, communicator.rank)
+        engine.zero_grad()
+        engine.offload_states(include=["optim_states"])
+        assert torch.equal(engine.generate(**prompt_of(0), max_new_tokens=3, **GREEDY), wanted)
+        engine.reload_states()
+        engine.offload_states()
+        with pytest.raises(ShardingError):
+            engine.generate(**prompt_of(0), max_new_tokens=3, **GREEDY)
+        engine.reload_states()
+        assert torch.equal(engine.generate(**prompt_of(0), max_new_tokens=3, **GREEDY), wanted)
+
+    on_threads(2 if stage == 3 else 1, work, build)
+
+
 def failing_on_one(communicator, model, keys):
     engine = engine_of(model, 3, **keys)
 
