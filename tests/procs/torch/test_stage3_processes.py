@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import warnings
 
 import psutil
@@ -10,9 +12,11 @@ import pytest
 import torch
 from parity_models import assert_bitwise, make_config, train, train_on_threads
 from stage3_models import CASES, token_loss
+from transformer_models import transformer_batch, transformer_model
 
 import polyaccel
 from polyaccel import zero
+from polyaccel.errors import LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
 
 STEPS = 2
@@ -112,3 +116,33 @@ def test_120_steps_leave_nothing_behind(tmp_path, device):
         assert later_counts == counts
         assert later_rss - rss < 4 << 20
     assert list(tmp_path.iterdir()) == []
+
+
+def killed_in_a_rollout(communicator, hybrid_engine):
+    """Rank 1 is killed at its second token, when rank 0 waits for it: for a unit, or at the end."""
+    config = {**make_config(3, zero=ZERO), "hybrid_engine": hybrid_engine}
+    engine = polyaccel.initialize(model=transformer_model("gpt2"), config=config)[0]
+    prompt = transformer_batch("gpt2", length=4)["input_ids"]
+    calls = []
+
+    def count(_, scores):
+        calls.append(scores)
+        if communicator.rank == 1 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scores
+
+    engine.generate(prompt, max_new_tokens=4, do_sample=False, logits_processor=[count])
+
+
+@pytest.mark.parametrize("pins", [True, False], ids=["once", "units"])
+def test_a_rank_that_is_killed_in_a_rollout_is_named(pins):
+    section = {"enabled": True, "pin_parameters": pins}
+    with (
+        RankPool(2, backend="gloo", comm_timeout_s=PATIENCE_S, grace_s=PATIENCE_S) as pool,
+        pytest.raises(LaunchError) as caught,
+    ):
+        pool.run(killed_in_a_rollout, section, timeout_s=PATIENCE_S)
+    assert caught.value.value == (1, -9)
+    reports = "\n".join(caught.value.__notes__)
+    assert "rank 0 raised CommError" in reports
+    assert "ranks [1] did not take part" in reports

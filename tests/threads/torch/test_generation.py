@@ -10,13 +10,15 @@ from functools import partial
 import pytest
 import torch
 from pairwise import combinations
-from parity_models import assert_bitwise, make_config, on_threads, snapshot
+from parity_models import assert_bitwise, drawn_from, make_config, on_threads, snapshot
 from proof_verdicts import pass_on_verdicts, prove_as_users_do
 from torch import nn
 
 import polyaccel
+from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.engine.policies.generation import GenerationPolicy
 from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.torch.generation.generates import seeded
 from polyaccel.torch.verify.first_step import FirstStepProof
 
 transformers = pytest.importorskip("transformers")
@@ -173,6 +175,41 @@ def test_gathers_are_exact_where_those_of_training_are_quantised(keys):
     model_of_zero = build()
     with_rollouts, without = (on_threads(2, partial(train, generates=choice), build)[0] for choice in (True, False))
     assert_bitwise(with_rollouts, without)
+
+
+@pytest.mark.parametrize(("kind", "stage", "world", "keys"), [("llama", 2, 2, {}), ("gpt2", 3, 4, UNITS)])
+def test_tensor_ranks_generate_what_one_rank_does(kind, stage, world, keys):
+    """Data ranks have other prompts, and end at other tokens."""
+
+    def work(communicator, model):
+        cut = {"tensor_parallel": {"autotp_size": 2}, "verify": "off"}
+        engine = engine_of(model.eval(), stage, **cut, **keys)
+        row = communicator.rank // 2
+        asked = {**prompt_of(row), "max_new_tokens": 2 + 2 * row, **GREEDY}
+        for step in range(2):
+            wanted = whole_twin(engine, build(kind)).generate(**asked)
+            assert torch.equal(engine.generate(**asked), wanted)
+            backward(engine, step, row)
+            engine.step()
+
+    on_threads(world, work, partial(build, kind))
+
+
+def test_ranks_that_draw_together_follow_the_first_of_them():
+    class Follower:
+        rank = 1
+
+        def broadcast_object(self, value):
+            with torch.random.fork_rng():
+                torch.manual_seed(9)
+                return host_accelerator().rng_state()
+
+    with drawn_from(9):
+        wanted = torch.rand(3)
+    state = torch.get_rng_state()
+    with seeded(host_accelerator(), None, Follower()):
+        assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
