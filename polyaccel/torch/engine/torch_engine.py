@@ -50,6 +50,7 @@ class TorchEngine(nn.Module, TorchStates, Generates):
     """
 
     linears: Linears
+    _autocast: ForwardAutocast
     _warned_of_16_bits = _is_closed = False
 
     def __init__(self, rewrites: RewriteContext) -> None:

@@ -18,7 +18,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     sums: dict[str, Any] = {}
     for name, tensor in tensors.items():
         flat = tensor.contiguous().view(-1).view(torch.uint8)
-        sums[name] = crc32(memoryview(flat.numpy())) if flat.device.type == "cpu" else _sum_of_words(flat)
+        sums[name] = crc32(flat.numpy().data) if flat.device.type == "cpu" else _sum_of_words(flat)
     elsewhere = {name: value for name, value in sums.items() if isinstance(value, Tensor)}
     if elsewhere:  # one copy to the host, not one a parameter
         sums.update(zip(elsewhere, torch.stack(list(elsewhere.values())).tolist(), strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.torch.checkpoint.offload_states import empty_cache
 from polyaccel.torch.data import cast_floats
+from polyaccel.torch.generation.adapters import fused_adapters
 from polyaccel.torch.generation.rollout import Rollout
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
@@ -38,9 +40,13 @@ class Generates:
     runtime: EngineBuilder
     _module_settings: ModuleSettings
     _autocast: Callable[[], AbstractContextManager[Any]]
-    _own_module: nn.Module
 
-    def generate(self, *inputs: Any, seed: int | None = None, **named: Any) -> Any:
+    @property
+    @abstractmethod
+    def _own_module(self) -> nn.Module:
+        """The user's module."""
+
+    def generate(self, *inputs: Any, seed: int | None = None, fuse_adapters: bool = False, **named: Any) -> Any:
         """Run the module's `generate` with the weights of this step, in evaluation mode and without gradients.
 
         Collective if parameters are sharded. Ranks may have other prompts and end at other tokens. Training mode and
@@ -50,6 +56,8 @@ class Generates:
             *inputs: Arguments of the module's `generate`, in transformers the prompts.
             seed: Draw samples from the generators at this seed, and restore them; ranks with the same seed and the same
                 prompts draw the same tokens. None draws from this rank's generators as they are.
+            fuse_adapters: Add LoRA adapters of PEFT to their base weights meanwhile, which is faster and rounds
+                otherwise. It has no effect where sharded parameters are gathered unit by unit.
             **named: Named arguments of the module's `generate`.
 
         Returns:
@@ -81,11 +89,12 @@ class Generates:
                 "synced_gpus", False
             )  # of transformers: [Note: Rollouts unit by unit] needs no idle passes
 
-        def generate() -> Any:
+        def generate(is_whole: bool) -> Any:
             if policy.max_tokens is not None:
                 require_length(module, inputs, named, policy.max_tokens)
             draws = seeded(self.accelerator, seed, self._tensor_ranks())
-            with evaluating(module), draws, torch.no_grad(), self._autocast():
+            fused = fused_adapters(module) if fuse_adapters and is_whole else nullcontext()
+            with evaluating(module), draws, torch.no_grad(), self._autocast(), fused:
                 return module.generate(*inputs, **named)  # type: ignore[operator]
 
         with self.timer(OUTSIDE):
@@ -94,8 +103,8 @@ class Generates:
                 empty_cache(torch_device_of(self.accelerator))
         return output
 
-    def _roll_out(self, generate: Callable[[], Any]) -> Any:
-        """Run `generate` with the weights of this step."""
+    def _roll_out(self, generate: Callable[[bool], Any]) -> Any:
+        """Run `generate` with the weights of this step; its argument is whether all of them are whole."""
         return Rollout(self.zero, self.adapter, self._module_settings.generation).run(generate)
 
     def _tensor_ranks(self) -> Communicator | None:

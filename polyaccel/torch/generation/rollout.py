@@ -46,8 +46,9 @@ class Rollout:
         self.is_whole = False
         """Sharded parameters were gathered once for all tokens."""
 
-    def run(self, generate: Callable[[], T]) -> T:
-        """Return what `generate` returns. Collective if parameters are sharded.
+    def run(self, generate: Callable[[bool], T]) -> T:
+        """Return what `generate` returns, whose argument is whether all parameters are whole. Collective if parameters
+        are sharded.
 
         Raises ShardingError if ranks have other weights, or generation has changed some; PolyaccelError if it failed on
         another rank.
@@ -60,9 +61,9 @@ class Rollout:
 
     # One rank alone.
 
-    def _verified(self, generate: Callable[[], T]) -> T:
+    def _verified(self, generate: Callable[[bool], T]) -> T:
         before, written = checksums(self._adapter.whole_values()), self._adapter.written()
-        result = generate()
+        result = generate(True)
         if changed := self._changed(before, written):
             raise _changed_by_generation(changed)
         return result
@@ -75,14 +76,14 @@ class Rollout:
 
     # All ranks.
 
-    def _verified_together(self, generate: Callable[[], T]) -> T:
+    def _verified_together(self, generate: Callable[[bool], T]) -> T:
         adapter = self._adapter
         before, written, lost = checksums(adapter.whole_values()), adapter.written(), len(adapter.lost_writes)
         self._zero.user_writes.require_same(before)
         failure: Exception | None = None
         with nullcontext() if self.is_whole else adapter.sharding.one_pass():
             try:
-                result = generate()
+                result = generate(self.is_whole)
             except Exception as error:
                 if isinstance(error, CommError) or self._zero.unsharder.is_voting:
                     raise  # the other ranks are inside of a collective: nothing can be exchanged any more

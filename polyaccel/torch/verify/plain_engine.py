@@ -144,8 +144,8 @@ class PlainEngine(TorchEngine):
                     leaf.register_hook(self._on_users_pass)  # type: ignore[no-untyped-call]
         return outputs
 
-    def _roll_out(self, generate: Callable[[], Any]) -> Any:
-        return generate()
+    def _roll_out(self, generate: Callable[[bool], Any]) -> Any:
+        return generate(False)
 
     def _tensor_ranks(self) -> None:
         return None

@@ -18,6 +18,7 @@ import polyaccel
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.engine.policies.generation import GenerationPolicy
 from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.torch.generation.adapters import fusable_layers
 from polyaccel.torch.generation.generates import seeded
 from polyaccel.torch.verify.first_step import FirstStepProof
 
@@ -35,9 +36,9 @@ GREEDY = {"do_sample": False}
 def build(kind="gpt2", adapters="none", **sizes):
     """A model with dropout in training, so that only evaluation mode gives the same tokens twice."""
     model = transformer_model(kind, **({"attn_pdrop": 0.1, "resid_pdrop": 0.1} if kind == "gpt2" else {}), **sizes)
-    if adapters == "LoRA":
-        names, is_gpt2 = TARGETS[kind], kind == "gpt2"
-        settings = peft.LoraConfig(r=2, target_modules=names, fan_in_fan_out=is_gpt2, init_lora_weights=False)
+    if adapters != "none":
+        of_kind = {"target_modules": TARGETS[kind], "fan_in_fan_out": kind == "gpt2", "use_dora": adapters == "DoRA"}
+        settings = peft.LoraConfig(r=2, init_lora_weights=False, **of_kind)
         torch.manual_seed(3)
         model = peft.get_peft_model(model, settings)
     return model
@@ -154,6 +155,49 @@ def test_the_cache_is_in_use_where_blocks_are_recomputed(how):
     assert model.config.use_cache is False
     backward(engine, 0, 0)
     engine.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "adapters", "keys"),
+    [
+        ("gpt2", 0, "LoRA", {}),
+        ("llama", 1, "DoRA", {}),
+        ("llama", 2, "LoRA", {"bf16": {"enabled": True}}),
+        ("gpt2", 3, "LoRA", {}),
+        ("llama", 3, "LoRA", UNITS),
+    ],
+)
+def test_fused_adapters_leave_every_bit_of_the_base_weights(kind, stage, adapters, keys):
+    is_fused = keys is not UNITS
+
+    def train(communicator, model, *, generates):
+        engine = engine_of(model.eval(), stage, **keys)
+        seen = []
+        layers = fusable_layers(model)
+        layers[-1].register_forward_hook(lambda layer, *_: seen.append(layer.merged))
+        for step in range(2):
+            if generates:
+                wanted = whole_twin(engine, plain)
+                if is_fused:
+                    wanted.merge_adapter()
+                asked = {**prompt_of(0), "max_new_tokens": 3, **GREEDY}
+                assert torch.equal(engine.generate(**asked, fuse_adapters=True), wanted.generate(**asked))
+                assert seen == [is_fused] * 3
+                with pytest.raises(ZeroDivisionError):
+                    engine.generate(**asked, fuse_adapters=True, custom_generate=lambda *_, **__: 1 // 0)
+                assert fusable_layers(model) == layers
+            backward(engine, step, communicator.rank)
+            engine.step()
+            seen.clear()
+        engine.destroy()
+        return snapshot(engine.module)
+
+    make = partial(build, kind, adapters)
+    plain = make().eval()
+    with_rollouts, without = (
+        on_threads(1 + (stage > 1), partial(train, generates=choice), make)[0] for choice in (True, False)
+    )
+    assert_bitwise(with_rollouts, without)
 
 
 @pytest.mark.parametrize("keys", [{}, UNITS], ids=["once", "units"])

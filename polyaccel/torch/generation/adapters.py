@@ -1,0 +1,48 @@
+"""LoRA adapters of PEFT fused into their base weights for a rollout, and the weights' bits restored after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def fusable_layers(module: nn.Module) -> list[Any]:
+    """Return the layers with active adapters that can be fused now."""
+    layers: list[Any] = [part for part in module.modules() if _is_tuner_layer(part)]
+    return [one for one in layers if not one.merged and not one.disable_adapters]
+
+
+def _is_tuner_layer(part: nn.Module) -> bool:
+    return any(kind.__name__ == "BaseTunerLayer" for kind in type(part).__mro__) and hasattr(part, "merged_adapters")
+
+
+@contextmanager
+def fused_adapters(module: nn.Module) -> Iterator[None]:
+    """Fuse active adapters into base weights. Afterwards these are what they were, bit for bit: a subtraction would
+    leave rounding."""
+    kept: list[tuple[Any, list[tuple[Tensor, Tensor]]]] = []
+    try:
+        with torch.no_grad():
+            for layer in fusable_layers(module):
+                values = [_values(weight) for weight in layer.get_base_layer().parameters(recurse=False)]
+                kept.append((layer, [(value, value.clone()) for value in values]))
+                layer.merge()
+        yield
+    finally:
+        with torch.no_grad():
+            for layer, pairs in reversed(kept):
+                if getattr(layer, "_caches", None):  # of DoRA, which unmerge empties
+                    layer.unmerge()
+                layer.merged_adapters.clear()  # unmerge computes all products again, for values that are replaced here
+                for value, before in pairs:
+                    value.copy_(before)
+
+
+def _values(parameter: nn.Parameter) -> Tensor:
+    """The memory of a parameter, which is not marked as handed out for that."""
+    values: Tensor = Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
+    return values
