@@ -152,6 +152,21 @@ class CarriedState(ABC):
 
         return take_over
 
+    def from_checkpoint(self, stored: Mapping[str, Array], params: Mapping[str, Any]) -> Any:
+        """Return the state in the caller's tree, from what a checkpoint has of it by name: leaves that are kept per rank
+        have an axis over ranks, random keys are their data."""
+        leaves = []
+        for leaf, name in zip(self.form.leaves, self.saved_names(params), strict=True):
+            value = np.asarray(stored[name], order="C")
+            ranks = value.shape[: value.ndim - len(_stored_form(leaf)[0])]
+            leaves.append(value.reshape(-1).view(leaf.dtype).reshape((*ranks, *leaf.shape)))
+        return jax.tree.unflatten(self.form.structure, leaves)
+
+    def to_checkpoint(self, values: Mapping[str, Array], params: Mapping[str, Any]) -> dict[str, Array]:
+        """Return leaves of the caller's tree, by name, as a checkpoint has them."""
+        names = {leaf.name: name for leaf, name in zip(self.form.leaves, self.saved_names(params), strict=True)}
+        return {names.get(name, name): _stored(value) for name, value in values.items()}
+
     def saved_names(self, params: Mapping[str, Any]) -> list[str]:
         """The names of the leaves in a checkpoint."""
         return [name for _, name, _, _ in self._named(params)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import jax
@@ -30,7 +31,9 @@ from polyaccel.jax.program.stacking import Stacking
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.zero.trained_state import over_stages
 
-_OPTAX = "optax"
+log = getLogger(__name__)
+
+_OPTAX, _SEED = "optax", "seed"
 CustomLoad = Callable[..., Any]
 """Called as `fn(src=arrays, dst=params)`, of numpy arrays: `src` has the checkpoint's parameters and buffers by their
 saved names, `dst` is the tree of parameters, the floating ones at least float32. Returns the tree to train with."""
@@ -42,6 +45,7 @@ def contents_of(
     client_state: Mapping[str, Any],
     *,
     allows_bytes: bool,
+    seed: int,
     state: CarriedState | None = None,
 ) -> SaveContents:
     """Return what this rank saves of `run`, cut by `stacking`. Collective where there are stages."""
@@ -55,19 +59,21 @@ def contents_of(
         scalars["client_optimizer"] = {_OPTAX: dict(optimizer.numbers)}
     if run.schedule is not None:
         scalars["lr_scheduler"] = run.schedule.state_dict()
-
-    def pieces() -> Iterator[TensorPiece]:
-        for slot, kind, start, buffer in run.zero.local_shards():
-            fqn, shape, at = stacking.in_whole(slot.param.fqn, slot.param.shape, start)
-            yield TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
-        if state is not None:
-            yield from state.pieces(_whole_shapes(run, stacking))
-
+    scalars[_SEED] = seed
     return SaveContents(
-        pieces=pieces,
+        pieces=lambda: pieces_of(run, stacking, state),
         scalars=scalars,
         rank_blobs=optimizer.state_blobs(run.communicator.rank) if isinstance(optimizer, WholeStates) else {},
     )
+
+
+def pieces_of(run: TrainingRun, stacking: Stacking, state: CarriedState | None) -> Iterator[TensorPiece]:
+    """Yield the tensors that this rank has of `run`, under the user's names."""
+    for slot, kind, start, buffer in run.zero.local_shards():
+        fqn, shape, at = stacking.in_whole(slot.param.fqn, slot.param.shape, start)
+        yield TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
+    if state is not None:
+        yield from state.pieces(whole_shapes(run, stacking))
 
 
 def load_run(
@@ -78,6 +84,7 @@ def load_run(
     optimizer_states: bool,
     schedule: bool,
     name_map: NameMap | None,
+    seed: int,
     custom: OwnTree | None = None,
     state: CarriedState | None = None,
 ) -> tuple[str, dict[str, Any]]:
@@ -99,6 +106,8 @@ def load_run(
         )
 
     run.load_together(saved, check)
+    if optimizer_states and (theirs := saved.scalars.get(_SEED, seed)) != seed and run.communicator.rank == 0:
+        log.warning("the run was saved with seed=%s and continues with seed=%s: its random keys differ", theirs, seed)
     return f"{saved.storage.location}/{saved.tag}", saved.scalars["client_state"]
 
 
@@ -115,7 +124,7 @@ def _check(
     state: CarriedState | None,
 ) -> LoadPlan:
     """Check what this rank takes over; `members`: all stages' parameters. See [Note: All-or-nothing load]."""
-    shapes = _whole_shapes(run, stacking)
+    shapes = whole_shapes(run, stacking)
     buffers = () if state is None else state.saved_names(shapes)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers, buffers)
     state_names(saved, None, wanted=optimizer_states)
@@ -170,7 +179,7 @@ def _check(
     return LoadPlan(read=read, is_whole=optimizer_states, steps=steps)
 
 
-def _whole_shapes(run: TrainingRun, stacking: Stacking) -> dict[str, tuple[int, ...]]:
+def whole_shapes(run: TrainingRun, stacking: Stacking) -> dict[str, tuple[int, ...]]:
     """The shapes of parameters by name, stacked ones as one."""
     return dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
 

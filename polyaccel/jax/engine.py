@@ -39,6 +39,7 @@ from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.carried import Carried, StateForm
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
+from polyaccel.jax.state_dict import StateDictOfEngine
 from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.user_gradients import GradientsOfEngine
 from polyaccel.jax.views import CopyCount, fence
@@ -57,7 +58,7 @@ class OptimizerGroups:
         self.param_groups = param_groups
 
 
-class JaxEngine(StateOfEngine, GradientsOfEngine):
+class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine):
     """A JAX function in training under ZeRO, built by `polyaccel.initialize`.
 
     `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts.
@@ -344,7 +345,12 @@ class JaxEngine(StateOfEngine, GradientsOfEngine):
     def _contents(self, client_state: Mapping[str, Any]) -> SaveContents:
         allows_bytes = self._saver.policy.allows_bytes
         return contents_of(
-            self._run(), self.adapter.stacking, client_state, allows_bytes=allows_bytes, state=self._carried
+            self._run(),
+            self.adapter.stacking,
+            client_state,
+            allows_bytes=allows_bytes,
+            seed=self._rewrites.seed,
+            state=self._carried,
         )
 
     @engine_call
@@ -379,19 +385,38 @@ class JaxEngine(StateOfEngine, GradientsOfEngine):
         fence()
 
         def load(saved: CheckpointReader) -> tuple[str, dict[str, Any]]:
-            return load_run(
-                self._run(),
-                self.adapter.stacking,
+            return self._take_over(
                 saved,
                 optimizer_states=load_optimizer_states,
                 schedule=load_lr_scheduler_states,
                 name_map=name_map,
                 custom=None if custom_load_fn is None else OwnTree(custom_load_fn, self.params),
-                state=self._carried,
             )
 
         is_whole = load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None
         return self._resume(self.runtime.storage(load_dir), tag, load, is_whole=is_whole)
+
+    def _take_over(
+        self,
+        saved: CheckpointReader,
+        *,
+        optimizer_states: bool = True,
+        schedule: bool = True,
+        name_map: NameMap | None = None,
+        custom: OwnTree | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """As `load_run`. Collective."""
+        return load_run(
+            self._run(),
+            self.adapter.stacking,
+            saved,
+            optimizer_states=optimizer_states,
+            schedule=schedule,
+            name_map=name_map,
+            seed=self._rewrites.seed,
+            custom=custom,
+            state=self._carried,
+        )
 
     def _run(self) -> TrainingRun:
         return self._training_run(TrainingRun, model_parallel_group=self._beyond)

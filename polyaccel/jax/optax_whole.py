@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyaccel.checkpoint.load.cooperative.blobs import OWNED
+from polyaccel.checkpoint.convert.trees import OPTAX, OWNED_OPTAX, files_of, blob_of
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.elementwise.evaluate import evaluate
@@ -19,9 +18,6 @@ from polyaccel.jax.optax_optimizer import TransformationOptimizer
 from polyaccel.jax.owners.exchange import gather_values
 from polyaccel.jax.owners.placement import Holder
 from polyaccel.jax.traced_transformation import TracedTransformation
-
-_BLOB, _PART = "optax", f"{OWNED}optax."
-"""Names of the states in a checkpoint: those that rank 0 saves, and those of another rank, whose number follows."""
 
 
 class WholeStates(TransformationOptimizer):
@@ -82,7 +78,6 @@ class WholeStates(TransformationOptimizer):
 
     def blobs_of(self, leaves: Sequence[Any], rank: int) -> dict[str, bytes]:
         """The blobs that `rank` saves of these leaves."""
-        held = io.BytesIO()
         mine = {
             f"state{path}": np.asarray(_as_numbers(leaf))
             for path, leaf, at in zip(self._paths, leaves, self.holders, strict=False)
@@ -90,17 +85,12 @@ class WholeStates(TransformationOptimizer):
         }
         if rank and not mine:
             return {}
-        np.savez(held, **mine)  # type: ignore[arg-type]  # a stub takes `allow_pickle` for one of the names
-        return {f"{_PART}{rank}" if rank else _BLOB: held.getvalue()}
+        return {f"{OWNED_OPTAX}{rank}" if rank else OPTAX: blob_of(mine)}
 
     def read_states(self, blobs: Mapping[str, bytes]) -> list[Any] | None:
         """Read what `state_blobs` gave on all ranks. Raises CheckpointError unless it is this transformation's."""
         try:
-            found: dict[str, Any] = {}
-            for name, blob in blobs.items():
-                if name == _BLOB or name.startswith(_PART):
-                    saved = np.load(io.BytesIO(blob), allow_pickle=False)
-                    found |= {key: saved for key in saved.files if key != "allow_pickle"}
+            found = files_of(blobs)
             if not found:
                 return None
             keys = [f"state{path}" for path in self._paths]

@@ -106,10 +106,10 @@ def as_array(leaf: Any) -> jax.Array:
 
 def path_name(path: Any) -> str:
     """Return the dotted name of a path in a tree; empty for the tree itself."""
-    return ".".join(_part(key) for key in path)
+    return ".".join(key_name(key) for key in path)
 
 
-def _part(key: Any) -> str:
+def key_name(key: Any) -> str:
     """One key of a path: of a mapping, a sequence, an attribute, or a node that only numbers its children."""
     for name in ("key", "idx", "name"):
         found = getattr(key, name, None)
