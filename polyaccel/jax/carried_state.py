@@ -153,8 +153,10 @@ class CarriedState(ABC):
         return take_over
 
     def from_checkpoint(self, stored: Mapping[str, Array], params: Mapping[str, Any]) -> Any:
-        """Return the state in the caller's tree, from what a checkpoint has of it by name: leaves that are kept per rank
-        have an axis over ranks, random keys are their data."""
+        """Return what a checkpoint has of the state, by name, in the caller's tree.
+
+        Leaves that are kept per rank have an axis over ranks, and random keys are their data.
+        """
         leaves = []
         for leaf, name in zip(self.form.leaves, self.saved_names(params), strict=True):
             value = np.asarray(stored[name], order="C")

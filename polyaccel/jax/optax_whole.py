@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyaccel.checkpoint.convert.trees import OPTAX, OWNED_OPTAX, files_of, blob_of
+from polyaccel.checkpoint.convert.trees import OPTAX, OWNED_OPTAX, blob_of, files_of
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.elementwise.evaluate import evaluate

@@ -88,6 +88,8 @@ class Incoming:
     lr_scheduler: Mapping[str, Any] | None = None
     blobs: Mapping[str, bytes] = field(default_factory=dict)
     """What the checkpoint has as bytes: a schedule's state that is not a plain value."""
+    run: Mapping[str, Any] | None = None
+    """The plain values of an engine's own checkpoint, in place of all of the above but tensors and blobs."""
     left_out: Sequence[LeftOut] = ()
 
     def weights(self) -> Incoming:
@@ -99,10 +101,12 @@ class Incoming:
     @property
     def has_progress(self) -> bool:
         """Whether there is more than parameters and buffers."""
-        return bool(self.steps or self.groups or self.counters or self.lr_scheduler or self.blobs)
+        return bool(self.steps or self.groups or self.counters or self.lr_scheduler or self.blobs or self.run)
 
     def scalars(self) -> dict[str, Any]:
         """The plain values of the checkpoint. See [Note: Run values of an import]."""
+        if self.run is not None:
+            return dict(self.run)
         counts = dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0)
         groups: dict[str, Any] | None = None
         if self.groups is not None:

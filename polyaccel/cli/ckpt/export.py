@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         elif args.format == "orbax":
             from polyaccel.checkpoint.convert.formats import orbax
 
-            names = orbax.write(out, tensors, report)
+            is_whole = args.kind is None and args.dtype is None
+            names = orbax.write(out, tensors, report, reader if is_whole else None)
         elif other is None:
             from polyaccel.checkpoint.convert.formats import torch_dcp
 

@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
             hint="give --weights-only to begin with a new optimizer and schedule",
             value=[each.name for each in needed],
         )
-    incoming = replace(incoming, tensors=[_as_buffer(tensor, args.buffer) for tensor in incoming.tensors])
+    if incoming.run is None or args.buffer:
+        incoming = replace(incoming, tensors=[_as_buffer(tensor, args.buffer) for tensor in incoming.tensors])
     nbytes = sum(_nbytes(tensor) for tensor in incoming.tensors)
     with progress(f"importing {source}", nbytes) as report:
         commit = imported(incoming, args.dir, args.tag, f"{args.source}: {source}", report)
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
 def _taken(incoming: Incoming) -> list[str]:
     """What an import has, in the words of its line."""
     taken = ["parameters and buffers"]
+    if incoming.run is not None:
+        return [*taken, "all of the run"]
     if incoming.groups is not None:
         has_counts = incoming.counters or any("step" in numbers for numbers in incoming.numbers.values())
         updates = f" after {max(incoming.steps.values())} updates" if incoming.steps and has_counts else ""

@@ -11,10 +11,12 @@ pytest.importorskip("flax")
 pytest.importorskip("equinox")
 pytest.importorskip("optax")
 
+import jax
 import jax_state_models as models
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.testkit.ranks.procs import RankPool
+from polyaccel.testkit.ranks.threads import run_threads
 
 pytestmark = pytest.mark.timeout(300)  # programs to compile, on a machine that may be slow and busy
 PATIENCE_S = 240.0
@@ -46,6 +48,34 @@ def test_sharded_parameters(rank_pool, kind, world):
         models.assert_same(run, wanted, has_losses=run is runs[0])
 
 
+def state_dict_of_shards(communicator):
+    """The tree after a step at stage 3; another engine that takes it does the same next step."""
+    engine, again = models.engine_of("linen", 3, 1), models.engine_of("linen", 3, 1)
+    first, second = (models.batch_of(step, communicator.rank, 1, 1) for step in range(2))
+    engine.train_batch(first)
+    saved = engine.state_dict()
+    again.load_state_dict(saved)
+    assert float(engine.train_batch(second)) == float(again.train_batch(second))
+    assert _equal(engine.state_dict(), again.state_dict())
+    return saved
+
+
+def _equal(one, other):
+    return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def test_a_state_dict_of_shards_resumes_without_them(rank_pool):
+    saved = rank_pool(2).run(state_dict_of_shards, timeout_s=PATIENCE_S)
+    assert _equal(*saved)
+
+    def alone(ranks):
+        engine = models.engine_of("linen", 0, 1)
+        engine.load_state_dict(saved[0])
+        return engine.state_dict()
+
+    assert _equal(run_threads(1, alone)[0], saved[0])
+
+
 def train_natively(communicator, kind, stage, accumulation):
     return models.train(communicator, kind, stage, accumulation, DEVICES, **NATIVE)
 
@@ -65,6 +95,9 @@ def save_and_load(communicator, folder):
     again = models.engine_of("function", 2, 1, **NATIVE)
     again.load_checkpoint(folder)
     found = models.flat(engine.state), models.flat(again.state)
+    third = models.engine_of("function", 2, 1, **NATIVE)
+    third.load_state_dict(engine.state_dict())
+    assert _equal(third.state_dict(), again.state_dict())
     again.state = engine.state
     assert all(np.array_equal(*pair) for pair in zip(models.flat(again.state), found[0], strict=True))
     try:

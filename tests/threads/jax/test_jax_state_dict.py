@@ -9,14 +9,16 @@ import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
-ocp = pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("orbax.checkpoint")
 
 import jax
 import jax.numpy as jnp
 import jax_state_models as models
 import optax
+import orbax.checkpoint as ocp
 
 import polyaccel
+from polyaccel.cli.main import main
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
 
@@ -70,7 +72,6 @@ def same(one, other):
 TRANSFORMATIONS = {
     "config": (None, SCHEDULE),
     "fp16": (None, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
-    "bf16": (None, {"bf16": {"enabled": True}}),
     "elementwise": (lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 20), mu_dtype=jnp.bfloat16), {}),
     "whole": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(0.01)), {}),
 }
@@ -78,7 +79,6 @@ CASES = [
     ("config", 0, {}),
     ("config", 2, NATIVE),
     ("fp16", 2, {}),
-    ("bf16", 1, {}),
     ("elementwise", 3, {}),
     ("whole", 2, {}),
 ]
@@ -100,7 +100,7 @@ def test_orbax_restores_into_a_new_engine(tmp_path, kind, stage, changes):
             manager.save(2, args=ocp.args.StandardSave(saved))
             manager.wait_until_finished()
             restored = [manager.restore(2, args=ocp.args.StandardRestore())]
-            if kind != "whole":  # whose states begin with the first update
+            if kind == "config":
                 restored.append(manager.restore(2, args=ocp.args.StandardRestore(engine().state_dict())))
         wanted = losses_of(first, range(2, 5)), first.state_dict()
         for tree in restored:
@@ -111,6 +111,56 @@ def test_orbax_restores_into_a_new_engine(tmp_path, kind, stage, changes):
             assert same(again.state_dict(), wanted[1])
 
     run_threads(1, go)
+
+
+@pytest.mark.parametrize("kind", ["config", "whole"])
+def test_trees_and_checkpoints_become_each_other(tmp_path, kind):
+    make, more = TRANSFORMATIONS[kind]
+    folder, tree, back, out = (str(tmp_path / name) for name in ("folder", "tree", "back", "out"))
+
+    def go(ranks):
+        first, by_folder, by_tree = (engine_of(2, make and make(), **more) for _ in range(3))
+        losses_of(first, range(2))
+        first.save_checkpoint(folder)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tree, first.state_dict())
+            checkpointer.wait_until_finished()
+            assert main(["ckpt", "import", tree, back, "--from", "orbax"]) == 0
+            assert main(["ckpt", "export", folder, out, "--format", "orbax"]) == 0
+            by_folder.load_checkpoint(back)
+            by_tree.load_state_dict(checkpointer.restore(out))
+        wanted = losses_of(first, range(2, 4))
+        assert losses_of(by_folder, range(2, 4)) == losses_of(by_tree, range(2, 4)) == wanted
+
+    run_threads(1, go)
+
+
+def test_stages_of_a_pipeline():
+    def layer(params, value, rng):
+        return jnp.tanh(value @ params["w"])
+
+    def last(params, pair, rng):
+        return jnp.square((pair[0] @ params["w"]).sum(-1) - pair[1].sum(-1)).mean()
+
+    def go(ranks):
+        params = [{"w": jax.random.normal(jax.random.key(at), (6, 6))} for at in range(3)]
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "verify": "off", **ADAMW}
+        config["pipeline"] = {"stages": 2}
+        engine = polyaccel.initialize(model=[layer, layer, last], params=params, config=config)
+        pairs = [(batch_of(at)[:4], batch_of(at)[4:]) for at in range(2)]
+        engine.train_batch(iter(pairs))
+        first = engine.state_dict()
+        engine.train_batch(iter(pairs))
+        second = engine.state_dict()
+        engine.load_state_dict(first)
+        assert same(engine.state_dict(), first)
+        engine.train_batch(iter(pairs))
+        assert same(engine.state_dict(), second)
+        return second["params"]
+
+    one, other = run_threads(2, go)
+    assert same(one, other)
+    assert [each["w"].shape for each in one.values()] == [(6, 6)] * 3
 
 
 def test_ranks_become_fewer(tmp_path):
@@ -162,14 +212,18 @@ def test_other_trees_change_nothing():
             "engine": {name: good[name] for name in good if name != "engine"},
             "step": {**good, "step": np.int32(1)},
             "state": {name: good[name] for name in good if name != "state"},
-            "params": {**good, "params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)},
+            "params": {
+                **good,
+                "params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
+            },
         }
         for place, tree in bad.items():
-            with pytest.raises(CheckpointError, match=place) as caught:
+            with pytest.raises(CheckpointError) as caught:
                 engine.load_state_dict(tree)
+            assert place in caught.value.message
             assert caught.value.hint
             assert same(engine.state_dict(), before), place
-        sgd = engine_of(2, **{"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+        sgd = engine_of(2, optimizer={"type": "SGD", "params": {"lr": 0.1}})
         with pytest.raises(CheckpointError):
             sgd.load_state_dict(good)
         engine.grad_step(batch_of(9)[:4])
@@ -179,7 +233,7 @@ def test_other_trees_change_nothing():
     run_threads(1, go)
 
 
-@pytest.mark.parametrize("kind", models.KINDS)
+@pytest.mark.parametrize("kind", ["nnx", "equinox"])
 def test_trees_of_modules(kind):
     def go(ranks):
         engine = models.engine_of(kind, 2, 1)

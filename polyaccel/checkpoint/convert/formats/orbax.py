@@ -1,7 +1,7 @@
-"""Orbax checkpoints, by their own library: a tree of arrays, `params` and where we wrote it `buffers`, `optimizer`.
+"""Orbax checkpoints, by their own library: a tree of arrays, `params` and where we wrote it those of
+`polyaccel.checkpoint.convert.trees`.
 
-A name `a.b` is the leaf `b` of the branch `a`, as flax has it. The library is in no extra: it is imported when a
-checkpoint of its kind is asked for.
+The library is in no extra: it is imported when a checkpoint of its kind is asked for.
 """
 
 from __future__ import annotations
@@ -15,30 +15,44 @@ from typing import Any
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
-from polyaccel.checkpoint.convert.exporting import BUFFER, ExportTensor, Progress, mapped
+from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, mapped
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
+from polyaccel.checkpoint.convert.trees import (
+    BUFFERS,
+    ENGINE,
+    OPTAX,
+    OPTIMIZER,
+    PARAMS,
+    blob_of,
+    files_of,
+    nested,
+    packed,
+    path_of,
+    tensor_at,
+    unpacked,
+)
 from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, ShardingError
 
-PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
 
-
-def write(out: Path, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
-    """Write the tree from a mapped temporary file; return the names of its files."""
+def write(
+    out: Path, tensors: Sequence[ExportTensor], progress: Progress, reader: CheckpointReader | None = None
+) -> list[str]:
+    """Write the tree from a mapped temporary file, with the run's values of `reader`; return the names of its files."""
     ocp = _library()
     out.parent.mkdir(parents=True, exist_ok=True)
     with mapped(out.parent, tensors, progress) as found:
-        tree: dict[str, Any] = {}
+        leaves: dict[tuple[str, ...], Any] = {}
         for tensor, data in zip(tensors, found, strict=True):
-            kind = tensor.tensor.kind
-            roots = {PARAM: [PARAMS], BUFFER: [BUFFERS]}.get(kind, [OPTIMIZER, kind])
             flat = data.view(numpy_dtype(tensor.dtype))
-            *branch, leaf = [*roots, *tensor.name.split(".")]
-            at = tree
-            for name in branch:
-                at = at.setdefault(name, {})
-            at[leaf] = flat.reshape(tensor.shape)
+            leaves[path_of(tensor.name, tensor.tensor.kind)] = flat.reshape(tensor.shape)
+        if reader is not None and reader.scalars:
+            leaves[(ENGINE,)] = packed(reader.scalars)
+            for name, file in files_of(reader.rank_blobs(0) | reader.owned_blobs()).items():
+                leaves[OPTIMIZER, OPTAX, name] = file[name]
+        tree = nested(leaves)
         most_nbytes = max((tensor.nbytes for tensor in tensors), default=0)
         with ocp.Checkpointer(_handler(ocp, most_nbytes)) as checkpointer:
             checkpointer.save(out.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
@@ -60,7 +74,7 @@ def _handler(ocp: Any, most_nbytes: int) -> Any:
 
 
 def read(source: Path) -> Incoming:
-    """Read the arrays below `params`, `buffers` and `optimizer`, or all arrays, each when it is asked for."""
+    """Read the arrays of `trees`, or all arrays where there is no `params`, each when it is asked for."""
     ocp = _library()
     source = _item(source.absolute())
     left_out = dict[str, LeftOut]()
@@ -72,22 +86,25 @@ def read(source: Path) -> Incoming:
     if not isinstance(tree, (Mapping, list, tuple)):
         raise _unreadable(source, "it holds no tree of arrays")
     tensors = []
+    scalars: dict[str, Any] | None = None
+    optax: dict[str, Any] = {}
+    is_ours = PARAMS in tree and ENGINE in tree
     for path, leaf in _leaves(tree):
-        match path:
-            case [root, *names] if root == PARAMS and names:
-                fqn, kind = ".".join(names), PARAM
-            case [root, *names] if root == BUFFERS and PARAMS in tree and names:
-                fqn, kind = ".".join(names), BUFFER
-            case [root, state, *names] if root == OPTIMIZER and PARAMS in tree and names:
-                fqn, kind = ".".join(names), state
-            case [*names] if PARAMS not in tree:
-                fqn, kind = ".".join(names), PARAM
-            case [root, *_]:
-                is_needed = root in ("opt_state", OPTIMIZER)
-                left_out[root] = LeftOut(f"{root!r} of {source}", "not the parameters", is_needed)
-                continue
-            case _:
-                continue
+        root = path[0]
+        if is_ours and path == (ENGINE,):
+            scalars = unpacked(_one(ocp, source, tree, path))
+            continue
+        if is_ours and path[:2] == (OPTIMIZER, OPTAX):
+            optax[".".join(path[2:])] = _one(ocp, source, tree, path)
+            continue
+        place: tuple[str, str] | None = (".".join(path), PARAM)
+        if PARAMS in tree:
+            place = tensor_at(path) if is_ours or root in (PARAMS, BUFFERS, OPTIMIZER) else None
+        if place is None:
+            is_needed = root in ("opt_state", OPTIMIZER)
+            left_out[root] = LeftOut(f"{root!r} of {source}", "not the parameters", is_needed)
+            continue
+        fqn, kind = place
         try:
             dtype = DType.parse(np.dtype(leaf.dtype).name)
         except (ShardingError, TypeError) as error:
@@ -95,7 +112,8 @@ def read(source: Path) -> Incoming:
                 f"{fqn!r} in {source} is of the type {leaf.dtype}, which polyaccel has not", value=str(leaf.dtype)
             ) from error
         tensors.append(_lazy(ocp, source, tree, path, fqn, kind, tuple(leaf.shape), dtype))
-    return Incoming(tensors, left_out=[*left_out.values()])
+    blobs = {OPTAX: blob_of(optax)} if optax else {}
+    return Incoming(tensors, run=scalars, blobs=blobs, left_out=[*left_out.values()])
 
 
 def _item(source: Path) -> Path:
