@@ -374,8 +374,11 @@ class Engine(RunProgress, ABC):
                 step, culprit,
             )  # fmt: skip
 
-    def _end_step(self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any]) -> None:
-        """Count the step whose update was the last, move the learning-rate schedule, make the figures."""
+    def _end_step(
+        self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any], steps: int = 1
+    ) -> None:
+        """Count the step whose update was the last, move the learning-rate schedule, make the figures, which are of so
+        many `steps`."""
         result = self._result
         assert result is not None  # set by the update
         self.counters.advance(skipped=not result.applied)
@@ -384,7 +387,7 @@ class Engine(RunProgress, ABC):
             self.lr_scheduler.step(**lr_kwargs)
         experts = {} if self.expert_figures is None else self.expert_figures()
         scale = self.loss_scaler.loss_scale
-        self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=scale, experts=experts)
+        self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=scale, experts=experts, steps=steps)
         self._saver.poll()
         self._replicate()
         for call in self.after_step:

@@ -90,8 +90,10 @@ class StepRecorder:
         lr: tuple[float, ...],
         loss_scale: float,
         experts: Mapping[str, ExpertFigures],
+        steps: int = 1,
     ) -> StepMetrics:
-        """The figures of the step that has just ended; time and traffic count from the last call."""
+        """The figures of the step that has just ended; time and traffic count from the last call, and are means over
+        so many `steps`."""
         report_to_launcher(os.environ, self._communicator.ranks[self._communicator.rank], STEP)
         sent = self._communicator.sent_numel
         if self.work.needs_peak():
@@ -99,7 +101,7 @@ class StepRecorder:
                 self.work.know_peak()
         if self._reporting.synchronizes:
             self._accelerator.synchronize()
-        phase_s = self.timer.take()
+        phase_s = {phase: seconds / steps for phase, seconds in self.timer.take().items()}
         elapsed = sum(phase_s.values())
         memory = self._accelerator.memory_stats()
         self.last = StepMetrics(
@@ -114,7 +116,7 @@ class StepRecorder:
             step_time_s=elapsed,
             samples_per_s=counters.step_samples / elapsed,
             peak_memory_nbytes=memory.peak_nbytes,
-            traffic_numel=sent - self._sent_before,
+            traffic_numel=(sent - self._sent_before) // steps,
             phase_s=phase_s,
             experts=experts,
             collectives=self._calls.take(),
@@ -131,7 +133,7 @@ class StepRecorder:
         if self.trace is not None:
             with self.timer(OUTSIDE):
                 self.trace.after_step(self.last.step)
-        if self._print_every is not None and self.last.step % self._print_every == 0:
+        if self._print_every is not None and self.last.step % self._print_every < steps:
             self._print(self.last)
         return self.last
 

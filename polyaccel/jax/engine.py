@@ -41,6 +41,7 @@ from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
 from polyaccel.jax.state_dict import StateDictOfEngine
 from polyaccel.jax.step_profiler import JaxStepProfiler
+from polyaccel.jax.train_steps import StepsOfEngine
 from polyaccel.jax.user_gradients import GradientsOfEngine
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.observability.timing import OUTSIDE
@@ -58,7 +59,7 @@ class OptimizerGroups:
         self.param_groups = param_groups
 
 
-class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine):
+class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine, StepsOfEngine):
     """A JAX function in training under ZeRO, built by `polyaccel.initialize`.
 
     `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts.

@@ -42,6 +42,11 @@ class BatchWork:
         if dtype is not None:
             counter.measure_peak = lambda: measured_peak(dtype)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it looks at batches."""
+        return self._counter.enabled or self._profile is not None
+
     def count(self, batch: Any, step: int) -> None:
         """Count a micro-batch of optimizer step `step`, that is trained on."""
         is_due = self._profile is not None and step >= self._profile.step

@@ -18,11 +18,12 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.carried_state import CarriedState
-from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.native.many_steps import StepsProgram
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import Gradients, StepProgram
+from polyaccel.jax.native.scanning_engine import ScanningEngine
 from polyaccel.jax.native.state import NativeState
 from polyaccel.jax.native.step import NativeStep
 from polyaccel.jax.optax_optimizer import TransformationOptimizer
@@ -35,13 +36,12 @@ from polyaccel.jax.views import CopyCount
 from polyaccel.zero.plan.layout import Bucket
 
 
-class NativeEngine(JaxEngine):
+class NativeEngine(ScanningEngine):
     """JAX engine of one compiled step on a device mesh: JAX itself reduces gradients and updates the parameters.
 
     The config chooses it by `"jax": {"execution": "native"}`.
     """
 
-    zero: NativeStep
     _replicates_in_background = False  # what is copied to the host are arrays of JAX, which an update may use again
 
     def __init__(self, rewrites: RewriteContext, mesh: DeviceMesh) -> None:
@@ -49,6 +49,9 @@ class NativeEngine(JaxEngine):
         self._last: Any = None
         """The micro-batch whose gradients the program of an update computes, while `before_update` is called."""
         super().__init__(rewrites)
+        carried = self._carried
+        reduce = carried.reduce_here if isinstance(carried, NativeState) and mesh.world_size > 1 else None
+        self._many_steps = StepsProgram(self._program, reduce)
         self._recorder.work.ranks_here = len(mesh.local)
         self._recorder.work.streams_of_batches = self.communicator.world_size
         self._recorder.begin()
@@ -251,7 +254,6 @@ class NativeEngine(JaxEngine):
         return loss
 
     def _cut(self, batch: Any) -> Any:
-        """Cut a micro-batch over the devices, along a new axis."""
         parts = split_batch(
             batch,
             len(self._mesh.local),
@@ -271,7 +273,6 @@ class NativeEngine(JaxEngine):
         return WeakNumbers(cut) if is_weak(parts[0]) else cut
 
     def _meet(self, what: str) -> None:
-        """Wait for other processes with a timeout that names missing ones: a JAX program would hang silently."""
         if self.communicator.world_size > 1:
             self.communicator.barrier(label=what)
 

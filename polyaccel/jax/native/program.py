@@ -91,7 +91,7 @@ class StepProgram:
         update: SliceUpdate | None,
         seed: int,
     ) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
         self._policy = policy
         self._step_policy = step_policy
         self._buckets = layout.buckets
@@ -101,14 +101,17 @@ class StepProgram:
         self._slice_update = update
         self._seed = seed
         self._precision = step_policy.precision
+        self.skips_overflow = step_policy.skip_overflow
+        """Whether an update is left out where gradients are not finite."""
         resting = CUT if policy.optim is Placement.SHARDED else WHOLE
-        held = Held(WHOLE, resting, resting)  # places in place of arrays
+        self.resting = held = Held(WHOLE, resting, resting)
+        """Where arrays rest, in place of them."""
         spread = mesh.spread
-        differentiate = spread(self._differentiate, (WHOLE, CUT, CUT, WHOLE, WHOLE), (CUT, CUT, CUT))
+        differentiate = spread(self.gradients_here, (WHOLE, CUT, CUT, WHOLE, WHOLE), (CUT, CUT, CUT))
 
         def update_all(recipe: Recipe, *arguments: Any) -> Any:
             def local(*parts: Any) -> Any:
-                return self._update(recipe, *parts)
+                return self.update_here(recipe, *parts)
 
             return spread(local, (held, CUT, WHOLE), (held, WHOLE))(*arguments)
 
@@ -148,12 +151,13 @@ class StepProgram:
 
     def leaves(self, params: Sequence[Any]) -> list[jax.Array]:
         """Copies of the parameters in tree order, on this process's first device."""
-        found: list[jax.Array] = self._copies([self._mesh.own_parts(bucket)[0] for bucket in params])
+        found: list[jax.Array] = self._copies([self.mesh.own_parts(bucket)[0] for bucket in params])
         return found
 
     # Gradients.
 
-    def _differentiate(self, params: Any, gradients: Any, batch: Any, micro: Any, factor: Any) -> Any:
+    def gradients_here(self, params: Any, gradients: Any, batch: Any, micro: Any, factor: Any) -> Any:
+        """`differentiate` of one device."""
         leaves = self._leaves(params)
         trained = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if spec.trainable]
         frozen = [leaf for leaf, spec in zip(leaves, self._specs, strict=True) if not spec.trainable]
@@ -186,7 +190,7 @@ class StepProgram:
 
         def mean(value: Any) -> Any:
             wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-            return (jax.lax.psum(wide, AXIS) / self._mesh.world_size).astype(value.dtype)
+            return (jax.lax.psum(wide, AXIS) / self.mesh.world_size).astype(value.dtype)
 
         return mean(loss), stacked_output(aux), [mean(gradient) for gradient in found]
 
@@ -213,16 +217,17 @@ class StepProgram:
 
     def _reduce(self, bucket: Bucket, gradient: Any) -> Any:
         """The reduced gradient of what this device updates."""
-        before, after, op = self._step_policy.reduction.scaling(self._mesh.world_size)
+        before, after, op = self._step_policy.reduction.scaling(self.mesh.world_size)
         sent = gradient.astype(dtype_of_jax(self._precision.reduce_of(bucket.kind.dtype))) * before
         reduced = (
-            summed_parts(self._mesh, sent, 0) if self._policy.optim is Placement.SHARDED else jax.lax.psum(sent, AXIS)
+            summed_parts(self.mesh, sent, 0) if self._policy.optim is Placement.SHARDED else jax.lax.psum(sent, AXIS)
         )
-        return reduced / self._mesh.world_size if op is ReduceOp.AVG else reduced * after
+        return reduced / self.mesh.world_size if op is ReduceOp.AVG else reduced * after
 
     # The update.
 
-    def _update(self, recipe: Recipe, held: Held, gradients: Gradients, inputs: Inputs) -> Any:
+    def update_here(self, recipe: Recipe, held: Held, gradients: Gradients, inputs: Inputs) -> Any:
+        """`update` of one device."""
         assert self._slice_update is not None  # the engine refuses to train without an optimizer
         is_cut = self._policy.optim is Placement.SHARDED
         if self._policy.grads is Placement.REPLICATED:

@@ -25,7 +25,7 @@ class NativeState(CarriedState):
     ) -> None:
         self._mesh, self._states = mesh, len(mesh.local)
         super().__init__(form, tree, reduction, communicator)
-        self._reduced = jax.jit(mesh.spread(self._reduce, (CUT,), (CUT, WHOLE)))
+        self._reduced = jax.jit(mesh.spread(self.reduce_here, (CUT,), (CUT, WHOLE)))
 
     @property
     def _first_rank(self) -> int:
@@ -46,11 +46,17 @@ class NativeState(CarriedState):
         if self._mesh.world_size == 1:
             return
         self.data, different = self._reduced(self.data)
-        for leaf, differs in zip(self.form.leaves, np.asarray(different.addressable_data(0)), strict=True):
+        self.require_equal(different)
+
+    def require_equal(self, different: jax.Array) -> None:
+        """Raise PolyaccelError for the first leaf that `different` of `reduce_here` names in any step."""
+        of_leaves: Any = np.asarray(different.addressable_data(0)).reshape(-1, len(self.form.leaves)).any(axis=0)
+        for leaf, differs in zip(self.form.leaves, of_leaves, strict=True):
             if differs:
                 raise different_error(leaf.name)
 
-    def _reduce(self, data: Sequence[Any]) -> Any:
+    def reduce_here(self, data: Sequence[Any]) -> Any:
+        """(states, which differ) of one device, to be traced by JAX."""
         found, different = [], []
         for leaf, value, mean in zip(self.form.leaves, data, self.is_averaged, strict=True):
             differs = jnp.bool_(False)

@@ -12,6 +12,7 @@ import numpy as np
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import PolyaccelError
+from polyaccel.jax.native.many_steps import StepAhead, StepsProgram, outcomes, stacked_inputs
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.optimizers import SliceUpdate, stacked
 from polyaccel.jax.native.program import Gradients, Inputs, Outcome, Recipe
@@ -118,7 +119,7 @@ class NativeStep:
         gradients, self._gradients = self._gradients, None
         with self.params.given_up() as held:
             self.params.held, outcome = self._program.update(recipe, held, gradients, inputs)
-            return self._settle(outcome, loss_scale)
+            return self._result(_on_host(outcome))
 
     def step(
         self, batch: Any, micro_steps: int, factor: float, groups: Sequence[Group], loss_scale: float
@@ -130,7 +131,37 @@ class NativeStep:
         with self.params.given_up() as held:
             arguments = (held, gradients, batch, np.uint32(micro_steps), np.float32(factor), inputs)
             loss, aux, self.params.held, outcome = self._program.step(recipe, *arguments)
-            return loss, aux, self._settle(outcome, loss_scale)
+            return loss, aux, self._result(_on_host(outcome))
+
+    def many(
+        self, program: StepsProgram, batches: Any, state: Any, ahead: Sequence[StepAhead], begin: int
+    ) -> tuple[Any, Any, Any, Any, list[StepResult]] | None:
+        """Take steps of `program` from `begin` on, up to one whose update is skipped; None where the optimizer is
+        compiled otherwise for some of them. Collective.
+
+        Returns (losses, last auxiliary outputs, state, which states differ, results of the steps that were taken).
+        """
+        self.consistency.require()
+        made = [self._prepare(one.groups, one.loss_scale, at) for at, one in enumerate(ahead[begin:], 1)]
+        recipe = made[0][0]
+        if any(other != recipe for other, _ in made):
+            return None
+        made = [made[0]] * begin + made
+        numbers = self.optimizer.numbers if isinstance(self.optimizer, OptaxOptimizer) else {}
+        micro_steps = np.asarray([one.micro_steps for one in ahead], np.uint32)
+        factors = [one.factor for one in ahead]
+        inputs = stacked_inputs([one for _, one in made], micro_steps, factors, begin, numbers)
+        with self.params.given_up() as held:
+            self.params.held, losses, aux, state, found, differs = program.run(recipe, held, batches, state, inputs)
+            on_host = _on_host(found)
+            results = list[StepResult]()
+            for one in outcomes(on_host)[begin:]:
+                results.append(self._result(one))
+                if not results[-1].applied:
+                    break
+            if isinstance(self.optimizer, OptaxOptimizer):
+                self.optimizer.numbers = {name: float(value) for name, value in on_host.numbers.items()}
+        return losses, aux, state, differs, results
 
     def evaluate(self, batch: Any) -> tuple[Any, Any]:
         """(losses, auxiliary outputs) of a micro-batch, of each device. Collective."""
@@ -148,10 +179,11 @@ class NativeStep:
         """Copies of the parameters in tree order."""
         return self._program.leaves(self.params.held.params)
 
-    def _prepare(self, groups: Sequence[Group], loss_scale: float) -> tuple[Recipe, Inputs]:
-        """The recipe of the next update, and its inputs: terms once for all buckets that have them in common."""
+    def _prepare(self, groups: Sequence[Group], loss_scale: float, ahead: int = 1) -> tuple[Recipe, Inputs]:
+        """The recipe of an update, the next or one `ahead`, and its inputs: terms once for all buckets that have them
+        in common."""
         assert self._update_of is not None  # the engine refuses to train without an optimizer
-        after = {fqn: count + 1 for fqn, count in self.steps.items()}
+        after = {fqn: count + ahead for fqn, count in self.steps.items()}
         known: dict[tuple[int, tuple[int, ...]], int] = {}
         terms: list[Any] = []
         indices, variants = [], []
@@ -170,13 +202,13 @@ class NativeStep:
         inputs = Inputs(terms, self._program.rounding_keys(after), np.float32(loss_scale), np.float32(loss))
         return Recipe(tuple(indices), tuple(variants)), inputs
 
-    def _settle(self, outcome: Outcome, loss_scale: float) -> StepResult:
-        found = jax.device_get(jax.tree.map(lambda value: value.addressable_data(0), outcome))
+    def _result(self, found: Outcome) -> StepResult:
+        """Count an update whose outcome is on the host."""
         applied, norm = bool(found.applied), float(found.norm)
         if applied:
             for fqn in self.steps:
                 self.steps[fqn] += 1
-            if isinstance(self.optimizer, OptaxOptimizer):
+            if isinstance(self.optimizer, OptaxOptimizer) and found.numbers:
                 self.optimizer.numbers = {name: float(value) for name, value in found.numbers.items()}
         factor = float(found.clip_factor) if applied else 1.0
         return StepResult(applied, norm, norm * factor, self._culprit(found.bad))
@@ -223,3 +255,8 @@ class NativeStep:
         """Release all arrays."""
         self.discard_gradients()
         self.params.close()
+
+
+def _on_host(outcome: Outcome) -> Outcome:
+    found: Outcome = jax.device_get(jax.tree.map(lambda value: value.addressable_data(0), outcome))
+    return found

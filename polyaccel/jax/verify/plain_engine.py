@@ -12,7 +12,7 @@ one with state has statistics of each. Of these only the parts can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -178,6 +178,10 @@ class PlainJaxEngine:
         self.micro_steps += count - 1
         self.step()
         return jnp.stack(losses).mean()
+
+    def train_steps(self, batches: Iterable[Any]) -> jax.Array:
+        """Run an optimizer step for each batch. Collective."""
+        return jnp.stack([self.train_batch(batch) for batch in batches])
 
     def step(self) -> None:
         """End a micro-batch; update the parameters at the accumulation boundary. Collective."""

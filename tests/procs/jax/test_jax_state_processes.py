@@ -13,6 +13,7 @@ pytest.importorskip("optax")
 
 import jax
 import jax_state_models as models
+import jax_steps
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.testkit.ranks.procs import RankPool
@@ -112,3 +113,10 @@ def test_a_checkpoint_of_native_mode(devices, tmp_path):
         assert hint
         for one, other in zip(before, after, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_steps_of_native_mode_in_one_program(devices):
+    """The devices' carried states are averaged after each step."""
+    arguments = ("cycle", 2, 2, DEVICES, (1, 1, 1))
+    for losses in devices(2).run(jax_steps.compare, *arguments, timeout_s=PATIENCE_S):
+        assert len(losses) == 3
