@@ -125,11 +125,11 @@ class EngineBuilder(MeshGroups):
             parts=adapter.part_names(),
             updates=adapter.update_names(),
         )
-        names = () if optimizer is None else optimizer.state_names
+        names, types = ((), {}) if optimizer is None else (optimizer.state_names, optimizer.state_types)
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         if self.communicator.rank == 0:
             write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))
-        plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
+        plan = step_plan_for(self.config, layout, names, is_remote=is_remote, state_types=types)
         run = self.accelerator, self.communicator, self.trace
         tiers = open_tiers(self.config, plan.offload, *run, resident=resident)
         parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)

@@ -22,7 +22,7 @@ import numpy as np
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.core.types import ParamSpec
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.elementwise.evaluate import Elements, NotElementwise, Number, Value, evaluate
 from polyaccel.jax.elementwise.graph import Atom, buffer_names, structure_of
@@ -32,6 +32,7 @@ from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 
 _UPDATES = "updates"
 """Our own number: how many updates there were."""
+_NARROW = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
 _LOSS = "loss"
 """Our own number: the mean loss of a step."""
 
@@ -112,6 +113,9 @@ class OptaxOptimizer(TransformationOptimizer):
         self._number_names = {at: f"optax{leaf.text}" for at, leaf in enumerate(self._leaves) if leaf.is_number}
         self._states_of: dict[str, Mapping[str, int]] = {}
         """The index of each state of a trained parameter among those of the transformation, by their names."""
+        names_of = [buffer_names([self._leaves[at] for at in of_param]) for of_param in of_params]
+        self._kept = self._kept_types(of_params, names_of)
+        """The type in which each state rests, by name."""
         programs: dict[Hashable, Program] = {}
         self.programs: dict[str, Program] = {}
         """The program of each trained parameter, by name."""
@@ -119,8 +123,7 @@ class OptaxOptimizer(TransformationOptimizer):
         """Where plain optax has each state of a trained parameter, by their names."""
         for param, fqn in enumerate(self._names):
             if self._trained[param]:
-                names = buffer_names([self._leaves[at] for at in of_params[param]])
-                program = Program(param, dict(zip(names, of_params[param], strict=True)))
+                program = Program(param, dict(zip(names_of[param], of_params[param], strict=True)))
                 self._states_of[fqn] = program.states
                 self.state_paths[fqn] = {name: self._paths[at] for name, at in program.states.items()}
                 key = self._structure(program)
@@ -129,6 +132,20 @@ class OptaxOptimizer(TransformationOptimizer):
                 self.programs[fqn] = programs[key]
         self._distinct = list(programs.values())
         self._find_numbers()
+
+    def _kept_types(
+        self, of_params: Sequence[Sequence[int]], names_of: Sequence[Sequence[str]]
+    ) -> dict[str, np.dtype[Any]]:
+        """The type of 16 bits in which all trained parameters have a state, else float32, by name."""
+        found: dict[str, set[np.dtype[Any]]] = {}
+        for states, names, is_trained in zip(of_params, names_of, self._trained, strict=True):
+            for at, name in zip(states, names, strict=True):
+                if is_trained:
+                    found.setdefault(name, set()).add(np.dtype(self._leaves[at].dtype))
+        return {
+            name: next(iter(types)) if len(types) == 1 and types <= _NARROW else np.dtype(np.float32)
+            for name, types in found.items()
+        }
 
     def _outputs(self, program: Program) -> list[Atom]:
         """The new weights of a parameter, and its new states."""
@@ -203,6 +220,11 @@ class OptaxOptimizer(TransformationOptimizer):
     def numbers_for_update(self) -> dict[str, float]:
         """The numbers, and the mean loss of the step."""
         return self.numbers | ({_LOSS: self.loss_of_ranks} if self.traced.needs_loss else {})
+
+    @property
+    def state_types(self) -> dict[str, DType]:
+        """Those of 16 bits, such as `mu_dtype` asks for, if all parameters have it."""
+        return {name: DType.parse(dtype.name) for name, dtype in self._kept.items() if dtype.itemsize < 4}
 
     def numbers_by_path(self) -> dict[str, float]:
         """Its states of one number each, by the path that they have in plain optax."""
@@ -316,7 +338,7 @@ class OptaxOptimizer(TransformationOptimizer):
     def _evaluate(
         self, program: Program, weights: Any, gradient: Any, states: Mapping[str, Any], numbers: Mapping[str, Any]
     ) -> list[Any]:
-        """The new weights of a slice, and its new states in float32."""
+        """The new weights of a slice, and its new states in the types in which they rest."""
         param = program.param
         grads, of_states, params = self._inputs
         given = self._given(numbers)
@@ -325,8 +347,8 @@ class OptaxOptimizer(TransformationOptimizer):
             given[of_states[at].index] = Elements(states[name].astype(self._leaves[at].dtype), param)
         after, *found = evaluate(self._update, self._outputs(program), given)
         kept = [
-            _rounded(_spread(value, weights, np.float32), self._leaves[at].dtype)
-            for value, at in zip(found, program.states.values(), strict=True)
+            _rounded(_spread(value, weights, np.float32), self._leaves[at].dtype).astype(self._kept[name])
+            for value, (name, at) in zip(found, program.states.items(), strict=True)
         ]
         return [_spread(after, weights, weights.dtype), *kept]
 

@@ -119,7 +119,12 @@ def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPoli
 
 
 def step_plan_for(
-    config: ResolvedConfig, layout: ShardLayout, state_names: Sequence[str], *, is_remote: bool
+    config: ResolvedConfig,
+    layout: ShardLayout,
+    state_names: Sequence[str],
+    *,
+    is_remote: bool,
+    state_types: Mapping[str, DType] = MappingProxyType({}),
 ) -> StepPlan:
     """The buffers of a step with an optimizer of these states. `is_remote`: the device's memory is not the host's."""
     return plan_step(
@@ -127,6 +132,7 @@ def step_plan_for(
         ZeroPolicy.of_stage(config.zero_optimization.stage),
         replace(step_policy(config), gathering=gather_policy_for(config, layout)),
         state_names=state_names,
+        state_types=state_types,
         micro_batches=config.gradient_accumulation_steps,
         offload=offload_of(config, layout, len(state_names), is_remote=is_remote),
         traffic=traffic_policy_of(config),

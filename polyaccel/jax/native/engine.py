@@ -80,15 +80,16 @@ class NativeEngine(ScanningEngine):
         self.adapter.let_go()
         return (), tuple(spec.fqn for spec in specs)
 
-    def _starts(self, bucket: Bucket) -> dict[str, float]:
-        """The values with which the optimizer's states of a bucket begin."""
+    def _starts(self, bucket: Bucket) -> dict[str, np.ndarray[Any, Any]]:
+        """One element of each of the optimizer's states of a bucket, as it begins."""
         optimizer = self._rewrites.slice_optimizer
         if optimizer is None:
             return {}
-        states = {name: allocate_numpy(1, DType.FLOAT32) for name in optimizer.state_names}
+        types = optimizer.state_types
+        states = {name: allocate_numpy(1, types.get(name, DType.FLOAT32)) for name in optimizer.state_names}
         group = self.optimizer.param_groups[bucket.kind.group]
         optimizer.initialise_states(states, group, bucket.slots[0].param)
-        return {name: float(state.raw[0]) for name, state in states.items()}
+        return {name: state.raw for name, state in states.items()}
 
     def _carry(self, form: StateForm, first: Any) -> CarriedState:
         return NativeState(form, first, self._rewrites.state_reduction, self.communicator, self._mesh)

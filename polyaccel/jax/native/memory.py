@@ -39,7 +39,7 @@ class NativeMemory:
         layout: ShardLayout,
         policy: ZeroPolicy,
         values: Mapping[str, np.ndarray[Any, Any]],
-        starts: Callable[[Bucket], Mapping[str, float]],
+        starts: Callable[[Bucket], Mapping[str, np.ndarray[Any, Any]]],
         publish: Publish,
     ) -> None:
         self.mesh = mesh
@@ -64,7 +64,7 @@ class NativeMemory:
                 masters[bucket.index] = weights[bucket.index]
             if bucket.kind.trainable:
                 states[bucket.index] = {
-                    name: self._place([np.full(high - low, start, np.float32) for low, high in bounds])
+                    name: self._place([np.full(high - low, start[0], start.dtype) for low, high in bounds])
                     for name, start in starts(bucket).items()
                 }
         self.held = Held(publish(weights, self.steps), masters, states)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Self
 
 from polyaccel.core.types import DType
@@ -121,18 +122,20 @@ def plan_step(
     policy: StepPolicy,
     *,
     state_names: Sequence[str] = (),
+    state_types: Mapping[str, DType] = MappingProxyType({}),
     micro_batches: int = 1,
     offload: Offload = NO_OFFLOAD,
     traffic: TrafficPolicy = UNQUANTIZED,
 ) -> StepPlan:
-    """The buffers for training `layout` with an optimizer that has `state_names` for each trained parameter.
+    """The buffers for training `layout` with an optimizer that has `state_names` for each trained parameter, those of
+    `state_types` in their own types.
 
     A step is expected to have `micro_batches` passes. The types in which they accumulate are the `Precision`'s.
     """
     plans = [_plan_params(bucket, zero, offload, traffic) for bucket in layout.buckets]
     longest = max((plan.updated_numel for plan in plans if plan.bucket.kind.trainable), default=0)
     buckets = tuple(
-        _plan_update(plan, policy, state_names, offload, longest) if plan.bucket.kind.trainable else plan
+        _plan_update(plan, policy, state_names, state_types, offload, longest) if plan.bucket.kind.trainable else plan
         for plan in plans
     )
     return StepPlan(layout, zero, policy, micro_batches, offload, traffic, buckets)
@@ -155,7 +158,12 @@ def _plan_params(bucket: Bucket, zero: ZeroPolicy, offload: Offload, traffic: Tr
 
 
 def _plan_update(
-    frozen: BucketPlan, policy: StepPolicy, state_names: Sequence[str], offload: Offload, longest: int
+    frozen: BucketPlan,
+    policy: StepPolicy,
+    state_names: Sequence[str],
+    state_types: Mapping[str, DType],
+    offload: Offload,
+    longest: int,
 ) -> TrainedBucketPlan:
     """`frozen` with what gradients and the update need. Staging memory is as long as the longest update."""
     bucket, precision, dtype = frozen.bucket, policy.precision, frozen.params.dtype
@@ -182,7 +190,10 @@ def _plan_update(
         second=frozen.second,
         place=place,
         master=None if is_master else PlannedBuffer(frozen.updated_numel, master_dtype, place),
-        states={name: PlannedBuffer(frozen.updated_numel, precision.states_of(dtype), place) for name in state_names},
+        states={
+            name: PlannedBuffer(frozen.updated_numel, state_types.get(name, precision.states_of(dtype)), place)
+            for name in state_names
+        },
         gradient=gradient,
         travelling=travelling,
         is_reduced_in_place=keeps_whole and gradient_dtype is travelling.dtype,

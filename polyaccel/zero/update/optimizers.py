@@ -151,8 +151,13 @@ class SliceOptimizer(ABC):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states that the engine allocates for it, each as long as the shard, in float32."""
+        """The states that the engine allocates for it, each as long as the shard."""
         return ()
+
+    @property
+    def state_types(self) -> Mapping[str, DType]:
+        """Types of the states that rest in another type than the config gives, which is float32 by default."""
+        return {}
 
     def initialise_states(  # noqa: B027 - zeros suit most
         self, states: Mapping[str, Buffer], group: Group, param: ParamSpec

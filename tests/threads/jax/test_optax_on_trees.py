@@ -15,6 +15,7 @@ from optax_runs import STEPS, data, engine_at, loss, plainly, start, train_half
 
 import polyaccel
 from polyaccel.cli.main import main
+from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError, PolyaccelError, ShardingError
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.traced_transformation import TracedTransformation
@@ -69,6 +70,7 @@ TRANSFORMATIONS = {
     "stateless, shape": lambda: optax.stateless(by_length),
     "stateless, index": lambda: optax.stateless(by_index),
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2, weight_decay=1.0, mask=matrices), 2),
+    "narrow moments": lambda: optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
     "states of the weights": lambda: optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
     "cocob": lambda: optax.contrib.cocob(),
     "reduce_on_plateau": lambda: optax.chain(
@@ -239,6 +241,45 @@ def test_states_of_whole_parameters_rest_in_their_type_on_their_owner(stage):
     count = 4  # bytes of the number of updates, on each rank
     total = sum(found) if stage else found[0]
     assert total == 6 * numel + count * (2 if stage else 1)
+
+
+NARROW = {
+    "adam": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "sgd": lambda: optax.sgd(1e-2, momentum=0.9, accumulator_dtype=jnp.float16),
+}
+"""Those with a state of 16 bits, the first."""
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (2, {}),
+        (1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
+        (2, {"jax": {"execution": "native"}}),
+    ],
+)
+def test_states_on_slices_rest_in_their_type(name, stage, changes):
+    transformation, params = NARROW[name](), jax.tree.map(jnp.asarray, start())
+    state = transformation.init(params)
+    for at in range(2):
+        updates, state = transformation.update(jax.jit(jax.grad(loss))(params, data(at, 0), None), state, params)
+        params = optax.apply_updates(params, updates)
+    wanted = next(iter(optax.tree.get_all_with_path(state, "mu" if name == "adam" else "trace")))[1]
+
+    def go(ranks):
+        engine = engine_at(stage, NARROW[name](), **changes)
+        for at in range(2):
+            engine.train_batch(data(at, 0))
+        tensors = {(piece.fqn, piece.kind): piece.dtype for piece in engine._contents({}).pieces()}
+        return engine.state_dict()["optimizer"], set(tensors.values())
+
+    found, types = run_threads(1, go)[0]
+    narrow = next(iter(found.values()))
+    for one, other in zip(jax.tree.leaves(narrow), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=1e-2)
+    assert types == {DType.parse(jax.tree.leaves(wanted)[0].dtype.name), DType.FLOAT32}
 
 
 def test_states_of_another_transformation_are_refused(tmp_path):
