@@ -101,7 +101,10 @@ class StateDictOfEngine(Engine):
                 hint="restore the same checkpoint on every rank",
                 value=tuple(sums),
             )
-        self._resume(made[0], _TAG, self._take_over, is_whole=False)
+        try:
+            self._resume(made[0], _TAG, self._take_over, is_whole=False)
+        finally:
+            made[0].delete_tree("")  # now, and not when cycles are collected
 
     # What engines give.
 

@@ -13,17 +13,21 @@ class MemoryStorage(Storage):
     """Files in the memory of this process: those of a checkpoint that is made to be read at once."""
 
     name = "memory"
+    is_cached = True
 
     def __init__(self, location: str) -> None:
         super().__init__(location)
-        self._files: dict[str, bytes] = {}
+        self._files: dict[str, bytearray] = {}
 
     @classmethod
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="the memory of this process")
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        self._files[self._key(path)] = b"".join(chunks)
+        whole = bytearray()
+        for chunk in chunks:
+            whole += chunk
+        self._files[self._key(path)] = whole
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         found = self._files.get(self._key(path))
@@ -31,7 +35,7 @@ class MemoryStorage(Storage):
             raise CheckpointError(f"there is no {path} in {self.location}", value=path)
         if offset + nbytes > len(found):
             raise CheckpointError(f"{path} in {self.location} ends before byte {offset + nbytes}", value=path)
-        return found[offset : offset + nbytes]
+        return bytes(memoryview(found)[offset : offset + nbytes])
 
     def size(self, path: str) -> int | None:
         found = self._files.get(self._key(path))
