@@ -10,10 +10,12 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
 pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
 
 import jax
 import jax_state_models as models
 import jax_steps
+import orbax.checkpoint as ocp
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.testkit.ranks.procs import RankPool
@@ -97,7 +99,10 @@ def save_and_load(communicator, folder):
     again.load_checkpoint(folder)
     found = models.flat(engine.state), models.flat(again.state)
     third = models.engine_of("function", 2, 1, **NATIVE)
-    third.load_state_dict(engine.state_dict())
+    with ocp.CheckpointManager(f"{folder}/orbax") as manager:  # whose processes act together, as those of JAX
+        manager.save(1, args=ocp.args.StandardSave(engine.state_dict()))
+        manager.wait_until_finished()
+        third.load_state_dict(manager.restore(1, args=ocp.args.StandardRestore()))
     assert _equal(third.state_dict(), again.state_dict())
     again.state = engine.state
     assert all(np.array_equal(*pair) for pair in zip(models.flat(again.state), found[0], strict=True))
