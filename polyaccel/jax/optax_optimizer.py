@@ -308,7 +308,8 @@ class OptaxOptimizer(TransformationOptimizer):
         moved, after = self.traced.update(self.traced.tree_of(scaled), leaves, params, loss)
         found = dict(zip(self._names, jax.tree.leaves(moved), strict=True))
         new = {
-            fqn: {name: after[at].astype(jnp.float32) for name, at in self._states_of[fqn].items()} for fqn in weights
+            fqn: {name: after[at].astype(self._kept[name]) for name, at in self._states_of[fqn].items()}
+            for fqn in weights
         }
         return {fqn: found[fqn] for fqn in weights}, new
 

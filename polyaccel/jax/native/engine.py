@@ -7,6 +7,7 @@ in views mode, and so are config, checkpoints and metrics; `params` are copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from polyaccel.jax.native.program import Gradients, StepProgram
 from polyaccel.jax.native.scanning_engine import ScanningEngine
 from polyaccel.jax.native.state import NativeState
 from polyaccel.jax.native.step import NativeStep
-from polyaccel.jax.optax_optimizer import TransformationOptimizer
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.carried import StateForm
@@ -49,12 +49,15 @@ class NativeEngine(ScanningEngine):
         self._last: Any = None
         """The micro-batch whose gradients the program of an update computes, while `before_update` is called."""
         super().__init__(rewrites)
-        carried = self._carried
-        reduce = carried.reduce_here if isinstance(carried, NativeState) and mesh.world_size > 1 else None
-        self._many_steps = StepsProgram(self._program, reduce)
         self._recorder.work.ranks_here = len(mesh.local)
         self._recorder.work.streams_of_batches = self.communicator.world_size
         self._recorder.begin()
+
+    @cached_property
+    def _many_steps(self) -> StepsProgram:
+        carried = self._carried
+        reduce = carried.reduce_here if isinstance(carried, NativeState) and self._mesh.world_size > 1 else None
+        return StepsProgram(self._program, reduce)
 
     @property
     def _ranks_of_batches(self) -> Communicator:
@@ -196,12 +199,6 @@ class NativeEngine(ScanningEngine):
             losses.append(self.grad_step(last))
             self.step()
         return jnp.stack(losses).mean()
-
-    @property
-    def _needs_loss(self) -> bool:
-        """Whether an update follows from the loss of its step."""
-        optimizer = self.zero.optimizer
-        return isinstance(optimizer, TransformationOptimizer) and optimizer.traced.needs_loss
 
     def _evaluate(self, batch: Any) -> tuple[Any, Any]:
         self.zero.consistency.require()

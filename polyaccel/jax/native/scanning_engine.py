@@ -18,6 +18,7 @@ from polyaccel.jax.native.many_steps import StepAhead, StepsProgram
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.state import NativeState
 from polyaccel.jax.native.step import NativeStep
+from polyaccel.jax.optax_optimizer import TransformationOptimizer
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.zero.update.optimizer_step import StepResult
 
@@ -27,7 +28,11 @@ class ScanningEngine(JaxEngine):
 
     zero: NativeStep
     _mesh: DeviceMesh
-    _many_steps: StepsProgram
+
+    @property
+    @abstractmethod
+    def _many_steps(self) -> StepsProgram:
+        """The program of several steps."""
 
     @abstractmethod
     def _cut(self, batch: Any) -> Any:
@@ -44,6 +49,7 @@ class ScanningEngine(JaxEngine):
     def _why_one_by_one(self) -> str:
         recorder, counters = self._recorder, self.counters
         reasons = {
+            "the update takes the loss of its step": self._needs_loss,
             "calls are registered for each step": self.before_update or self.after_update or self.after_step,
             "figures of each step are recorded": self.monitor.enabled
             or recorder.trace is not None
@@ -60,6 +66,12 @@ class ScanningEngine(JaxEngine):
         if self.communicator.world_size > 1:
             reason = next(filter(None, self.communicator.all_gather_object(reason)), "")
         return reason
+
+    @property
+    def _needs_loss(self) -> bool:
+        """Whether an update follows from the loss of its step."""
+        optimizer = self.zero.optimizer
+        return isinstance(optimizer, TransformationOptimizer) and optimizer.traced.needs_loss
 
     def _train_together(self, batches: list[Any]) -> jax.Array:
         self._require_own_process()

@@ -87,6 +87,9 @@ class PartitionedEngine(NativeEngine):
         self.adapter.let_go()
         return (), tuple(spec.fqn for spec in specs)
 
+    def _why_one_by_one(self) -> str:
+        return "parameters rest as leaves on a mesh"
+
     def _carry(self, form: StateForm, first: Any) -> CarriedState:
         if self._partition is not None:
             raise PolyaccelError(

@@ -36,7 +36,7 @@ class PartitionedMemory(NativeMemory):
         program: PartitionedProgram,
         optimizer: OptaxOnMesh | None,
         values: Mapping[str, np.ndarray[Any, Any]],
-        starts: Callable[[Bucket], Mapping[str, float]],
+        starts: Callable[[Bucket], Mapping[str, np.ndarray[Any, Any]]],
     ) -> None:
         self.mesh = places.devices
         self._layout = layout
@@ -60,7 +60,7 @@ class PartitionedMemory(NativeMemory):
                 masters[bucket.index] = weights[bucket.index]
             if bucket.kind.trainable:
                 states[bucket.index] = {
-                    name: _placed(np.full(slot.param.shape, start, np.float32), place)
+                    name: _placed(np.full(slot.param.shape, start[0], start.dtype), place)
                     for name, start in starts(bucket).items()
                 }
         self.held = Held(program.publish(weights, self.steps), masters, states)
