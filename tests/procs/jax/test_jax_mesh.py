@@ -121,3 +121,10 @@ def test_what_no_program_can_have_is_refused(at):
     ((hints, samples),) = at(1, refusals)
     assert hints == [True] * 9
     assert samples == 7
+
+
+def test_names_of_axes_in_flax_are_specs(at):
+    pytest.importorskip("flax")
+    import flax_mesh_model
+
+    assert at(1, flax_mesh_model.both) == [(True, True)]
