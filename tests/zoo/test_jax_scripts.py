@@ -18,30 +18,28 @@ pytest.importorskip("flax")
 
 from jax_scripts import SCRIPTS, on_engine, plainly
 
-from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.ranks.threads import run_threads
 
 IS_FULL = os.environ.get("TESTS_SCRIPTS") == "full"
 WORLDS, STAGES = (1, 2, 3), (0, 2, 3)
-CLIP_IN_CHAIN = {"decoder", "bert", "ppo"}
-"""Native mode clips by the config alone."""
 WITHIN = 1e-6
 """Of a loss, and of an array's largest value."""
 
 
 def cases() -> list[tuple[str, int, int | str]]:
     if IS_FULL:
-        return [(name, world, kind) for name in SCRIPTS for world in WORLDS for kind in (*STAGES, "native")]
+        return [(name, world, kind) for name in SCRIPTS for world in WORLDS for kind in (*STAGES, "native", "native 3")]
     own = [(name, WORLDS[(at + at // 3) % 3], STAGES[at % 3]) for at, name in enumerate(SCRIPTS)]
-    return [*own, *((name, 1, "native") for name in list(SCRIPTS)[::4])]
+    natively = list(SCRIPTS)[::4]
+    return [*own, *((name, 1, ("native", "native 3")[at % 2]) for at, name in enumerate(natively))]
 
 
 def section(kind: int | str) -> dict[str, Any]:
-    if kind == "native":
-        return {"zero_optimization": {"stage": 2, "reduce_bucket_size": 64}, "jax": {"execution": "native"}}
-    persistence = {"stage3_param_persistence_threshold": 0} if kind == 3 else {}
-    return {"zero_optimization": {"stage": kind, "reduce_bucket_size": 64, **persistence}}
+    stage = kind if isinstance(kind, int) else 3 if kind.endswith("3") else 2
+    persistence = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    native = {"jax": {"execution": "native"}} if isinstance(kind, str) else {}
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 64, **persistence}, **native}
 
 
 @pytest.mark.parametrize(("name", "world", "kind"), cases())
@@ -49,7 +47,7 @@ def test_a_script_has_the_numbers_of_plain_jax(
     name: str, world: int, kind: int | str, rank_pool: Callable[[int], RankPool]
 ) -> None:
     def run() -> Any:
-        if kind == "native" and world > 1:
+        if isinstance(kind, str) and world > 1:
             flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={world}"
             with RankPool(1, environ={"XLA_FLAGS": flags}) as pool:
                 return pool.run(on_engine, name, section(kind), world, timeout_s=240.0)
@@ -57,11 +55,6 @@ def test_a_script_has_the_numbers_of_plain_jax(
             return rank_pool(world).run(on_engine, name, section(kind), timeout_s=240.0)
         return run_threads(world, on_engine, name, section(kind), timeout_s=240.0)
 
-    if kind == "native" and name in CLIP_IN_CHAIN:
-        with pytest.raises(ShardingError) as caught:
-            run()
-        assert "gradient_clipping" in caught.value.hint
-        return
     losses, wanted = plainly(name, world)
     for found, leaves in run():
         np.testing.assert_allclose(found, losses, rtol=WITHIN)
