@@ -131,7 +131,8 @@ class GradientsOfEngine(Engine):
         Returns:
             (scalar loss, gradients), means over ranks, or sums of gradients with `"gradient_allreduce_op": "sum"`.
             Gradients have the tree, the shapes and the types of the parameters, or float32 under fp16, whose loss scale
-            is divided out. Those of integers are zeros. They are whole on every rank, at every stage.
+            is divided out. Those of integers are zeros. They are whole on every rank, at every stage, or lie as
+            the parameters do on the script's own mesh.
 
         Raises:
             PolyaccelError: `params` is another tree, a leaf is not an array of numbers, or this process was forked.

@@ -48,8 +48,8 @@ class Held(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The findings of an update. `bad` has for each trained bucket the first element that is not finite, else its
-    length; `norm` is before clipping; `numbers` are the optimizer's states of one number."""
+    """The findings of an update. `bad` has for each trained bucket the first element that is not finite, else no place
+    of one; `norm` is before clipping; `numbers` are the optimizer's states of one number."""
 
     applied: Any
     norm: Any

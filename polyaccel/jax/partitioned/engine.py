@@ -3,6 +3,7 @@ meshes of the script's own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -160,8 +161,33 @@ class PartitionedEngine(NativeEngine):
             return super()._own_aux(aux)
         return jax.tree.map(lambda value: value.addressable_data(0) if value.is_fully_replicated else value, aux)
 
-    def _keys_of_devices(self, rng: Any) -> Any:
-        return super()._keys_of_devices(rng) if self._partition is None else [rng]
+    def _mean_gradients(
+        self, leaves: Sequence[Any] | None, batch: Any, rng: Any, number: int, factor: float
+    ) -> tuple[jax.Array, Any, list[Any]]:
+        """As `GradientsOfEngine._mean_gradients`. On a script's mesh gradients lie where the parameters do."""
+        if self._partition is None:
+            return super()._mean_gradients(leaves, batch, rng, number, factor)
+        names = [leaf.fqn for leaf in self.adapter.leaves()]
+        given = None if leaves is None else self._where_called(leaves, names)
+        cut = self._cut(batch)
+        self._meet("gradients of JAX")
+        keys = None if rng is None else [rng]
+        held = self.zero.params.held.params
+        loss, aux, found = self._program.mean_gradients(held, given, keys, cut, np.uint32(number), np.float32(factor))
+        return self._own_mean(loss), self._own_aux(aux), found
+
+    def _take_gradients(self, gradients: Sequence[jax.Array]) -> None:
+        if self._partition is None:
+            super()._take_gradients(gradients)
+            return
+        names = [leaf.fqn for leaf in self.adapter.leaves() if leaf.is_trained]
+        self._meet("gradients of JAX")
+        self.zero.take_gradients(self._where_called(gradients, names))
+
+    def _where_called(self, leaves: Sequence[Any], names: Sequence[str]) -> list[jax.Array]:
+        """Leaves where the function gets the parameters of these names."""
+        places = [self._places.function[name] for name in names]
+        return [jax.device_put(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
 
 
 def needs_leaves(rewrites: RewriteContext) -> bool:

@@ -245,7 +245,8 @@ class LeafGradients:
             trained, frozen = self._separated(called)
             key = self._key(micro) if keys is None else keys[0]
             loss, aux, found = self._function.differentiate(trained, frozen, weak_numbers(batch), key, factor)
-            return loss, aux, [jax.lax.with_sharding_constraint(one, self._places.whole) for one in found]
+            named = zip(found, (spec.fqn for spec in self._specs if spec.trainable), strict=True)
+            return loss, aux, [jax.lax.with_sharding_constraint(one, self._places.function[fqn]) for one, fqn in named]
 
         def of_rank(params: Any, leaves: Any, keys: Any, batch: Any, micro: Any, factor: Any) -> Any:
             trained, frozen = self._separated(self._all_gathered(params) if leaves is None else leaves)
@@ -267,11 +268,13 @@ class LeafGradients:
         return [leaf for leaf, spec in pairs if spec.trainable], [leaf for leaf, spec in pairs if not spec.trainable]
 
     def take(self, found: Sequence[Any]) -> Gradients:
-        """The gradients of the trained leaves, each with an axis over devices, as their means by bucket."""
+        """The gradients of the trained leaves as their means by bucket; without a script's mesh each has an axis over
+        devices."""
         names = [spec.fqn for spec in self._specs if spec.trainable]
         taken: Gradients = {}
         for fqn, each in zip(names, found, strict=True):
             bucket = self._bucket_of[fqn]
-            mean = jnp.mean(each.astype(jnp.float32), axis=0) * self._factor
+            wide = each.astype(jnp.float32)
+            mean = (wide if self._is_global else jnp.mean(wide, axis=0)) * self._factor
             taken[bucket.index] = self._at(self._places.state, bucket, mean.astype(self._gradient_dtype(bucket)))
         return taken

@@ -50,6 +50,12 @@ class Partition:
         else:
             axes = _axes_of(batch_spec)
             named |= set(axes)
+            if any(entry is not None for entry in _spec_of(batch_spec)[1:]):
+                raise ShardingError(
+                    f"batch_spec {batch_spec} cuts more than the first dimension",
+                    hint="cut others by with_sharding_constraint in the function",
+                    value=str(batch_spec),
+                )
         if unknown := sorted(named - set(mesh.axis_names)):
             raise ShardingError(
                 f"the specs name the axes {unknown}, and the mesh has {list(mesh.axis_names)}",

@@ -189,12 +189,13 @@ class LeafUpdate:
     def _judge(self, gradients: Gradients, loss_scale: Any) -> Outcome:
         """As `StepProgram._judge`, of whole leaves."""
         policy = self._step_policy
-        ends = jnp.asarray([bucket.numel for bucket in self.trained], jnp.int32)
+        ends = jnp.full(len(self.trained), _FINITE, jnp.int32)
         if not (policy.measure_norm or policy.clip_norm > 0.0 or policy.skip_overflow):
             return Outcome(jnp.bool_(True), jnp.float32(0.0), jnp.float32(1.0), ends, {})
         own = [gradients[bucket.index] for bucket in self.trained]
-        bad = jnp.stack([_first_bad(bucket, part) for bucket, part in zip(self.trained, own, strict=True)])
+        bad = jnp.stack([jnp.where(jnp.all(jnp.isfinite(part)), _FINITE, 0) for part in own]).astype(jnp.int32)
         finite = jnp.all(bad == ends)
+        own = [part for part in own if part.size]
         is_number = jnp.all(jnp.stack([~jnp.any(jnp.isnan(part)) for part in own]))
         wide = [part.astype(jnp.float32) for part in own]
         largest = jnp.max(jnp.stack([jnp.max(jnp.abs(part)) for part in wide]))
@@ -239,7 +240,5 @@ def precise_total(values: Any) -> Any:
     return values
 
 
-def _first_bad(bucket: Bucket, gradient: Any) -> Any:
-    """The first element that is not finite, else the bucket's length."""
-    index = LeafRows(gradient.shape).indices().astype(jnp.int32)
-    return jnp.min(jnp.where(jnp.isfinite(gradient), bucket.numel, index)).astype(jnp.int32)
+_FINITE = -1
+"""In place of the first element of a parameter whose gradient is not finite."""

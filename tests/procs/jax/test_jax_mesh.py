@@ -81,6 +81,14 @@ def test_units_gather_their_leaves(at, has_mesh):
     jax.tree.map(lambda own, one: np.testing.assert_allclose(own, one, rtol=0, atol=1e-6), params, plain[3])
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_in_hand_lie_where_parameters_do(at, stage):
+    losses, params = model.train_plainly_in_hand()
+    ((found, whole),) = at(1, model.train_in_hand, stage)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    jax.tree.map(lambda own, plain: np.testing.assert_allclose(own, plain, rtol=0, atol=1e-6), whole, params)
+
+
 def refusals(communicator):
     """The errors of meshes and specs that no program can have."""
     devices = np.array(jax.devices()).reshape(2, 2)
@@ -93,6 +101,7 @@ def refusals(communicator):
         {"mesh": where, "param_specs": {"other": P("tensor")}},
         {"mesh": where, "param_specs": {"table": "tensor"}},
         {"mesh": where, "param_specs": {"table": P("data", "tensor")}},
+        {"mesh": where, "batch_spec": P("data", "tensor")},
         {"mesh": "data"},
         {"param_specs": model.SPECS},
     ]
@@ -119,7 +128,7 @@ def refusals(communicator):
 
 def test_what_no_program_can_have_is_refused(at):
     ((hints, samples),) = at(1, refusals)
-    assert hints == [True] * 9
+    assert hints == [True] * 10
     assert samples == 7
 
 

@@ -139,6 +139,50 @@ def train(communicator, stage, name, placed=False, offloads=False):
     return losses, found, tuple(spec), "reduce-scatter" in program, kinds
 
 
+def train_in_hand(communicator, stage):
+    """(losses, parameters) of a step by hand at perturbed weights, and of one with two micro-batches. A leaf has no
+    elements."""
+    where = mesh()
+    engine = polyaccel.initialize(
+        model=loss_on(where),
+        params={**initial_params(), "empty": np.zeros((0, 4), np.float32)},
+        optimizer=transformation("adamw"),
+        config=make_config(stage, train_batch_size=2 * SAMPLES, gradient_accumulation_steps=2),
+        mesh=where,
+        param_specs=SPECS,
+    )
+    loss, gradients = engine.value_and_grad(batch_of(0))
+    moved = jax.tree.map(lambda leaf, one: leaf + 0.1 * one, engine.params, gradients)
+    _, gradients = engine.value_and_grad(batch_of(0), moved)
+    engine.apply_gradients(gradients, loss)
+    losses = [float(loss), float(engine.train_batch(iter([batch_of(1), batch_of(2)])))]
+    found = engine.params
+    engine.destroy()
+    return losses, {name: jax.tree.map(np.asarray, found[name]) for name in SPECS}
+
+
+def train_plainly_in_hand():
+    """As `train_in_hand`, by plain JAX and optax."""
+    import optax
+
+    update, loss = transformation("adamw"), loss_on(None)
+    params = jax.tree.map(jnp.asarray, initial_params())
+    state = update.init(params)
+
+    def both(params, step):
+        return jax.value_and_grad(lambda given: loss(given, batch_of(step), None)[0])(params)
+
+    first, gradients = both(params, 0)
+    gradients = both(jax.tree.map(lambda leaf, one: leaf + 0.1 * one, params, gradients), 0)[1]
+    updates, state = update.update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    found = [both(params, step) for step in (1, 2)]
+    gradients = jax.tree.map(lambda one, two: (one + two) / 2, *(gradients for _, gradients in found))
+    updates, state = update.update(gradients, state, params)
+    losses = [float(first), float(np.mean([loss for loss, _ in found]))]
+    return losses, jax.tree.map(np.asarray, optax.apply_updates(params, updates))
+
+
 def resume(communicator, folder, name):
     """Parameters after steps on the mesh, and after as many of two runs: one at stage 3, one at another place."""
     whole = start(1, name)
