@@ -144,8 +144,9 @@ def _check_config(runtime: EngineBuilder) -> None:
     for axis, key, size in shared_axes(config):
         if axis == "pipe" and not is_native:
             continue
-        expected = f"asks for ranks along the axis {axis!r}, and functions of JAX train on that of data alone"
-        problems.append(Problem(key, size, expected, "leave it out"))
+        expected = f"asks for ranks along the axis {axis!r}, which functions of JAX have on a mesh of the script's own"
+        hint = 'leave it out, and pass mesh= and param_specs= with "jax": {"execution": "native"}'
+        problems.append(Problem(key, size, expected, "leave it out" if axis == "pipe" else hint))
     is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
     if runtime.policy.params is Placement.SHARDED and not is_host and not is_native:
         expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"
