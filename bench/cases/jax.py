@@ -30,8 +30,11 @@ _NAMES = {
     "views2": "JAX, views, ZeRO-2",
     "jit3": "JAX, one jit, ZeRO-3",
     "jit3-gloo": "JAX, one jit, ZeRO-3, over gloo",
+    "native2": "JAX, native, ZeRO-2, over gloo",
+    "native3": "JAX, native, ZeRO-3, over gloo",
     "gspmd3": "JAX's own shardings (GSPMD), ZeRO-3, over gloo",
 }
+_OVER_GLOO = ("jit3-gloo", "native2", "native3")
 Step = Callable[[Any], float]
 """Trains on a batch (tokens, targets) of this rank; returns the loss."""
 Needs = tuple[int, int]
@@ -43,8 +46,7 @@ def variants(args: argparse.Namespace) -> Mapping[str, Start | str]:
     programs = str(Path(gettempdir(), f"polyaccel-bench-jax-{os.getpid()}"))
     environ = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": programs}
     return {
-        name: Start(environ={**environ, "POLYACCEL_COMM": "gloo"} if name == "jit3-gloo" else environ)
-        for name in _NAMES
+        name: Start(environ={**environ, "POLYACCEL_COMM": "gloo"} if name in _OVER_GLOO else environ) for name in _NAMES
     }
 
 
@@ -107,6 +109,14 @@ def _with_jax(model: Any, shape: Any, batch: Any, world: int, *, stage: int) -> 
     return lambda batch: float(engine.train_batch(batch)), _needs(engine.program(batch))
 
 
+def _with_native(model: Any, shape: Any, batch: Any, world: int, *, stage: int) -> tuple[Step, Needs | None]:
+    import_module("polyaccel.jax").init_distributed()
+    config = {**_config(stage, len(batch[0])), "jax": {"execution": "native"}}
+    loss, params = partial(model.loss, heads=shape.heads), model.initial_params(shape, 0)
+    engine = import_module("polyaccel").initialize(model=loss, params=params, config=config)
+    return lambda batch: float(engine.train_batch(batch)), _needs(engine.program(batch))
+
+
 def _with_gspmd(model: Any, shape: Any, batch: Any, world: int) -> tuple[Step, Needs | None]:
     """Stage 3 as JAX's own shardings: each parameter and its states cut along the largest axis that divides."""
     jax, optax = import_module("jax"), import_module("optax")
@@ -159,6 +169,8 @@ _BUILDERS: dict[str, Callable[..., tuple[Step, Needs | None]]] = {
     "torch2": _with_torch,
     "views2": partial(_with_jax, stage=2),
     "jit3": partial(_with_jax, stage=3),
+    "native2": partial(_with_native, stage=2),
+    "native3": partial(_with_native, stage=3),
     "gspmd3": _with_gspmd,
 }
 

@@ -91,8 +91,9 @@ def test_problems_of_all_rewrites_are_reported_at_once():
         "jax": {"execution": "native"},
         "comms_logger": {"enabled": True},
         "activation_checkpointing": {"enabled": True, "keep": ["attention"]},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
     }
     with pytest.raises(ConfigError) as caught:
         polyaccel.initialize(model=in_units, params=params_of(1), config=config_of(3, **changes))
     keys = {problem.key for problem in caught.value.problems}
-    assert keys == {"zero_optimization.stage", "comms_logger.enabled", "activation_checkpointing.keep"}
+    assert keys == {"zero_optimization.offload_param.device", "comms_logger.enabled", "activation_checkpointing.keep"}
