@@ -30,8 +30,11 @@ def test_arguments_stand_in_deepspeeds_order() -> None:
         "state_reduction",
         "seed",
         "stacked",
+        "mesh",
+        "param_specs",
+        "batch_spec",
     ]
-    assert len(parameters) == len(positional) + 5  # no *positional, no **named
+    assert len(parameters) == len(positional) + 8  # no *positional, no **named
     defaults = {name: one.default for name, one in parameters.items() if one.default is not None}
     assert defaults == {"stacked": ()}
 
