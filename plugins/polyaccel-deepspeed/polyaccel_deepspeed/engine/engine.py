@@ -89,8 +89,10 @@ class DeepSpeedEngine(Settings, TorchEngine):
         Engine._take_result(self, result)
         self.optimizer.overflow = not result.applied
 
-    def _end_step(self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any]) -> None:
-        super()._end_step(groups, loss, lr_kwargs)
+    def _end_step(
+        self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any], steps: int = 1
+    ) -> None:
+        super()._end_step(groups, loss, lr_kwargs, steps)
         if self.metrics is not None:
             self.tput_timer.count(self.metrics, self.gradient_accumulation_steps(), self.train_batch_size())
         if self.monitor.enabled and self.metrics is not None:
