@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.engine.base import Engine
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.jax.program.calls import engine_call
 
 log = getLogger(__name__)
@@ -66,4 +66,4 @@ class StepsOfEngine(Engine):
 
     def _train_together(self, batches: list[Any]) -> jax.Array:
         """`train_steps` in one program for each run of equal shapes. Collective."""
-        raise NotImplementedError
+        raise InvariantError("steps of views execution are not one program", value=len(batches))

@@ -26,7 +26,7 @@ from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import Gradients, StepProgram
 from polyaccel.jax.native.scanning_engine import ScanningEngine
 from polyaccel.jax.native.state import NativeState
-from polyaccel.jax.native.step import NativeStep
+from polyaccel.jax.native.step import NativeStep, Program
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.carried import StateForm
@@ -42,6 +42,7 @@ class NativeEngine(ScanningEngine):
     The config chooses it by `"jax": {"execution": "native"}`.
     """
 
+    _program: Program
     _replicates_in_background = False  # what is copied to the host are arrays of JAX, which an update may use again
 
     def __init__(self, rewrites: RewriteContext, mesh: DeviceMesh) -> None:
@@ -57,6 +58,7 @@ class NativeEngine(ScanningEngine):
     def _many_steps(self) -> StepsProgram:
         carried = self._carried
         reduce = carried.reduce_here if isinstance(carried, NativeState) and self._mesh.world_size > 1 else None
+        assert isinstance(self._program, StepProgram)  # others take steps one by one
         return StepsProgram(self._program, reduce)
 
     @property
@@ -116,7 +118,8 @@ class NativeEngine(ScanningEngine):
     @property
     @engine_call
     def params(self) -> Any:
-        """The parameters as they are now, in the caller's tree, on this process's first device: they do not change."""
+        """The parameters in the caller's tree, as they are now: on the script's mesh where there is one, else whole on
+        this process's first device. They do not change."""
         self._require_own_process()
         self.zero.consistency.require()
         return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())

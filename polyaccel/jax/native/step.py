@@ -29,6 +29,7 @@ class Program(Protocol):
 
     trained: tuple[Bucket, ...]
     differentiate: Any
+    mean_gradients: Any
     take_gradients: Any
     update: Any
     step: Any

@@ -27,7 +27,6 @@ from polyaccel.jax.partitioned.program import PartitionedProgram
 from polyaccel.jax.partitioned.units import unit_leaves
 from polyaccel.jax.partitioned.update import LeafUpdate
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, samples_of, split_batch
-from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.zero.plan.layout import plan_layout
@@ -39,8 +38,6 @@ class PartitionedEngine(NativeEngine):
     Native mode is this engine at stage 3, with a transformation of optax that needs whole parameters, and with a mesh
     of the script's own, where the function is a program of all devices.
     """
-
-    _program: PartitionedProgram  # type: ignore[assignment]  # one interface
 
     def __init__(self, rewrites: RewriteContext, mesh: DeviceMesh) -> None:
         self._partition: Partition | None = rewrites.partition
@@ -94,7 +91,7 @@ class PartitionedEngine(NativeEngine):
     def _carry(self, form: StateForm, first: Any) -> CarriedState:
         if self._partition is not None:
             raise PolyaccelError(
-                "a function on a mesh of its own carries no state",
+                "a function on the script's mesh carries no state",
                 hint="leave mesh= out: each device then has its state of native mode, averaged at the update",
                 value="state",
             )
@@ -141,15 +138,6 @@ class PartitionedEngine(NativeEngine):
         else:
             found = jax.make_array_from_process_local_data(place, np.asarray(value))
         return WeakNumbers(found) if is_weak(leaf) else found
-
-    @property
-    @engine_call
-    def params(self) -> Any:
-        """The parameters in the caller's tree, as they are now: on the script's mesh where there is one, else whole on
-        this process's first device. They do not change."""
-        self._require_own_process()
-        self.zero.consistency.require()
-        return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
 
     def _own_mean(self, losses: jax.Array) -> jax.Array:
         if self._partition is None:

@@ -85,9 +85,8 @@ class Generates:
         if self.runtime.casts_inputs:
             inputs, named = cast_floats((inputs, named), torch.float16)
         if hasattr(module, "generation_config"):
-            named.setdefault(
-                "synced_gpus", False
-            )  # of transformers: [Note: Rollouts unit by unit] needs no idle passes
+            # [Note: Rollouts unit by unit] needs no idle passes of transformers.
+            named.setdefault("synced_gpus", False)
 
         def generate(is_whole: bool) -> Any:
             if policy.max_tokens is not None:

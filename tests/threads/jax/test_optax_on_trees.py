@@ -135,28 +135,28 @@ def test_masks_and_labels_act_on_the_tree(name, world, stages, tmp_path):
         assert np.all(found["out.kernel"] != start()["out"]["kernel"])
 
 
-@pytest.mark.parametrize(
-    ("name", "worlds", "stages"), [(name, *OWNED[at % len(OWNED)]) for at, name in enumerate(WHOLE)]
-)
-def test_whole_parameters_serve_what_needs_them(name, worlds, stages, tmp_path):
+def check_whole(name, worlds, stages, folder):
+    """Both halves of a training end at the weights of plain optax."""
     extra = {"value": lambda loss: loss} if name == "polyak_sgd" else {}
-    found = under_engines(WHOLE[name], worlds, stages, tmp_path)
+    found = under_engines(WHOLE[name], worlds, stages, folder)
     for fqn, value in plainly(WHOLE[name], worlds, **extra).items():
         np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
     if name == "frozen":
         np.testing.assert_array_equal(found["emb.kernel"], start()["emb"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("name", "worlds", "stages"), [(name, *OWNED[at % len(OWNED)]) for at, name in enumerate(WHOLE)]
+)
+def test_whole_parameters_serve_what_needs_them(name, worlds, stages, tmp_path):
+    check_whole(name, worlds, stages, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "stages"), [(name, NATIVE[at % 4]) for at, name in enumerate(WHOLE)])
 def test_native_mode_has_them_too(name, stages, tmp_path):
     """From native mode to ranks of views mode, or back: a checkpoint has the states of both."""
     worlds = tuple(1 if isinstance(stage, str) else 2 for stage in stages)
-    extra = {"value": lambda loss: loss} if name == "polyak_sgd" else {}
-    found = under_engines(WHOLE[name], worlds, stages, tmp_path)
-    for fqn, value in plainly(WHOLE[name], worlds, **extra).items():
-        np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
-    if name == "frozen":
-        np.testing.assert_array_equal(found["emb.kernel"], start()["emb"]["kernel"])
+    check_whole(name, worlds, stages, tmp_path)
 
 
 FAILING = {
