@@ -133,7 +133,10 @@ class SshHosts:
             f"Port 2222\nListenAddress {address}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\n"
             f"StrictModes no\nUsePAM no\nPermitRootLogin yes\nPidFile none\nMaxStartups 100\n"
         )
-        inside = f"mount -t tmpfs none /dev/shm; hostname {name}; exec {_SSHD} -D -e -f {config}"
+        # bash reads it for each command of ssh, and what it prints (pyenv's locks) would stand among a job's lines
+        settings = Path.home() / ".bashrc"
+        empty = f"mount --bind /dev/null {settings}; " if settings.exists() else ""
+        inside = f"{empty}mount -t tmpfs none /dev/shm; hostname {name}; exec {_SSHD} -D -e -f {config}"
         shell = ["unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child", "sh", "-c", inside]
         with (self._folder / f"sshd{number}.log").open("wb") as log:
             first = subprocess.Popen(["ip", "netns", "exec", namespace, *shell], stdin=subprocess.DEVNULL, stderr=log)
