@@ -143,11 +143,18 @@ def _shared_tokens(config: Config) -> list[Problem]:
 
 
 def _generation(config: Config) -> list[Problem]:
-    section, key = config.hybrid_engine, "hybrid_engine.inference_tp_size"
-    if not section.enabled or section.inference_tp_size in (1, config.mesh.tensor):
-        return []
-    expected = f"should be 1, or {config.mesh_key('tensor')} = {config.mesh.tensor}: the ranks that train generate"
-    return [Problem(key, section.inference_tp_size, expected, 'set "mesh": {"tensor": N} to cut the weights')]
+    section, mesh, problems = config.hybrid_engine, config.mesh, []
+    if section.enabled and section.inference_tp_size not in (1, mesh.tensor):
+        expected = f"should be 1, or {config.mesh_key('tensor')} = {mesh.tensor}: the ranks that train generate"
+        hint = 'set "mesh": {"tensor": N} to cut the weights'
+        problems.append(Problem("hybrid_engine.inference_tp_size", section.inference_tp_size, expected, hint))
+    if config.generation.exact:
+        key = "generation.exact"
+        for axis, size in (("sequence", mesh.sequence), ("pipe", mesh.pipe)):
+            if size != 1:
+                expected = f"needs whole sequences on a rank, which {config.mesh_key(axis)} = {size} cuts"
+                problems.append(Problem(key, True, expected, "leave it out, or cut by tensor and data ranks"))
+    return problems
 
 
 def _monitors(config: Config) -> list[Problem]:

@@ -17,6 +17,7 @@ from polyaccel.config.sections.autotuning import AutotuningConfig
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
+from polyaccel.config.sections.generation import GenerationConfig
 from polyaccel.config.sections.hybrid_engine import HybridEngineConfig
 from polyaccel.config.sections.mesh import (
     ExpertParallelConfig,
@@ -187,6 +188,8 @@ class Config(Section):
 
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     """Generation from the engine that trains."""
+    generation: GenerationConfig = GenerationConfig()
+    """Numbers of generated tokens."""
     pipeline: PipelineConfig = PipelineConfig()
     """Layers over stages."""
     mesh: MeshConfig = MeshConfig()

@@ -182,7 +182,7 @@ def _module_settings(config: ResolvedConfig) -> ModuleSettings:
         autocast_dtype=getattr(torch, autocast.dtype) if autocast.enabled else None,
         recompute=None if recompute == RecomputePolicy() else recompute,
         checks_contents=config.zero_optimization.enable_sanity_checks,
-        matrix_kernels=config.matrix_kernels,
+        matrix_kernels="off" if config.generation.exact else config.matrix_kernels,  # their bits depend on the batch
         drop_last=config.dataloader_drop_last,
         profile=profile_settings_of(config),
         generation=generation_policy_of(config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.torch.checkpoint.offload_states import empty_cache
 from polyaccel.torch.data import cast_floats
 from polyaccel.torch.generation.adapters import fused_adapters
+from polyaccel.torch.generation.exact_proof import ComparedRollout
 from polyaccel.torch.generation.rollout import Rollout
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
 
+log = getLogger(__name__)
 _NEW_TOKENS = 20
 """What transformers generates where nothing is stated."""
 
@@ -40,6 +43,7 @@ class Generates:
     runtime: EngineBuilder
     _module_settings: ModuleSettings
     _autocast: Callable[[], AbstractContextManager[Any]]
+    _are_logits_compared = False
 
     @property
     @abstractmethod
@@ -65,7 +69,8 @@ class Generates:
 
         Raises:
             PolyaccelError: The module has no `generate`, is spread over pipeline stages, or may generate more than
-                `hybrid_engine.max_out_tokens`. On the other ranks if it fails on one, where parameters are sharded.
+                `hybrid_engine.max_out_tokens`. Under `generation.exact`, logits are not those of training. On the
+                other ranks if it fails on one, where parameters are sharded.
             ShardingError: Generation changed a parameter, or ranks have different values of one.
 
         Example:
@@ -94,6 +99,8 @@ class Generates:
             draws = seeded(self.accelerator, seed, self._tensor_ranks())
             fused = fused_adapters(module) if fuse_adapters and is_whole else nullcontext()
             with evaluating(module), draws, torch.no_grad(), self._autocast(), fused:
+                if policy.is_exact and not self._are_logits_compared:
+                    return self._generate_compared(module, inputs, named)
                 return module.generate(*inputs, **named)  # type: ignore[operator]
 
         with self.timer(OUTSIDE):
@@ -101,6 +108,17 @@ class Generates:
             if policy.empties_cache:
                 empty_cache(torch_device_of(self.accelerator))
         return output
+
+    def _generate_compared(self, module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return what `generate` returns, after its logits were compared with a pass over the whole sequences."""
+        rollout = ComparedRollout(module, inputs, named)
+        if not rollout.is_possible:
+            log.warning("this rollout is not compared with training: it has beams, an encoder or another generate")
+            return module.generate(*inputs, **named)  # type: ignore[operator]
+        output = module.generate(*inputs, **rollout.arguments)  # type: ignore[operator]
+        rollout.require_equal(output)
+        self._are_logits_compared = True
+        return rollout.as_asked(output)
 
     def _roll_out(self, generate: Callable[[bool], Any]) -> Any:
         """Run `generate` with the weights of this step; its argument is whether all of them are whole."""

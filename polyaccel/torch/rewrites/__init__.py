@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
 from polyaccel.torch.rewrites.cuts import ExpertParallel, MegatronCuts, TensorParallel
-from polyaccel.torch.rewrites.engine import ActivationCheckpointing, MatrixKernels, OptimizerShards, ZeroShards
+from polyaccel.torch.rewrites.engine import (
+    ActivationCheckpointing,
+    ExactGeneration,
+    MatrixKernels,
+    OptimizerShards,
+    ZeroShards,
+)
 from polyaccel.torch.rewrites.forwards import BufferTypes, SequenceParallel, TiledCompute
 from polyaccel.torch.rewrites.placement import DevicePlacement, ReadyModel
 from polyaccel.torch.rewrites.stages import PipelineBlocks, PipelineLayers
@@ -33,5 +39,6 @@ REWRITES: tuple[Rewrite, ...] = (
     ZeroShards(),
     MatrixKernels(),
     ActivationCheckpointing(),
+    ExactGeneration(),
 )
 """Every rewrite, in the order in which they are applied. See [Note: Order of rewrites]."""

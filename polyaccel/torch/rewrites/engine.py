@@ -13,6 +13,7 @@ from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
 from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
 from polyaccel.torch.api.optimizer_proof import check_sliceable
+from polyaccel.torch.exact.forward import ExactForward
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.rewrites.base import AppliedRewrite, RewritableEngine, Rewrite, RewriteContext
 from polyaccel.zero.plan.policy import Placement
@@ -79,6 +80,22 @@ class ActivationCheckpointing(Rewrite):
         if done.blocks is None:
             return None
         return AppliedRewrite(name=self.name, modules=done.blocks.names, remove=done.release)
+
+
+class ExactGeneration(Rewrite):
+    """Forward passes whose bits do not depend on the batch."""
+
+    name = "generation"
+    needs_engine = True
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return context.settings.generation.is_exact
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        """Raises ConfigError on an accelerator without a fitting product."""
+        done = ExactForward(context.model, engine_of(context).accelerator)
+        names = tuple(name for name, _ in context.model.named_modules())
+        return AppliedRewrite(name=self.name, modules=names, remove=done.release)
 
 
 def engine_of(context: RewriteContext) -> RewritableEngine:
