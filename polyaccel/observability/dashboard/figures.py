@@ -13,8 +13,9 @@ class FigureTable:
     """The figures of each step, by name. Of more than `most` rows two neighbours become one, which keeps mean, least
     and greatest of each figure, so that a spike of a single step stays to be seen in a run of a million.
 
-    A step that comes again, as after a checkpoint was loaded, replaces what there was of it and of all later ones
-    (where rows have been joined, the later steps in its row stay in the mean).
+    A step that comes again with a figure that it has, as after a checkpoint was loaded, replaces what there was of it and
+    of all later ones (where rows have been joined, the later steps in its row stay in the mean). Other figures of the
+    last step join it: scripts write their figures one by one.
     """
 
     def __init__(self, most: int) -> None:
@@ -24,12 +25,17 @@ class FigureTable:
         """The number of a row's first step divided by the stride, and of each figure count, sum, least and greatest."""
         self._names: dict[str, None] = {}
         self.last_step: int | None = None
+        self._of_last_step: set[str] = set()
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Take the finite ones of the figures of `step`."""
-        if self.last_step is not None and step <= self.last_step:
+        is_again = self.last_step == step and not self._of_last_step.isdisjoint(figures)
+        if is_again or (self.last_step is not None and step < self.last_step):
             self._forget_from(step)
+        if is_again or step != self.last_step:
+            self._of_last_step.clear()
         self.last_step = step
+        self._of_last_step.update(figures)
         key = step // self._stride
         if not self._rows or self._rows[-1][0] != key:
             self._rows.append((key, {}))

@@ -19,8 +19,8 @@ class ExactForward:
     """Runs forward passes of `module` and of its parts under `ExactMode`, until `release`.
 
     [Note: Exact recomputation]
-    Every part enters the mode, not the module alone: a checkpoint calls a part again in the backward pass, which a script
-    may run itself. Gradients themselves are torch's, for they add up over the batch in any case.
+    Every part enters the mode, not the module alone: a checkpoint calls a part again in the backward pass, which a
+    script may run itself. Gradients themselves are torch's, for they add up over the batch in any case.
 
     Raises ConfigError if the accelerator has no product whose rows are independent of the batch.
     """

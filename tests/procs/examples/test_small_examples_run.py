@@ -98,3 +98,17 @@ def test_a_module_of_jax_trains(
 def test_a_ready_config_is_valid(file: Path) -> None:
     config = load_config(str(file))
     assert config.zero_optimization.stage == json.loads(file.read_text())["zero_optimization"]["stage"]
+
+
+def test_answers_are_rewarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the rollouts of one engine, whose log-probabilities are those of training in every step."""
+    pytest.importorskip("transformers")
+    run(EXAMPLES / "rl" / "train.py", tmp_path, monkeypatch, "--steps", "20")
+    assert "right answers: " in capsys.readouterr().out
+    lines = (tmp_path / "runs" / "rl" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [record for record in map(json.loads, lines) if "tag" in record]
+    rewards = [event["value"] for event in events if event["tag"] == "reward"]
+    assert sum(rewards[-5:]) > 1.2 * sum(rewards[:5])
+    assert {event["value"] for event in events if event["tag"] == "log_probability_difference"} == {0.0}

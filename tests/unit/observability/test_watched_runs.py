@@ -90,6 +90,24 @@ def test_steps_that_come_again_replace_what_there_was() -> None:
     assert thinned.shown()["step"][-1] < 16
 
 
+@pytest.mark.parametrize("most", [2, 100])
+def test_figures_that_a_script_writes_one_by_one_stand_in_one_step(most: int) -> None:
+    table = FigureTable(most)
+    for step in range(1, 9):
+        for name in ("reward", "rollout_s", "update_s"):
+            table.add(step, {name: float(step)})
+    shown = table.shown()
+    assert list(shown["figures"]) == ["reward", "rollout_s", "update_s"]
+    assert len({tuple(column) for column in shown["figures"].values()}) == 1
+    table.add(5, {"reward": 0.0})
+    assert table.shown()["step"][-1] <= 5
+    if most == 100:
+        assert table.shown()["figures"] == {
+            "reward": [1, 2, 3, 4, 0],
+            **{name: [1, 2, 3, 4, None] for name in ("rollout_s", "update_s")},
+        }
+
+
 def test_numbers_have_their_places_as_names() -> None:
     record = {"step": 1, "skipped": True, "lr": [0.1, 0.2], "loss": None, "phase_s": {"forward": 0.5}, "tokens": [1, 2]}
     assert flattened(record) == {"lr": 0.1, "lr_1": 0.2, "phase_s/forward": 0.5}
