@@ -56,7 +56,7 @@ class CarriedState(ABC):
         first = form.host_data(tree)
         if communicator.world_size > 1:
             _broadcast([value for value, mean in zip(first, self.is_averaged, strict=True) if mean], communicator)
-        self.data = [self._placed([value] * self._states) for value in first]
+        self.data = [self._placed(at, [value] * self._states) for at, value in enumerate(first)]
 
     @property
     def tree(self) -> Any:
@@ -65,7 +65,7 @@ class CarriedState(ABC):
 
     def assign(self, tree: Any) -> None:
         """Replace the state on all devices of this process. Raises PolyaccelError for another structure or type."""
-        self.data = [self._placed([value] * self._states) for value in self.form.host_data(tree)]
+        self.data = [self._placed(at, [value] * self._states) for at, value in enumerate(self.form.host_data(tree))]
 
     @abstractmethod
     def reduce(self) -> None:
@@ -92,8 +92,8 @@ class CarriedState(ABC):
         """How many states the job has."""
 
     @abstractmethod
-    def _placed(self, parts: Sequence[Array]) -> jax.Array:
-        """Put one value of each of this process's states on the devices."""
+    def _placed(self, at: int, parts: Sequence[Array]) -> jax.Array:
+        """Put one value of leaf `at` for each of this process's states on the devices."""
 
     @abstractmethod
     def _parts(self, value: jax.Array) -> Sequence[Any]:
@@ -148,7 +148,7 @@ class CarriedState(ABC):
                     flat = allocate(item.length, item.dtype)
                     reader.read_into(item, flat, allocate)
                     parts.append(np.frombuffer(flat.to_bytes(), leaf.dtype).reshape(leaf.shape).copy())
-                self.data[index] = self._placed(parts)
+                self.data[index] = self._placed(index, parts)
 
         return take_over
 
@@ -247,7 +247,7 @@ class ViewsState(CarriedState):
     def _all_states(self) -> int:
         return self.communicator.world_size
 
-    def _placed(self, parts: Sequence[Array]) -> jax.Array:
+    def _placed(self, at: int, parts: Sequence[Array]) -> jax.Array:
         return jax.device_put(jnp.array(parts[0]), self._device)
 
     def _parts(self, value: jax.Array) -> Sequence[Any]:
@@ -266,7 +266,7 @@ class ViewsState(CarriedState):
         for at, mean in zip(floats, means, strict=True):
             leaf = self.form.leaves[at]
             part = mean.view(leaf.dtype) if leaf.dtype.kind == "c" else mean.astype(leaf.dtype)
-            self.data[at] = self._placed([part.reshape(leaf.shape)])
+            self.data[at] = self._placed(at, [part.reshape(leaf.shape)])
 
     def _require_equal(self, chosen: Sequence[int]) -> None:
         if not chosen:

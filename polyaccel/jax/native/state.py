@@ -35,7 +35,7 @@ class NativeState(CarriedState):
     def _all_states(self) -> int:
         return self._mesh.world_size
 
-    def _placed(self, parts: Sequence[Array]) -> jax.Array:
+    def _placed(self, at: int, parts: Sequence[Array]) -> jax.Array:
         return self._mesh.over_devices([jnp.array(part)[None] for part in parts])
 
     def _parts(self, value: jax.Array) -> Sequence[Any]:

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from polyaccel.core.mesh import Mesh
 from polyaccel.engine.policies.steps import persistent_params
-from polyaccel.errors import PolyaccelError
 from polyaccel.jax.carried_state import CarriedState
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import DeviceMesh
@@ -24,6 +23,7 @@ from polyaccel.jax.partitioned.gradients import LeafGradients
 from polyaccel.jax.partitioned.memory import PartitionedMemory
 from polyaccel.jax.partitioned.places import LeafPlaces, Partition
 from polyaccel.jax.partitioned.program import PartitionedProgram
+from polyaccel.jax.partitioned.state import MeshState
 from polyaccel.jax.partitioned.units import unit_leaves
 from polyaccel.jax.partitioned.update import LeafUpdate
 from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, samples_of, split_batch
@@ -89,13 +89,12 @@ class PartitionedEngine(NativeEngine):
         return "parameters rest as leaves on a mesh"
 
     def _carry(self, form: StateForm, first: Any) -> CarriedState:
-        if self._partition is not None:
-            raise PolyaccelError(
-                "a function on the script's mesh carries no state",
-                hint="leave mesh= out: each device then has its state of native mode, averaged at the update",
-                value="state",
-            )
-        return super()._carry(form, first)
+        if self._partition is None:
+            return super()._carry(form, first)
+        reduction = self._rewrites.state_reduction
+        carried = MeshState(form, first, reduction, self.communicator, self._partition.mesh)
+        self._places.carried = carried.places
+        return carried
 
     # With a mesh of the script: one program, and one micro-batch, of all devices.
 
@@ -109,10 +108,11 @@ class PartitionedEngine(NativeEngine):
         cut = samples_of(batch)
         leaves, structure = jax.tree.flatten(inputs)
         placed = jax.tree.unflatten(structure, [self._on_mesh(leaf, at in cut) for at, leaf in enumerate(leaves)])
-        arguments = (self.zero.params.held.params, None, placed, np.uint32(0), np.float32(1.0))
+        found = self._with_state(placed)
+        arguments = (self.zero.params.held.params, None, found, np.uint32(0), np.float32(1.0))
         self._checks.require_scalable(inputs)
         self._loss_function.check(self._program.differentiate, arguments)
-        return placed
+        return found
 
     @property
     def _own_parts(self) -> int:
@@ -162,7 +162,7 @@ class PartitionedEngine(NativeEngine):
         keys = None if rng is None else [rng]
         held = self.zero.params.held.params
         loss, aux, found = self._program.mean_gradients(held, given, keys, cut, np.uint32(number), np.float32(factor))
-        return self._own_mean(loss), self._own_aux(aux), found
+        return self._own_mean(loss), self._own_aux(self._keep_state(aux)), found
 
     def _take_gradients(self, gradients: Sequence[jax.Array]) -> None:
         if self._partition is None:

@@ -26,6 +26,7 @@ from polyaccel.jax.native.program import (
     weak_numbers,
 )
 from polyaccel.jax.partitioned.places import LeafPlaces, dimension_of, within
+from polyaccel.jax.partitioned.state import settled
 from polyaccel.jax.partitioned.units import Exchange, MeshMembers, Token
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.params import Leaf
@@ -214,7 +215,8 @@ class LeafGradients:
     # Gradients of the script's own program.
 
     def _of_all(self, params: Any, gradients: Any, batch: Any, micro: Any, factor: Any) -> Any:
-        return self._found(params, gradients, weak_numbers(batch), micro, factor)
+        loss, aux, found = self._found(params, gradients, weak_numbers(batch), micro, factor)
+        return loss, settled(aux, self._places.carried), found
 
     @property
     def _factor(self) -> float:
@@ -230,7 +232,8 @@ class LeafGradients:
         ]
 
     def _evaluate_all(self, params: Any, batch: Any, factor: Any) -> Any:
-        return self._evaluated(params, weak_numbers(batch), factor)
+        loss, aux = self._evaluated(params, weak_numbers(batch), factor)
+        return loss, settled(aux, self._places.carried)
 
     def _at(self, places: Mapping[str, Any], bucket: Bucket, value: Any) -> Any:
         return jax.lax.with_sharding_constraint(value, places[bucket.slots[0].param.fqn])
@@ -246,7 +249,8 @@ class LeafGradients:
             key = self._key(micro) if keys is None else keys[0]
             loss, aux, found = self._function.differentiate(trained, frozen, weak_numbers(batch), key, factor)
             named = zip(found, (spec.fqn for spec in self._specs if spec.trainable), strict=True)
-            return loss, aux, [jax.lax.with_sharding_constraint(one, self._places.function[fqn]) for one, fqn in named]
+            placed = [jax.lax.with_sharding_constraint(one, self._places.function[fqn]) for one, fqn in named]
+            return loss, settled(aux, self._places.carried), placed
 
         def of_rank(params: Any, leaves: Any, keys: Any, batch: Any, micro: Any, factor: Any) -> Any:
             trained, frozen = self._separated(self._all_gathered(params) if leaves is None else leaves)

@@ -126,7 +126,25 @@ def adopt_mesh(params: Any, mesh: Any, specs: Any, batch_spec: Any) -> tuple[Any
             )
         (mesh,) = meshes
         specs = jax.tree.map(lambda one: PartitionSpec() if one is None else one.spec, shardings, is_leaf=_is_place)
-    return jax.tree.map(_on_host, params), Partition.of(mesh, specs, batch_spec)
+    return host_tree(params), Partition.of(mesh, specs, batch_spec)
+
+
+def sharding_on(mesh: Mesh, leaf: Any) -> NamedSharding | None:
+    """The place of an array that lies on `mesh`; None of any other array. Raises ShardingError for another mesh."""
+    found = _sharding_of(leaf)
+    if found is not None and found.mesh != mesh:
+        raise ShardingError(
+            f"the state lies on a mesh of {dict(found.mesh.shape)}, and the parameters on {dict(mesh.shape)}",
+            hint="put both on one mesh, or pass whole arrays as state=",
+            value=str(dict(found.mesh.shape)),
+        )
+    return found
+
+
+def host_tree(tree: Any) -> Any:
+    """A tree whose leaves that lie on several devices are arrays of numpy. Collective where other processes have
+    parts of them."""
+    return jax.tree.map(_on_host, tree)
 
 
 class LeafPlaces:
@@ -144,6 +162,8 @@ class LeafPlaces:
         self.param: dict[str, NamedSharding] = {}
         self.state: dict[str, NamedSharding] = {}
         self.stored: dict[str, NamedSharding] = {}
+        self.carried: Sequence[NamedSharding] = ()
+        """Of the leaves of the state that a function on a script's mesh carries."""
         self._memory_kind = "pinned_host" if offloads else None
 
     def add(self, specs: Sequence[ParamSpec], stacked: Collection[str], persistent: Collection[str]) -> None:
@@ -269,6 +289,8 @@ def _on_host(leaf: Any) -> Any:
     """A leaf that lies on several devices as one array of numpy; others as they are."""
     if not _is_spread(leaf):
         return leaf
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_on_host(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
     from jax.experimental.multihost_utils import process_allgather

@@ -112,14 +112,6 @@ def refusals(communicator):
                 model=model.loss_on(None), params=model.initial_params(), config=model.make_config(2), **given
             )
         found.append(bool(caught.value.hint))
-    with pytest.raises(PolyaccelError) as caught:
-        polyaccel.initialize(
-            model=lambda params, state, batch, rng: (params["w"].sum(), state),
-            params={"w": np.ones(4, np.float32)},
-            state=np.zeros(2, np.float32),
-            config=model.make_config(2),
-            mesh=where,
-        )
     engine = model.start(2, "adamw")
     with pytest.raises(PolyaccelError) as caught:
         engine.train_batch(jax.tree.map(lambda leaf: leaf[:7], model.batch_of(0)))

@@ -115,10 +115,15 @@ def start(stage, name, placed=False, **changes):
 
 
 def own_samples(communicator, step):
+    """The samples of this process."""
+    return own_samples_of(communicator, batch_of(step))
+
+
+def own_samples_of(communicator, batch):
     """The samples of this process: each has an equal part."""
     count = SAMPLES // communicator.world_size
     own = slice(communicator.rank * count, (communicator.rank + 1) * count)
-    return jax.tree.map(lambda leaf: leaf[own], batch_of(step))
+    return jax.tree.map(lambda leaf: leaf[own], batch)
 
 
 def train(communicator, stage, name, placed=False, offloads=False):
