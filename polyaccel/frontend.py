@@ -65,6 +65,7 @@ def initialize(
     mesh: jax.sharding.Mesh | None = None,
     param_specs: Any = None,
     batch_spec: jax.sharding.PartitionSpec | None = None,
+    axis_rules: Any = None,
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
     config: ConfigSource | None = None,
@@ -95,6 +96,7 @@ def initialize(
     mesh: jax.sharding.Mesh | None = None,
     param_specs: Any = None,
     batch_spec: jax.sharding.PartitionSpec | None = None,
+    axis_rules: Any = None,
 ) -> Any:
     """Build a training engine around `model`. The positional arguments are DeepSpeed's, in DeepSpeed's order.
 
@@ -139,6 +141,9 @@ def initialize(
         param_specs: Tree of `PartitionSpec` for `params`, or for subtrees; None leaves parameters whole.
         batch_spec: `PartitionSpec` of a batch's first dimension; None cuts it along the axes that no parameter uses.
             ZeRO cuts optimizer states along the same axes.
+        axis_rules: Pairs of a name and an axis, several or None, as for `flax.linen.logical_axis_rules`: what becomes
+            of the names of dimensions that parameters of flax have. They precede the engine's own rules for the axes
+            that the config asks for (`"mesh": {"tensor": 2}`); with `mesh=` there are no others.
 
     Returns:
         `(engine, optimizer, training_dataloader, lr_scheduler)` for a torch module, with None for each that was not
@@ -179,6 +184,7 @@ def initialize(
         "mesh": mesh,
         "param_specs": param_specs,
         "batch_spec": batch_spec,
+        "axis_rules": axis_rules,
     }
     _refuse_foreign("a torch module" if home == "torch" else "JAX", of_jax if home == "torch" else of_torch)
     frontend = _load_frontend(home)
@@ -195,7 +201,7 @@ def initialize(
     if home == "torch":
         return frontend.initialize(model, **both, **of_torch)
     carried = {"state": state, "state_reduction": state_reduction or "mean"}
-    places = {"mesh": mesh, "param_specs": param_specs, "batch_spec": batch_spec}
+    places = {"mesh": mesh, "param_specs": param_specs, "batch_spec": batch_spec, "axis_rules": axis_rules}
     return frontend.initialize(model, params, seed=seed or 0, stacked=stacked, **carried, **places, **both)
 
 

@@ -14,14 +14,17 @@ from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.engine.runtime import EngineBuilder, build
-from polyaccel.errors import ConfigError, Problem
+from polyaccel.errors import ConfigError, Problem, ShardingError
 from polyaccel.jax.carried_state import Reduction
 from polyaccel.jax.compilation_cache import keep_compiled_programs
 from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.modules import trained_part
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import DeviceMesh, native_mesh
+from polyaccel.jax.native_keys import asked_axes, axis_sizes, require_same_axes, without_axes
+from polyaccel.jax.partitioned.config_axes import partition_of
 from polyaccel.jax.partitioned.engine import PartitionedEngine, needs_leaves
-from polyaccel.jax.partitioned.places import Partition, adopt_mesh
+from polyaccel.jax.partitioned.places import Partition, adopt_mesh, host_tree
 from polyaccel.jax.pipeline_engine import JaxPipelineEngine
 from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.pytree import require_only_params
@@ -49,22 +52,28 @@ def initialize(
     mesh: Any,
     param_specs: Any,
     batch_spec: Any,
+    axis_rules: Any,
     distributed_port: int | None,
     dist_init_required: bool | None,
 ) -> JaxEngine:
     """Build an engine around `model`, a function or a module of flax or equinox; as `polyaccel.initialize`."""
     model, params, state, optimizer = taken_apart(model, params, state, optimizer)
     require_only_params(params)
-    params, partition = adopt_mesh(params, mesh, param_specs, batch_spec)
     parsed = load_config(config)
-    if partition is not None and parsed.jax.execution != "native":
-        hint = 'use "native", or pass whole arrays on one device and no mesh'
-        expected = "views mode computes on one device a rank, and there is a mesh"
-        raise ConfigError([Problem("jax.execution", parsed.jax.execution, expected, hint)], source="initialize")
+    trained = trained_part(model, params)
+    partition = adopt_mesh(trained, mesh, param_specs, batch_spec, axis_rules)
+    named = {"param_specs": param_specs, "batch_spec": batch_spec, "axis_rules": axis_rules}
+    needs_mesh = _needs_mesh(parsed, partition, named)
     if (run := active_run()) is not None:
         parsed = float32_config(parsed)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
+    if needs_mesh:
+        every = native_mesh()
+        partition = partition_of(axis_sizes(parsed, every.world_size), every, trained, *named.values())
+    if partition is not None:
+        require_same_axes(parsed, partition.mesh.shape)
+        parsed, params = without_axes(parsed), host_tree(params)
     devices = _devices_for(parsed, partition)
     world_size = _ranks_of(devices, partition)
     runtime = build(parsed, world_size=world_size)
@@ -104,6 +113,22 @@ def initialize(
     return engine
 
 
+def _needs_mesh(config: Config, partition: Partition | None, named: Mapping[str, Any]) -> bool:
+    """Whether the engine makes the mesh that a config asks for. Raises ConfigError for meshes of views mode, and
+    ShardingError for arguments that need one where there is none."""
+    given = [name for name, value in named.items() if value is not None]
+    if config.jax.execution != "native" and (partition is not None or given):
+        hint = 'use "native", or pass whole arrays on one device and no mesh'
+        expected = "views mode computes on one device a rank, and there is a mesh"
+        raise ConfigError([Problem("jax.execution", config.jax.execution, expected, hint)], source="initialize")
+    if partition is not None or config.jax.execution != "native":
+        return False
+    if given and given != ["axis_rules"] and not asked_axes(config):
+        hint = 'pass mesh= with it, or let the config ask for axes: "mesh": {"tensor": 2}'
+        raise ShardingError(f"{given[0]} was given without a mesh", hint=hint, value=given[0])
+    return bool(given or asked_axes(config))
+
+
 def _devices_for(config: Config, partition: Partition | None) -> DeviceMesh | None:
     """The devices of native mode: those of the script's mesh, or all. Collective."""
     if config.jax.execution != "native":
@@ -141,12 +166,13 @@ def _check_config(runtime: EngineBuilder) -> None:
     config: ResolvedConfig = runtime.config
     is_native = config.jax.execution == "native"
     problems = []
-    for axis, key, size in shared_axes(config):
-        if axis == "pipe" and not is_native:
+    axes = [*shared_axes(config), ("expert", config.mesh_key("expert"), config.mesh.expert)]
+    for axis, key, size in axes:
+        if size == 1 or (axis == "pipe" and not is_native):
             continue
-        expected = f"asks for ranks along the axis {axis!r}, which functions of JAX have on a mesh of the script's own"
-        hint = 'leave it out, and pass mesh= and param_specs= with "jax": {"execution": "native"}'
-        problems.append(Problem(key, size, expected, "leave it out" if axis == "pipe" else hint))
+        expected = f"asks for ranks along the axis {axis!r}, which functions of JAX have on a mesh of native mode"
+        hint = "leave it out" if axis == "pipe" else 'use it with "jax": {"execution": "native"}, or leave it out'
+        problems.append(Problem(key, size, expected, hint))
     is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
     if runtime.policy.params is Placement.SHARDED and not is_host and not is_native:
         expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"

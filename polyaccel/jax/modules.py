@@ -57,6 +57,16 @@ def as_function(model: Any, params: Any, state: Any = None, *, with_units: bool 
     return model, params, state
 
 
+def trained_part(model: Any, params: Any) -> Any:
+    """Return the trained arrays of a module that has its own, else `params`."""
+    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    if nnx is not None and params is None and isinstance(model, nnx.Module):
+        return nnx.state(model, nnx.Param)
+    if equinox is not None and params is None and isinstance(model, equinox.Module):
+        return equinox.filter(model, equinox.is_inexact_array)
+    return params
+
+
 def _require_arguments(function: Any, state: Any) -> None:
     """Raise PolyaccelError for a function that takes a state and gets none, or the other way round."""
     try:

@@ -141,7 +141,7 @@ class RewriteContext(BaseContext):
 
     def mesh_of_script(self) -> AbstractContextManager[Any]:
         """The script's own mesh as JAX's context; nothing without one."""
-        return nullcontext() if self.partition is None else jax.set_mesh(self.partition.mesh)
+        return nullcontext() if self.partition is None else self.partition.context()
 
     def release(self) -> None:
         """Drop the caller's arrays, after the engine has read them."""
@@ -172,6 +172,8 @@ class FunctionOfModel(Rewrite):
             return AppliedRewrite(name=self.name, modules=tuple(map(str, range(len(layers.layers)))))
         found = as_function(before, context.params, context.state, with_units=context.with_units)
         context.model, context.params, context.state = found
+        if context.partition is not None:
+            context.params = context.partition.on_host(context.params)
         return None if context.model is before else AppliedRewrite(name=self.name, modules=("",))
 
 

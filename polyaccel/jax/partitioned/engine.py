@@ -57,6 +57,7 @@ class PartitionedEngine(NativeEngine):
         if self._partition is not None:
             names = ("shard_map", "sharding_constraint", "reshard")
             self._loss_function.own_meshes = dict.fromkeys(names, self._mesh.world_size)
+            self._loss_function.must_use = self._partition.must_use
         specs = tuple(self.adapter.param_specs())
         offloads = self._rewrites.offloads_states
         places = self._places = LeafPlaces(self._mesh, self._partition, runtime.policy, offloads=offloads)

@@ -6,8 +6,9 @@ more, along its longest dimension that the ranks of data divide. A leaf without 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,6 +19,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from polyaccel.core.types import ParamSpec
 from polyaccel.errors import ShardingError
 from polyaccel.jax.native.mesh import AXIS, DeviceMesh
+from polyaccel.jax.partitioned.logical_axes import (
+    Rules,
+    checked_rules,
+    named_axes,
+    require_names,
+    specs_by_rules,
+    with_rules,
+)
 from polyaccel.jax.pytree import path_name
 from polyaccel.zero.plan.policy import Placement, ZeroPolicy
 
@@ -31,6 +40,10 @@ class Partition:
     """A tree of PartitionSpec for the parameters, or for subtrees of them; None: whole."""
     batch_axes: tuple[str, ...]
     """The axes that cut the first dimension of a batch, over which ZeRO cuts what it cuts."""
+    rules: Rules | None = None
+    """What flax makes of names of axes in the function; None: what the script sets."""
+    must_use: frozenset[str] = frozenset()
+    """Axes that no parameter has, so that the function has to name them."""
 
     @classmethod
     def of(cls, mesh: Mesh, specs: Any, batch_spec: PartitionSpec | None) -> Partition:
@@ -75,6 +88,20 @@ class Partition:
         """The number of parts of a batch."""
         return prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
+    def axes_of_params(self) -> set[str]:
+        """Return the axes that cut a parameter."""
+        return {axis for spec in _leaves_of(self.specs) for axis in _axes_of(spec)}
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The mesh as JAX's context, and the rules as flax's."""
+        with jax.set_mesh(self.mesh), with_rules(self.rules):
+            yield
+
+    def on_host(self, params: Any) -> Any:
+        """As `host_tree`."""
+        return host_tree(params)
+
     def device_mesh(self) -> DeviceMesh:
         """All devices side by side, for what is cut evenly over them. Raises ShardingError if they are scattered."""
         devices = list(self.mesh.devices.flat)
@@ -104,29 +131,34 @@ class Partition:
         return found
 
 
-def adopt_mesh(params: Any, mesh: Any, specs: Any, batch_spec: Any) -> tuple[Any, Partition | None]:
-    """Return (parameters on the host, partition): that of the arguments, or of parameters that lie on a mesh already.
+def adopt_mesh(params: Any, mesh: Any, specs: Any, batch_spec: Any, rules: Any = None) -> Partition | None:
+    """Return the partition of the arguments, or of parameters that lie on a mesh already; None without any.
 
-    Raises ShardingError for arguments that contradict each other.
+    Raises ShardingError for arguments that contradict each other, and for names of axes that no rule has.
     """
-    spread = [leaf for leaf in jax.tree.leaves(params) if _is_spread(leaf)]
-    if mesh is None and (specs is not None or batch_spec is not None):
-        name = "batch_spec" if specs is None else "param_specs"
-        raise ShardingError(f"{name} was given without a mesh", hint="pass mesh= with it", value=name)
-    if not spread:
-        return params, None if mesh is None else Partition.of(mesh, specs, batch_spec)
+    own_rules = None if rules is None else checked_rules(rules)
+    if specs is not None and rules is not None:
+        hint = "pass one of the two"
+        raise ShardingError("axis_rules and param_specs were both given", hint=hint, value="axis_rules")
+    if not any(_is_spread(leaf) for leaf in jax.tree.leaves(params)):
+        if mesh is None:
+            return None
+        if own_rules is not None and isinstance(mesh, Mesh):
+            require_names(found := named_axes(params))
+            specs = specs_by_rules(found, own_rules, mesh)
+        return replace(Partition.of(mesh, specs, batch_spec), rules=own_rules)
+    shardings = jax.tree.map(_sharding_of, params)
+    meshes = {one.mesh for one in jax.tree.leaves(shardings) if one is not None}
+    if len(meshes | ({mesh} if mesh is not None else set())) != 1:
+        raise ShardingError(
+            f"the parameters lie on {len(meshes)} meshes",
+            hint="put all of them on one: jax.device_put(params, NamedSharding(mesh, spec))",
+            value=len(meshes),
+        )
+    (mesh,) = meshes
     if specs is None:
-        shardings = jax.tree.map(_sharding_of, params)
-        meshes = {one.mesh for one in jax.tree.leaves(shardings) if one is not None}
-        if len(meshes | ({mesh} if mesh is not None else set())) != 1:
-            raise ShardingError(
-                f"the parameters lie on {len(meshes)} meshes",
-                hint="put all of them on one: jax.device_put(params, NamedSharding(mesh, spec))",
-                value=len(meshes),
-            )
-        (mesh,) = meshes
         specs = jax.tree.map(lambda one: PartitionSpec() if one is None else one.spec, shardings, is_leaf=_is_place)
-    return host_tree(params), Partition.of(mesh, specs, batch_spec)
+    return replace(Partition.of(mesh, specs, batch_spec), rules=own_rules)
 
 
 def sharding_on(mesh: Mesh, leaf: Any) -> NamedSharding | None:

@@ -15,7 +15,7 @@ from polyaccel.core.types import ParamSpec
 from polyaccel.jax.native.program import Held, Inputs, Recipe, rounding_keys_of
 from polyaccel.jax.native.rows import RoundingKeys
 from polyaccel.jax.partitioned.gradients import LeafGradients
-from polyaccel.jax.partitioned.places import LeafPlaces
+from polyaccel.jax.partitioned.places import LeafPlaces, Partition
 from polyaccel.jax.partitioned.update import LeafUpdate
 
 
@@ -41,7 +41,7 @@ class PartitionedProgram:
             loss, aux, found = gradients.differentiate(held.params, before, batch, micro, factor)
             return loss, aux, *update.update(recipe, held, found, inputs)
 
-        inside = partial(InsideMesh, places.mesh if self._is_global else None)
+        inside = partial(InsideMesh, places.partition)
         self.differentiate = inside(jax.jit(gradients.differentiate, donate_argnums=1))
         """As `StepProgram.differentiate`. With a script's mesh there is one loss, and one auxiliary output."""
         self.mean_gradients = inside(jax.jit(gradients.mean))
@@ -82,13 +82,13 @@ class PartitionedProgram:
 
 
 class InsideMesh:
-    """A jitted function that runs, and is traced, with `mesh` in JAX's context, for specs without a mesh.
+    """A jitted function that runs, and is traced, in the context of `partition`, for specs without a mesh.
 
     It gets `last` after its arguments.
     """
 
-    def __init__(self, mesh: Any, jitted: Any, *last: Any) -> None:
-        self._mesh, self._jitted, self._last = mesh, jitted, last
+    def __init__(self, partition: Partition | None, jitted: Any, *last: Any) -> None:
+        self._partition, self._jitted, self._last = partition, jitted, last
 
     def __call__(self, *arguments: Any) -> Any:
         return self._within(self._jitted, *arguments)
@@ -102,5 +102,5 @@ class InsideMesh:
         return self._within(self._jitted.lower, *arguments)
 
     def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        with nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+        with nullcontext() if self._partition is None else self._partition.context():
             return function(*arguments, *self._last)

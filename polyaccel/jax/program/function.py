@@ -9,7 +9,7 @@ the jitted functions in it, are compared with the memory of parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -61,6 +61,8 @@ class LossFunction:
         self._checked: set[Any] = set()
         self.own_meshes: Mapping[str, int] = {}
         """The operations by which the engine's own programs name a mesh, each with its number of devices."""
+        self.must_use: Collection[str] = ()
+        """Axes of the mesh that constraints of the function have to name."""
 
     def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
         """Return (loss, auxiliary output, gradients of `loss * factor`), computed."""
@@ -125,6 +127,7 @@ class LossFunction:
         program = compiled.trace(*arguments).jaxpr
         self.refuse_closed_over(program)
         refuse_meshes(program, self.own_meshes)
+        require_axes(program, self.must_use)
         self._checked.add(signature)
 
     def refuse_closed_over(self, program: ClosedJaxpr) -> None:
@@ -198,6 +201,25 @@ def refuse_meshes(program: ClosedJaxpr, own: Mapping[str, int]) -> None:
                 hint=_NO_MESH,
                 value=name,
             )
+
+
+def require_axes(program: ClosedJaxpr, axes: Collection[str]) -> None:
+    """Raise ShardingError for a mesh's axis that no constraint of a program names: it would do nothing."""
+    missing = set(axes)
+    if missing:
+        for equation in _equations(program.jaxpr):
+            given = equation.params
+            named = [getattr(given.get(key), "spec", None) for key in ("sharding", "dst_sharding")]
+            named += [given.get(key) for key in ("in_specs", "out_specs")]
+            missing -= {axis for axis in missing if f"'{axis}'" in str(named)}
+    if missing:
+        axis = min(missing)
+        raise ShardingError(
+            f"the config's axis {axis!r} cuts nothing: neither a parameter nor a constraint of the function names it",
+            hint="cut activations in the function: nn.with_logical_constraint(x, ('batch', 'length', 'embed')), or "
+            f"jax.lax.with_sharding_constraint(x, PartitionSpec('data', {axis!r}))",
+            value=axis,
+        )
 
 
 _SPREADING = frozenset({"sharding_constraint", "shard_map", "reshard", "mesh_cast"})

@@ -42,6 +42,8 @@ class PlainPrograms:
         else:
             self._function, params, state = as_function(model, given.params, given.state, with_units=False)
             self._as_drawn = partial(as_function, model, given.params, given.state)
+        if given.partition is not None:
+            params = given.partition.on_host(params)
         self.state = state
         self.form = None if state is None else StateForm(state)
         self._model = model

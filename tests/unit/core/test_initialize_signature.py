@@ -33,8 +33,9 @@ def test_arguments_stand_in_deepspeeds_order() -> None:
         "mesh",
         "param_specs",
         "batch_spec",
+        "axis_rules",
     ]
-    assert len(parameters) == len(positional) + 8  # no *positional, no **named
+    assert len(parameters) == len(positional) + 9  # no *positional, no **named
     defaults = {name: one.default for name, one in parameters.items() if one.default is not None}
     assert defaults == {"stacked": ()}
 

@@ -1,0 +1,117 @@
+"""Modules of flax with logical names of axes, trained on the axes of a config, and by plain JAX and optax."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import polyaccel
+from polyaccel.jax.native.mesh import join_processes
+
+STEPS = 3
+TOKENS = np.random.default_rng(0).integers(0, 12, (8, 6))
+CONFIG = {"train_batch_size": 8, "jax": {"execution": "native"}, "verify": "off"}
+
+
+def _named(*names):
+    return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+
+
+class Transformer(nn.Module):
+    """Attention, experts that weigh each token, and a tied table, as MaxText names their dimensions."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = self.param(
+            "table", nn.with_logical_partitioning(nn.initializers.normal(0.5), ("vocab", "embed")), (12, 8)
+        )
+        x = nn.with_logical_constraint(table[tokens], ("batch", "length", "embed"))
+        q, k, v = (self.param(name, _named("embed", "heads", "kv"), (8, 2, 4)) for name in ("query", "key", "value"))
+        weights = jax.nn.softmax(
+            jnp.einsum("bshd,bthd->bhst", *(jnp.einsum("bse,ehd->bshd", x, one) for one in (q, k)))
+        )
+        mixed = jnp.einsum("bhst,bthd->bshd", weights, jnp.einsum("bse,ehd->bshd", x, v))
+        x = x + mixed.reshape(*x.shape)
+        up = self.param("up", _named("expert", "embed", "mlp"), (2, 8, 16))
+        down = self.param("down", _named("expert", "mlp", "embed"), (2, 16, 8))
+        gate = jax.nn.softmax(x @ self.param("gate", _named("embed", None), (8, 2)))
+        hidden = nn.with_logical_constraint(
+            jax.nn.relu(jnp.einsum("bse,xem->bxsm", x, up)), ("batch", None, None, "mlp")
+        )
+        x = x + jnp.einsum("bxsm,xme,bsx->bse", hidden, down, gate)
+        logits = x @ table.T
+        return -(jax.nn.log_softmax(logits[:, :-1]) * jax.nn.one_hot(tokens[:, 1:], 12)).sum(-1).mean()
+
+
+class Layers(nnx.Module):
+    """Layers of nnx with names that a rule of the script has."""
+
+    def __init__(self, rngs):
+        named = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "wide"))
+        with nnx.use_eager_sharding(False):
+            self.up = nnx.Linear(6, 16, rngs=rngs, kernel_init=named)
+            self.down = nnx.Linear(16, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return ((self.down(nnx.relu(self.up(x))) - x) ** 2).mean()
+
+
+def train_linen(communicator, stage, mesh):
+    """(losses, specs by name, whole parameters) of the module as it is."""
+    join_processes(communicator)
+    module = Transformer()
+    params = module.init(jax.random.key(0), TOKENS)
+    config = {**CONFIG, "zero_optimization": {"stage": stage, "param_persistence_threshold": 0}, "mesh": mesh}
+    engine = polyaccel.initialize(model=module, params=params, optimizer=optax.adam(1e-2), config=config)
+    count = engine.train_batch_size() // engine.communicator.world_size
+    parts = engine._own_parts
+    own = TOKENS if communicator.world_size == 1 else TOKENS[communicator.rank * count :][:count]
+    losses = [float(engine.train_batch(own)) for _ in range(STEPS)]
+    found = nn.unbox(engine.params)
+    specs = {name: tuple(leaf.sharding.spec) for name, leaf in found.items()}
+    whole = jax.tree.map(_on_host, found)
+    engine.destroy()
+    return losses, specs, whole, parts
+
+
+def _on_host(leaf):
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(leaf, tiled=True))
+
+
+def train_nnx(communicator):
+    """(losses, specs by name)."""
+    x = np.random.default_rng(1).standard_normal((8, 6)).astype(np.float32)
+    config = {**CONFIG, "mesh": {"tensor": 2}, "zero_optimization": {"stage": 2}}
+    named = {"optimizer": optax.adam(1e-2), "config": config, "axis_rules": (("wide", "tensor"),)}
+    engine = polyaccel.initialize(model=Layers(nnx.Rngs(0)), **named)
+    losses = [float(engine.train_batch(x)) for _ in range(STEPS)]
+    graph, state = nnx.split(Layers(nnx.Rngs(0)))
+    state = jax.tree.map(np.asarray, state)
+    plain, _ = _plainly(lambda params: nnx.merge(graph, params)(x), state)
+    return losses, plain, {leaf.sharding.spec for leaf in jax.tree.leaves(engine.params)} == {P(), P(None, "tensor")}
+
+
+def train_linen_plainly():
+    """As `train_linen`, by plain JAX and optax: (losses, parameters)."""
+    module = Transformer()
+    params = nn.unbox(module.init(jax.random.key(0), TOKENS))["params"]
+    return _plainly(lambda own: module.apply({"params": own}, TOKENS), params)
+
+
+def _plainly(loss, params):
+    update = optax.adam(1e-2)
+    state, losses = update.init(params), []
+    both = jax.jit(jax.value_and_grad(loss))
+    for _ in range(STEPS):
+        value, gradients = both(params)
+        updates, state = update.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses, jax.tree.map(np.asarray, params)
