@@ -8,7 +8,6 @@ lays out the parameters that are left. `REWRITES` is the list, and `polyaccel.to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -138,10 +137,6 @@ class RewriteContext(BaseContext):
     def stages(self) -> int:
         """The number of pipeline stages."""
         return self.runtime.mesh.size_of(("pipe",))
-
-    def mesh_of_script(self) -> AbstractContextManager[Any]:
-        """The script's own mesh as JAX's context; nothing without one."""
-        return nullcontext() if self.partition is None else self.partition.context()
 
     def release(self) -> None:
         """Drop the caller's arrays, after the engine has read them."""

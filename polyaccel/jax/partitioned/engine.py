@@ -4,12 +4,11 @@ meshes of the script's own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from polyaccel.core.mesh import Mesh
 from polyaccel.engine.policies.steps import persistent_params
@@ -19,6 +18,7 @@ from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.step import NativeStep
 from polyaccel.jax.optax_on_mesh import OptaxOnMesh
+from polyaccel.jax.partitioned.batches import parts_of_process, placed_batch, require_same_samples, shares_parts
 from polyaccel.jax.partitioned.gradients import LeafGradients
 from polyaccel.jax.partitioned.memory import PartitionedMemory
 from polyaccel.jax.partitioned.places import LeafPlaces, Partition
@@ -26,7 +26,7 @@ from polyaccel.jax.partitioned.program import PartitionedProgram
 from polyaccel.jax.partitioned.state import MeshState
 from polyaccel.jax.partitioned.units import unit_leaves
 from polyaccel.jax.partitioned.update import LeafUpdate
-from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, samples_of, split_batch
+from polyaccel.jax.program.batches import as_inputs, split_batch
 from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.zero.plan.layout import plan_layout
@@ -102,43 +102,23 @@ class PartitionedEngine(NativeEngine):
     def _cut(self, batch: Any) -> Any:
         if self._partition is None:
             return super()._cut(batch)
-        inputs, own = as_inputs(batch), self._own_parts
         split_batch(  # for its errors
-            batch, own, over="parts of this process", length_cure="give arrays a first axis that the mesh divides"
+            batch,
+            parts_of_process(self._partition),
+            over="parts of this process",
+            length_cure="give arrays a first axis that the mesh divides",
         )
-        cut = samples_of(batch)
-        leaves, structure = jax.tree.flatten(inputs)
-        placed = jax.tree.unflatten(structure, [self._on_mesh(leaf, at in cut) for at, leaf in enumerate(leaves)])
-        found = self._with_state(placed)
+        if self._shares_parts:
+            require_same_samples(self._partition, batch, self.communicator)
+        found = self._with_state(placed_batch(self._partition, batch))
         arguments = (self.zero.params.held.params, None, found, np.uint32(0), np.float32(1.0))
-        self._checks.require_scalable(inputs)
+        self._checks.require_scalable(as_inputs(batch))
         self._loss_function.check(self._program.differentiate, arguments)
         return found
 
-    @property
-    def _own_parts(self) -> int:
-        """The number of parts of a batch that this process has."""
-        assert self._partition is not None  # asked with a mesh only
-        shape = (self._partition.data_size,)
-        where = NamedSharding(self._partition.mesh, self._spec_of_samples).addressable_devices_indices_map(shape)
-        return len({str(index) for index in where.values()})
-
-    @property
-    def _spec_of_samples(self) -> PartitionSpec:
-        assert self._partition is not None  # asked with a mesh only
-        return PartitionSpec(self._partition.batch_axes) if self._partition.batch_axes else PartitionSpec()
-
-    def _on_mesh(self, leaf: Any, is_cut: bool) -> Any:
-        """An array of this process's batch, as its part of one over the mesh; or whole, and equal in all processes."""
-        value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, jnp.result_type(leaf))
-        place = NamedSharding(self._places.mesh, self._spec_of_samples if is_cut else PartitionSpec())
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return jax.device_put(value, place)
-        if jax.process_count() == 1:
-            found = jax.device_put(value, place)
-        else:
-            found = jax.make_array_from_process_local_data(place, np.asarray(value))
-        return WeakNumbers(found) if is_weak(leaf) else found
+    @cached_property
+    def _shares_parts(self) -> bool:
+        return self._partition is not None and shares_parts(self._partition)
 
     def _own_mean(self, losses: jax.Array) -> jax.Array:
         if self._partition is None:

@@ -16,7 +16,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import cycle, islice
@@ -59,6 +59,7 @@ _BINS = 4093
 _MOST_FINDINGS = 50
 _BYTES_OF_PARAMETER = 48
 """Two models with gradients and two states each in float32, the weights, and copies of updates."""
+_ON_MESH = "the program on the mesh"
 _CURES = {
     "pipeline": "use fewer stages",
     "activation_checkpointing": "leave the recomputation of units out",
@@ -67,6 +68,7 @@ _CURES = {
     "iterator of micro-batches",
     "zero_optimization": "use stage 0",
     "model": "pass a function fn(params, batch, rng) in place of the module",
+    _ON_MESH: "leave mesh= and axes of the config out",
     SLICES: "use stage 0 and views mode, where the transformation gets whole parameters",
 }
 """Rewrites that are proven, with their cures. ZeRO below stage 3 with the config's optimizer is exact by construction,
@@ -111,7 +113,7 @@ class FirstStepProof:
         self._names = [name for name in _CURES if name in found and self._is_subject(name, engine)]
         if not self._names and self._choice != "always":
             return
-        if reason := self._too_large(engine) or self._beyond_a_process():
+        if reason := self._too_large(engine):
             self._say(engine, reason)
             return
         self._engine, self._compose = ref(engine), compose
@@ -132,11 +134,6 @@ class FirstStepProof:
         if needed <= (stats.free_nbytes or stats.total_nbytes or 1 << 32) // 2:
             return ""
         return f"the whole model of {numel:,} parameters does not fit one rank several times"
-
-    def _beyond_a_process(self) -> str:
-        """The reason where the script's mesh leaves one process nothing to run alone."""
-        is_alone = self._given.partition is None or jax.process_count() == 1
-        return "" if is_alone else "the script's mesh spans several processes, and one cannot run its program alone"
 
     def _say(self, engine: JaxEngine, reason: str) -> None:
         if engine.communicator.rank == 0:
@@ -172,7 +169,7 @@ class FirstStepProof:
         idle = [name for name in self._names if not proof.acted.get(name)]
         if weak:
             self._say(engine, "the function gives other numbers in each run")
-        elif proof.findings and proof.blamed:
+        elif proof.findings and (proof.blamed or self._given.partition is not None):
             raise _error_of(proof)
         elif proof.findings:
             self._say(engine, f"no single rewrite changes {proof.findings[0]}")
@@ -216,9 +213,8 @@ class FirstStepProof:
             made = PlainJaxEngine(active, given, shared) if variant.is_plain else self._compose(given)
             if isinstance(made, JaxEngine):
                 record_engine(active, made)
-            with given.mesh_of_script() if variant.is_plain else nullcontext():
-                for _ in range(STEPS):
-                    _train(made, data, is_whole=is_whole)
+            for _ in range(STEPS):
+                _train(made, data, is_whole=is_whole)
         except VerificationEnd:
             pass
         except (CommError, NotProvenError):
@@ -304,8 +300,9 @@ def _traced_update(client: Any, engine: JaxEngine) -> Any:
 
 
 def _error_of(proof: Proof) -> VerificationError:
-    first, names = proof.findings[0], " and ".join(proof.blamed)
-    cures = "; ".join(_CURES[name] for name in proof.blamed if name in _CURES)
+    blamed = proof.blamed or (_ON_MESH,)  # nothing trains a function on its mesh without native mode
+    first, names = proof.findings[0], " and ".join(blamed)
+    cures = "; ".join(_CURES[name] for name in blamed if name in _CURES)
     return VerificationError(
         f"{names} computes other numbers than plain JAX: {first.kind} {first.name} of step {first.step} is "
         f"{first.found:.6g}, not {first.wanted:.6g}",

@@ -25,7 +25,7 @@ from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.auxiliary import AuxMeans
 from polyaccel.jax.engine import OptimizerGroups
-from polyaccel.jax.program.batches import as_inputs, split_batch
+from polyaccel.jax.program.batches import split_batch
 from polyaccel.jax.program.carried import Carried
 from polyaccel.jax.pytree import dtype_of
 from polyaccel.jax.rewrites import RewriteContext
@@ -60,6 +60,8 @@ class PlainJaxEngine:
         if programs.form is not None:
             of = (programs.form, programs.state, given.state_reduction)
             self._carried = PlainState(*of, self.communicator, given.own_devices)
+        self._is_global = given.partition is not None
+        """Whether all processes run one program, with one key."""
         self._own_devices, self._world_size = given.own_devices, self.communicator.world_size * given.own_devices
         self._update = PlainUpdate(given.client, runtime, self._structure, self._names, programs.update_of)
         self._update.hold_frozen(programs.params)
@@ -219,7 +221,7 @@ class PlainJaxEngine:
     def eval_batch(self, data_iter: Any) -> jax.Array:
         """Compute the loss of a micro-batch without gradients."""
         batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
-        loss, found = self._programs.without(self._named_leaves(), self._with_state(as_inputs(batch)))
+        loss, found = self._programs.without(self._named_leaves(), self._with_state(self._programs.inputs_of(batch)))
         self.aux = found if self._carried is None else found.aux
         return loss
 
@@ -253,7 +255,7 @@ class PlainJaxEngine:
 
         `rng` takes the place of the keys.
         """
-        inputs = as_inputs(batch)
+        inputs = self._programs.inputs_of(batch)
         draws = self._programs.draws(self._leaves, self._with_state(inputs))
         if self._record is not None and not self._record.has_choices:
             self._record.has_choices = self._programs.has_choices(self._leaves, self._with_state(inputs))
@@ -290,12 +292,14 @@ class PlainJaxEngine:
         found = []
         for micro, one in enumerate(split_batch(batch, count, over="micro-batches", **cures)):
             for at, part in enumerate(split_batch(one, self._own_devices, over="devices", **cures)):
-                found.append((as_inputs(part), self._key_of(number + micro, at), 1 / self._own_devices, at))
+                found.append(
+                    (self._programs.inputs_of(part), self._key_of(number + micro, at), 1 / self._own_devices, at)
+                )
         return found
 
     def _key_of(self, micro_steps: int, device: int) -> Any:
         """The key of a micro-batch: by the rank along the axis of data, and the number of micro-batches."""
-        rank = self.communicator.rank
+        rank = 0 if self._is_global else self.communicator.rank
         if self.config.jax.execution != "native":
             rank = self.mesh.coordinates(rank)["data"]
         key = jax.random.fold_in(self._key, rank * self._own_devices + device)

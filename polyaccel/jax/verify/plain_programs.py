@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from polyaccel.jax.modules import as_function
+from polyaccel.jax.native.program import weak_numbers
 from polyaccel.jax.pipeline import LayerList
 from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.program.function import LossFn, loss_and_aux
 from polyaccel.jax.pytree import named_leaves
 from polyaccel.jax.rewrites import RewriteContext
+from polyaccel.jax.verify.plain_mesh import compiled_of, inputs_of
 from polyaccel.jax.verify.plain_update import transform
 from polyaccel.verify.variant import ActiveRun
 
@@ -35,6 +38,8 @@ class PlainPrograms:
     def __init__(self, given: RewriteContext, kernels: Callable[..., Any]) -> None:
         model, params = given.model, given.params
         self._kernels = kernels
+        self.inputs_of = inputs_of(given)
+        """Makes the inputs of the programs of a batch."""
         self._as_drawn: Callable[[], tuple[Any, Any, Any]]
         self._function: LossFn
         if isinstance(model, (list, tuple)):
@@ -42,16 +47,18 @@ class PlainPrograms:
         else:
             self._function, params, state = as_function(model, given.params, given.state, with_units=False)
             self._as_drawn = partial(as_function, model, given.params, given.state)
-        if given.partition is not None:
-            params = given.partition.on_host(params)
+        self._partition = given.partition
+        if self._partition is not None:
+            params, state = self._partition.on_host(params), self._partition.on_host(state)
         self.state = state
         self.form = None if state is None else StateForm(state)
         self._model = model
         self.params = params
         self.leaves, self.structure = named_leaves(params)
         self.names = list(self.leaves)
-        self.with_gradients = kernels(jax.value_and_grad(self._loss, has_aux=True))
-        self.without = kernels(lambda leaves, batch: self._loss(leaves, {}, batch, None))
+        of_function = compiled_of(given, kernels)
+        self.with_gradients = of_function(jax.value_and_grad(self._loss, has_aux=True))
+        self.without = of_function(lambda leaves, batch: self._loss(leaves, {}, batch, None))
         self._updates: dict[Any, Any] = {}
         self._draws: bool | None = None
 
@@ -73,7 +80,7 @@ class PlainPrograms:
 
     def _loss(self, trained: Mapping[str, Any], frozen: Mapping[str, Any], batch: Any, rng: Any) -> tuple[Any, Any]:
         leaves = [trained[name] if name in trained else frozen[name] for name in self.names]
-        params = jax.tree.unflatten(self.structure, leaves)
+        params, batch = jax.tree.unflatten(self.structure, leaves), weak_numbers(batch)
         if self.form is None:
             return loss_and_aux(self._function(params, batch, rng))
         return loss_and_aux(self.form.split(self._function(params, self.form.tree(batch.state), batch.batch, rng)))
@@ -96,7 +103,9 @@ class PlainPrograms:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), inputs)
         whole = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in leaves.items()}
         traced = jax.make_jaxpr(lambda own, batch, key: self._loss(own, {}, batch, key))
-        return traced(whole, shapes, jax.random.key(0)).jaxpr
+        key = jax.random.key(0)
+        with nullcontext() if self._partition is None else self._partition.context():
+            return traced(whole, shapes, key).jaxpr
 
     def _looks_at_key(self, leaves: Mapping[str, Any], inputs: Any) -> bool:
         program = self._traced(leaves, inputs)

@@ -47,7 +47,12 @@ CUTS = {
 
 @pytest.mark.parametrize(
     ("processes", "stage", "mesh"),
-    [(1, 3, {"tensor": 2, "sequence": 2}), (2, 2, {"expert": 2}), (1, 1, {"tensor": 2, "expert": 2})],
+    [
+        (1, 3, {"tensor": 2, "sequence": 2}),
+        (2, 2, {"expert": 2}),
+        (1, 1, {"tensor": 2, "expert": 2}),
+        (2, 1, {"tensor": 2, "sequence": 2}),
+    ],
 )
 def test_names_of_linen_are_axes_of_the_config(at, processes, stage, mesh):
     losses, params = model.train_linen_plainly()

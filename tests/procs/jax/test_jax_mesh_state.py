@@ -67,3 +67,17 @@ def refusals(communicator):
 
 def test_a_state_of_ranks_is_refused(at):
     assert at(1, refusals) == [["count", "{'all': 4}"]]
+
+
+@pytest.mark.parametrize(("processes", "stage", "is_wrong"), [(1, 2, True), (2, 3, False), (2, 1, True)])
+def test_the_first_step_is_proven(at, processes, stage, is_wrong):
+    first, *others = at(processes, model.prove, stage, is_wrong)
+    said, blamed, losses = first
+    if is_wrong:
+        assert said == []
+        assert {one[1] for one in (first, *others)} == {blamed}
+        assert blamed in {"up", "down"}
+    else:
+        assert said == ["proven"]
+        assert all(one[1] is None for one in (first, *others))
+        np.testing.assert_allclose(losses, model.plain(2)[0], rtol=1e-6)

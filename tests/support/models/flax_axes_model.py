@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import polyaccel
+from polyaccel.errors import PolyaccelError
 from polyaccel.jax.native.mesh import join_processes
 
 STEPS = 3
@@ -68,15 +70,18 @@ def train_linen(communicator, stage, mesh):
     params = module.init(jax.random.key(0), TOKENS)
     config = {**CONFIG, "zero_optimization": {"stage": stage, "param_persistence_threshold": 0}, "mesh": mesh}
     engine = polyaccel.initialize(model=module, params=params, optimizer=optax.adam(1e-2), config=config)
-    count = engine.train_batch_size() // engine.communicator.world_size
-    parts = engine._own_parts
-    own = TOKENS if communicator.world_size == 1 else TOKENS[communicator.rank * count :][:count]
+    own = np.array_split(TOKENS, communicator.world_size)[communicator.rank]
+    if communicator.world_size > 1 and "sequence" in mesh:  # both processes have the one part of a batch
+        with pytest.raises(PolyaccelError) as caught:
+            engine.train_batch(own)
+        assert caught.value.value == (0, 1)
+        own = TOKENS
     losses = [float(engine.train_batch(own)) for _ in range(STEPS)]
     found = nn.unbox(engine.params)
     specs = {name: tuple(leaf.sharding.spec) for name, leaf in found.items()}
     whole = jax.tree.map(_on_host, found)
     engine.destroy()
-    return losses, specs, whole, parts
+    return losses, specs, whole
 
 
 def _on_host(leaf):

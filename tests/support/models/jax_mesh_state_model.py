@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,3 +119,32 @@ def train(communicator, stage, folder):
     found = [*losses, float(loss)], evaluated, _host(again.params), _host(again.state), specs
     again.destroy()
     return found
+
+
+def prove(communicator, stage, is_wrong):
+    """(what the log says of the proof, quantity of its error or None, losses of two steps after it)."""
+    from polyaccel.errors import VerificationError
+    from polyaccel.jax.partitioned.gradients import LeafGradients
+
+    join_processes(communicator)
+    said, own = [], LeafGradients.__dict__["_factor"]
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("polyaccel.jax.verify.first_step")
+    logger.addHandler(handler)
+    level, logger.level = logger.level, logging.INFO
+    if is_wrong:
+        LeafGradients._factor = 1.5
+    blamed, losses = None, []
+    os.environ["POLYACCEL_VERIFY"] = "always"
+    try:
+        engine = start(stage)
+        losses += [float(engine.train_batch(own_samples_of(communicator, batch_of(step)))) for step in range(2)]
+    except VerificationError as error:
+        blamed = error.value
+    finally:
+        os.environ["POLYACCEL_VERIFY"] = "off"
+        LeafGradients._factor = own
+        logger.removeHandler(handler)
+        logger.level = level
+    return [line.partition(":")[0] for line in said], blamed, losses
