@@ -87,6 +87,21 @@ class WholeStates(TransformationOptimizer):
             return {}
         return {f"{OWNED_OPTAX}{rank}" if rank else OPTAX: blob_of(mine)}
 
+    def named_states(self, leaves: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return all leaves of a state by the names of `state_blobs`, as it has them."""
+        pairs = zip(self._paths, leaves, strict=True)
+        return {f"state{path}": np.asarray(_as_numbers(jnp.asarray(leaf))) for path, leaf in pairs}
+
+    def first_states(self, params: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the state with which the transformation begins at these parameters, as `named_states`."""
+        traced = self.traced
+        each = zip(traced.names, traced.shapes, traced.is_trained, strict=True)
+        tree = traced.tree_of({name: jnp.asarray(params[name], like.dtype) for name, like, trains in each if trains})
+        leaves = jax.tree.leaves(traced.transformation.init(tree))
+        for at, value in self._chosen.items():
+            leaves[at] = value
+        return self.named_states(leaves)
+
     def read_states(self, blobs: Mapping[str, bytes]) -> list[Any] | None:
         """Read what `state_blobs` gave on all ranks. Raises CheckpointError unless it is this transformation's."""
         try:
@@ -96,10 +111,13 @@ class WholeStates(TransformationOptimizer):
             keys = [f"state{path}" for path in self._paths]
             if "arr_0" in found:  # all leaves in order
                 keys = [f"arr_{at}" for at in range(len(keys))]
-            if set(found) != set(keys):
+            filled = {key for key, (_, like) in zip(keys, self.traced.state_paths, strict=True) if like.size}
+            if not filled <= set(found) <= set(keys):
                 raise ValueError(f"it has {len(found)} states with other names")
             return [
-                _as_leaf(found[key][key], like) if self._is_held(held) else None
+                (_as_leaf(found[key][key], like) if key in found else jnp.zeros(like.shape, like.dtype))
+                if self._is_held(held)
+                else None
                 for key, (_, like), held in zip(keys, self.traced.state_paths, self.holders, strict=True)
             ]
         except (ValueError, KeyError, TypeError, OSError) as error:

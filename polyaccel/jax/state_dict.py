@@ -136,8 +136,11 @@ class StateDictOfEngine(Engine):
 
         optimizer = {kind: in_tree(by_kind[kind]) for kind in sorted(by_kind)}
         tree = {trees.PARAMS: in_tree(params), trees.OPTIMIZER: optimizer, trees.ENGINE: trees.packed(whole.scalars)}
-        if whole.optax:
-            optimizer[trees.OPTAX] = {name: array if array.size else None for name, array in whole.optax.items()}
+        optax = whole.optax
+        if isinstance(self.zero.optimizer, WholeStates) and not optax and has_all:
+            optax = self.zero.optimizer.first_states(params)  # so that a tree is a target before the first step
+        if optax:
+            optimizer[trees.OPTAX] = {name: array if array.size else None for name, array in optax.items()}
         if self._carried is not None:
             state = self._carried.from_checkpoint(buffers, params)
             tree[trees.STATE] = jax.tree.map(lambda array: array if array.size else None, state)

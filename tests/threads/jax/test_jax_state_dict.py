@@ -100,7 +100,7 @@ def test_orbax_restores_into_a_new_engine(tmp_path, kind, stage, changes):
             manager.save(2, args=ocp.args.StandardSave(saved))
             manager.wait_until_finished()
             restored = [manager.restore(2, args=ocp.args.StandardRestore())]
-            if kind == "config":
+            if kind in ("config", "whole"):
                 restored.append(manager.restore(2, args=ocp.args.StandardRestore(engine().state_dict())))
         wanted = losses_of(first, range(2, 5)), first.state_dict()
         for tree in restored:
@@ -131,6 +131,28 @@ def test_trees_and_checkpoints_become_each_other(tmp_path, kind):
             by_tree.load_state_dict(checkpointer.restore(out))
         wanted = losses_of(first, range(2, 4))
         assert losses_of(by_folder, range(2, 4)) == losses_of(by_tree, range(2, 4)) == wanted
+
+    run_threads(1, go)
+
+
+@pytest.mark.parametrize("changes", [{}, NATIVE])
+def test_a_tree_of_no_step_begins_as_a_new_engine_does(changes):
+    """Slow weights begin as copies of the parameters, and a number was set."""
+
+    def go(ranks):
+        def make():
+            def chain(rate):
+                return optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.schedule_free_adamw(rate))
+
+            return engine_of(0, optax.inject_hyperparams(chain)(rate=0.1), **changes)
+
+        first, again = make(), make()
+        first.hyperparams["rate"] = 0.05
+        assert "optax" in first.state_dict()["optimizer"]
+        again.load_state_dict(first.state_dict())
+        assert again.hyperparams["rate"] == pytest.approx(0.05)
+        assert losses_of(again, range(3)) == losses_of(first, range(3))
+        assert same(again.state_dict(), first.state_dict())
 
     run_threads(1, go)
 
