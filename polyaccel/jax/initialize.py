@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,7 +58,7 @@ def initialize(
     dist_init_required: bool | None,
 ) -> JaxEngine:
     """Build an engine around `model`, a function or a module of flax or equinox; as `polyaccel.initialize`."""
-    model, params, state, optimizer = taken_apart(model, params, state, optimizer)
+    model, params, state, optimizer, begun = taken_apart(model, params, state, optimizer)
     require_only_params(params)
     parsed = load_config(config)
     trained = trained_part(model, params)
@@ -108,6 +109,8 @@ def initialize(
     if proof is not None:
         proof.attach(engine, lambda given: compose(given, devices if given.is_native else None))
     _add_schedule(engine, runtime, given)
+    if begun is not None and run is None:
+        replace(begun, opt_state=host_tree(begun.opt_state)).resume(engine)
     if run is not None:
         record_engine(run, engine)
     return engine

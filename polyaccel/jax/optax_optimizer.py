@@ -230,6 +230,15 @@ class OptaxOptimizer(TransformationOptimizer):
         """Its states of one number each, by the path that they have in plain optax."""
         return {self._paths[at]: self.numbers[name] for name, at in self._numbers.items()}
 
+    def named_states(self, leaves: Sequence[Any], steps: int) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+        """Return what plain optax has after `steps` steps as its own: states by name and parameter, and numbers."""
+        states: dict[str, dict[str, Any]] = {name: {} for name in self.state_names}
+        for fqn, of_param in self._states_of.items():
+            for name, at in of_param.items():
+                states[name][fqn] = leaves[at]
+        numbers = {name: float(leaves[at]) for name, at in self._numbers.items()}
+        return states, numbers | ({_UPDATES: float(steps)} if _UPDATES in self.numbers else {})
+
     @property
     def kind(self) -> str:
         """A text that is equal for transformations which understand each other's states."""
