@@ -38,7 +38,7 @@ VERBS: Mapping[str, Command] = MappingProxyType(
         ),
         "plan": Command("polyaccel.cli.plan.command", "show what training will need, by setting", _TRAIN),
         "config": Command("polyaccel.cli.config", "write a config, check one, or print the schema of all keys", _TRAIN),
-        "verify": Command("polyaccel.cli.verify", "compare the first steps of a training with plain torch", _TRAIN),
+        "verify": Command("polyaccel.cli.verify", "compare the first steps with plain torch or JAX", _TRAIN),
         "watch": Command(
             "polyaccel.cli.watch", "show runs on a page of this machine, while they train or later", _LOOK
         ),

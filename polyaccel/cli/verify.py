@@ -1,4 +1,4 @@
-"""`polyaccel verify script.py`: a few steps of a training, compared with plain torch."""
+"""`polyaccel verify script.py`: a few steps of a training, compared with plain torch or JAX."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from polyaccel.verify.prove import Proof, prove
 from polyaccel.verify.variant import VARIABLE, Record, Variant
 
 _DESCRIPTION = """\
-Compare a training with plain torch: the script runs a few optimizer steps several times, once with the engine's config
-and otherwise as plain torch, on the same ranks and batches, in float32. Gradients, norms, updates, optimizer states,
-buffers, attributes, generators and losses have to agree within the rounding that plain runs show. Where they do not,
-the command finds the rewrite to blame (tensor, sequence, expert or pipeline parallelism, tiles, recomputation, ZeRO's
-shards) and the first parameter that differs. The script is ended after these steps. What it writes before that, each
-run writes. Checkpoints are kept apart from the script's own."""
+Compare a training with plain torch or plain JAX: the script runs a few optimizer steps several times, once with the
+engine's config and otherwise without the engine, on the same ranks and batches, in float32. Gradients, norms, updates,
+optimizer states, buffers, attributes, generators and losses have to agree within the rounding that plain runs show.
+Where they do not, the command finds the rewrite to blame (tensor, sequence, expert or pipeline parallelism, tiles,
+recomputation, ZeRO's shards) and the first parameter that differs. The script is ended after these steps. What it
+writes before that, each run writes. Checkpoints are kept apart from the script's own."""
 _USAGE = "polyaccel verify [options] [options of polyaccel run] script.py [arguments of the script]"
 _OWN_OPTIONS = ("--steps", "--engines")
 _LAST_LINES = 12
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `verify` to the command."""
     parser = subparsers.add_parser(
         "verify",
-        help="compare the first steps of a training with plain torch",
+        help="compare the first steps with plain torch or JAX",
         description=_DESCRIPTION,
         usage=_USAGE,
         allow_abbrev=False,
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     describe(
         parser,
         examples=("polyaccel verify --ranks 2 train.py",),
-        codes={0: "the training equals plain torch", 1: "it differs, or an error, stated on standard error"},
+        codes={0: "the training equals plain torch or JAX", 1: "it differs, or an error, stated on standard error"},
         missing="give a script: polyaccel verify [options] train.py",
     )
     parser.keeps_words = True  # type: ignore[attr-defined]
@@ -107,10 +107,10 @@ def report(proof: Proof, steps: int) -> str:
     """Return a proof as text: verdict, findings, and the rewrites with what they changed."""
     if proof.is_proven:
         within = f"the largest difference is {proof.worst:.1f} spreads of {proof.limit:.0f}"
-        lines = [f"PROVEN: {proof.quantities} quantities of {steps} steps equal plain torch; {within}"]
+        lines = [f"PROVEN: {proof.quantities} quantities of {steps} steps equal plain {proof.plain}; {within}"]
     else:
         named = f" The rewrite to blame: {', '.join(proof.blamed)}." if proof.blamed else ""
-        lines = [f"DIFFERENT from plain torch: {len(proof.findings)} of {proof.quantities} quantities.{named}"]
+        lines = [f"DIFFERENT from plain {proof.plain}: {len(proof.findings)} of {proof.quantities} quantities.{named}"]
         lines += [f"  {finding}" for finding in proof.findings[:_MOST_FINDINGS]]
         if (last := last_of_backward(proof.findings)) is not None:
             lines.append(f"  The loss agrees: look at the backward pass of {last.parameter}, or of what follows it.")

@@ -42,6 +42,8 @@ class Proof:
     """How many quantities were compared."""
     loss_noise: float = 0.0
     """How far the losses of plain runs are apart, as a share of the loss."""
+    plain: str = "torch"
+    """What was compared with: the framework of the plain run."""
 
     @property
     def is_proven(self) -> bool:
@@ -55,7 +57,7 @@ class Proof:
 
 
 def prove(run: Run, *, steps: int = 2, variant: Variant | None = None, all_findings: Merge = list) -> Proof:
-    """Run a program as plain torch and with the engine, and compare them. See [Note: Shadow runs].
+    """Run a program as plain torch or JAX and with the engine, and compare them. See [Note: Shadow runs].
 
     Args:
         run: Runs the program as a variant.
@@ -121,6 +123,7 @@ def prove(run: Run, *, steps: int = 2, variant: Variant | None = None, all_findi
         tolerances.limit,
         sum(key in values for key in plain),
         tolerances.loss_noise,
+        " and ".join(sorted({record.plain for record in of_plain})) or "torch",
     )
 
 

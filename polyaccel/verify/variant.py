@@ -100,6 +100,8 @@ class Record:
     """Updates in the order in which they were recorded: number of the engine, a slash and the step."""
     has_choices: bool = False
     """Whether the program chose by comparing numbers, recorded in runs with noise."""
+    plain: str = "torch"
+    """What took the place of the engine in a plain run."""
     engines: int = 0
     """How many engines were made on this rank."""
     unfinished: int = 0
@@ -116,6 +118,7 @@ class Record:
     def write(self, folder: Path) -> None:
         """Write the record to a file of `folder` that only this rank writes."""
         facts = {"acted": self.acted, "order": self.order, "events": self.events, "has_choices": self.has_choices}
+        facts["plain"] = self.plain
         arrays: dict[str, Any] = {**self.values, _FACTS: np.array(json.dumps(facts))}
         np.savez(folder / f"rank{self.rank}.npz", **arrays)
         self.is_written = True

@@ -51,6 +51,7 @@ class PlainJaxEngine:
         self.communicator, self.mesh = runtime.communicator, runtime.mesh
         self.global_steps = self.micro_steps = 0
         self.aux: Any = None
+        run.record_of(self.communicator.rank).plain = "JAX" if given.client is None else "JAX with optax"
         self._programs = programs = PlainPrograms.get_or_create(run, given, {} if shared is None else shared)
         self._structure, self._names, leaves = programs.structure, programs.names, programs.leaves
         self._trained = [dtype_of(fqn, leaf).is_floating for fqn, leaf in leaves.items()]

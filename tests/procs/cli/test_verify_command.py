@@ -61,6 +61,7 @@ def test_a_script_of_two_ranks_is_proven(tmp_path):
     assert done.returncode == 0, done.stderr
     verdict, *rewrites = done.stdout.splitlines()
     assert verdict.startswith("PROVEN")
+    assert " plain torch" in verdict
     assert any("zero_optimization" in line for line in rewrites)
 
 
@@ -78,5 +79,6 @@ def test_a_function_of_jax_over_two_devices(tmp_path, weights):
     verdict, *lines = done.stdout.splitlines() or [done.stderr]
     assert done.returncode == (0 if weights == "marked" else 1), done.stderr
     assert verdict.startswith("PROVEN" if weights == "marked" else "DIFFERENT"), done.stderr
+    assert " plain JAX" in verdict
     assert any("jax: changed 2" in line for line in lines)
     assert weights == "marked" or verdict.endswith(": jax.")
