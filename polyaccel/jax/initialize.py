@@ -27,7 +27,7 @@ from polyaccel.jax.partitioned.config_axes import partition_of
 from polyaccel.jax.partitioned.engine import PartitionedEngine, needs_leaves
 from polyaccel.jax.partitioned.places import Partition, adopt_mesh, host_tree
 from polyaccel.jax.pipeline_engine import JaxPipelineEngine
-from polyaccel.jax.program.calls import engine_call
+from polyaccel.jax.program.calls import engine_call, require_used_devices
 from polyaccel.jax.pytree import require_only_params
 from polyaccel.jax.rewrites import REWRITES, RewriteContext
 from polyaccel.jax.training_states import taken_apart
@@ -87,6 +87,8 @@ def initialize(
     if parsed.jax.compilation_cache:
         keep_compiled_programs()
     _check_config(runtime)
+    if devices is None and run is None:
+        require_used_devices(runtime.communicator)
 
     given = RewriteContext(
         model=model,

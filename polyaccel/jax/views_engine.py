@@ -15,7 +15,7 @@ from polyaccel.jax.carried_state import CarriedState, ViewsState
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.optax_whole import WholeStates
 from polyaccel.jax.program.batches import as_inputs
-from polyaccel.jax.program.calls import engine_call, warn_of_idle_devices
+from polyaccel.jax.program.calls import engine_call
 from polyaccel.jax.program.carried import StateForm
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.params import ShardedParams
@@ -36,7 +36,6 @@ class ViewsEngine(JaxEngine):
 
     def __init__(self, rewrites: RewriteContext) -> None:
         super().__init__(rewrites)
-        warn_of_idle_devices(self.communicator)
         self._recorder.begin()
 
     @property

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char, c_float, c_int32, c_int64, c_void_p
 from functools import cache, wraps
 from itertools import count
-from logging import getLogger
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -26,8 +25,6 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import ConfigError, InvariantError, Problem
 from polyaccel.ops.native import native
-
-log = getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,15 +42,21 @@ def engine_call(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def warn_of_idle_devices(communicator: Communicator) -> None:
-    """Log how many devices of this host no rank computes on: in views mode a rank computes on one."""
-    devices, ranks = jax.local_device_count(), communicator.host_topology.local_size
-    if devices > ranks and communicator.rank == 0:
-        log.warning(
-            "JAX has %d devices here and the job %d ranks: views mode computes on one device a rank, and the others "
-            'stay idle. Start a rank for each device, or use "jax": {"execution": "native"}, which uses all of them',
-            *(devices, ranks),
-        )
+def require_used_devices(communicator: Communicator) -> None:
+    """Raise ConfigError where a host has devices of JAX that no rank computes on: views mode has one a rank.
+
+    `jax.default_device` of the script says that one is meant. Collective.
+    """
+    is_chosen = jax.config.jax_default_device is not None
+    own = (1 if is_chosen else jax.local_device_count(), communicator.host_topology.local_size)
+    for devices, ranks in communicator.all_gather_object(own):
+        if devices > ranks:
+            expected = f"computes on one device a rank, and a host with {ranks} ranks has {devices} devices"
+            hint = (
+                'use "native", which trains on all of them; or start a rank for each; or mean one device, by '
+                'jax.config.update("jax_default_device", jax.devices()[0])'
+            )
+            raise ConfigError([Problem("jax.execution", "views", expected, hint)], source="initialize")
 
 
 _TARGET = "polyaccel_call"

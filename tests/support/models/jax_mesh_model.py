@@ -199,7 +199,8 @@ def resume(communicator, folder, name):
     first.save_checkpoint(folder)
     config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2}}  # views mode, on one device
     optimizer = transformation(name)
-    other = polyaccel.initialize(model=loss_on(None), params=initial_params(), optimizer=optimizer, config=config)
+    with jax.default_device(jax.devices()[0]):
+        other = polyaccel.initialize(model=loss_on(None), params=initial_params(), optimizer=optimizer, config=config)
     again = start(2, name)
     for engine in (other, again):
         engine.load_checkpoint(folder)
