@@ -19,7 +19,7 @@ from polyaccel.errors import ConfigError, Problem, ShardingError
 from polyaccel.jax.carried_state import Reduction
 from polyaccel.jax.compilation_cache import keep_compiled_programs
 from polyaccel.jax.engine import JaxEngine
-from polyaccel.jax.modules import trained_part
+from polyaccel.jax.modules import trained_part, with_params
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import DeviceMesh, native_mesh
 from polyaccel.jax.native_keys import asked_axes, axis_sizes, require_same_axes, without_axes
@@ -75,6 +75,7 @@ def initialize(
     if partition is not None:
         require_same_axes(parsed, partition.mesh.shape)
         parsed, params = without_axes(parsed), host_tree(params)
+        model = with_params(model, host_tree) if params is None else model
     devices = _devices_for(parsed, partition)
     world_size = _ranks_of(devices, partition)
     runtime = build(parsed, world_size=world_size)

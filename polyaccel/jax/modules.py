@@ -67,6 +67,18 @@ def trained_part(model: Any, params: Any) -> Any:
     return params
 
 
+def with_params(model: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a module of nnx or equinox whose trained arrays `convert` has made; others as they are."""
+    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    if nnx is not None and isinstance(model, nnx.Module):
+        graph, own, rest = nnx.split(model, nnx.Param, ...)
+        return nnx.merge(graph, convert(own), rest)
+    if equinox is not None and isinstance(model, equinox.Module):
+        own, rest = equinox.partition(model, equinox.is_inexact_array)
+        return equinox.combine(convert(own), rest)
+    return model
+
+
 def _require_arguments(function: Any, state: Any) -> None:
     """Raise PolyaccelError for a function that takes a state and gets none, or the other way round."""
     try:

@@ -167,8 +167,6 @@ class FunctionOfModel(Rewrite):
             return AppliedRewrite(name=self.name, modules=tuple(map(str, range(len(layers.layers)))))
         found = as_function(before, context.params, context.state, with_units=context.with_units)
         context.model, context.params, context.state = found
-        if context.partition is not None:
-            context.params = context.partition.on_host(context.params)
         return None if context.model is before else AppliedRewrite(name=self.name, modules=("",))
 
 

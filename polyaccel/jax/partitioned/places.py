@@ -98,9 +98,9 @@ class Partition:
         with jax.set_mesh(self.mesh), with_rules(self.rules):
             yield
 
-    def on_host(self, params: Any) -> Any:
+    def on_host(self, tree: Any) -> Any:
         """As `host_tree`."""
-        return host_tree(params)
+        return host_tree(tree)
 
     def device_mesh(self) -> DeviceMesh:
         """All devices side by side, for what is cut evenly over them. Raises ShardingError if they are scattered."""
@@ -120,7 +120,8 @@ class Partition:
         found = dict.fromkeys(names, PartitionSpec())
         for path, spec in jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)[0]:
             place = path_name(path)
-            below = [name for name in names if not place or name == place or name.startswith(f"{place}.")]
+            own = place.removesuffix(".value")  # variables of nnx have such a leaf
+            below = [name for name in names if not place or name in (place, own) or name.startswith(f"{place}.")]
             if not below:
                 raise ShardingError(
                     f"param_specs has a spec for {place!r}, and no parameter has this name",

@@ -49,7 +49,7 @@ class PlainPrograms:
             self._as_drawn = partial(as_function, model, given.params, given.state)
         self._partition = given.partition
         if self._partition is not None:
-            params, state = self._partition.on_host(params), self._partition.on_host(state)
+            state = self._partition.on_host(state)
         self.state = state
         self.form = None if state is None else StateForm(state)
         self._model = model

@@ -64,10 +64,11 @@ def test_names_of_linen_are_axes_of_the_config(at, processes, stage, mesh):
                 assert all(own == one for own, one in zip(found[1][name], spec, strict=True) if one == axis)
 
 
-def test_a_rule_of_the_script_has_names_of_nnx(at):
-    ((losses, plain, is_cut),) = at(1, model.train_nnx)
-    np.testing.assert_allclose(losses, plain, rtol=1e-6)
-    assert is_cut
+def test_names_of_nnx_are_axes(at):
+    ((ruled, placed, plain, is_cut),) = at(1, model.train_nnx)
+    np.testing.assert_allclose(ruled, plain, rtol=1e-6)
+    np.testing.assert_allclose(placed, plain, rtol=1e-6)
+    assert is_cut == [True, True]
 
 
 def refusals(communicator):

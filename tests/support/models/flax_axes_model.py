@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jax_mesh_model
 import numpy as np
 import optax
 import pytest
@@ -53,9 +54,9 @@ class Transformer(nn.Module):
 class Layers(nnx.Module):
     """Layers of nnx with names that a rule of the script has."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, is_eager=False):
         named = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "wide"))
-        with nnx.use_eager_sharding(False):
+        with nnx.use_eager_sharding(is_eager):
             self.up = nnx.Linear(6, 16, rngs=rngs, kernel_init=named)
             self.down = nnx.Linear(16, 6, rngs=rngs)
 
@@ -91,16 +92,20 @@ def _on_host(leaf):
 
 
 def train_nnx(communicator):
-    """(losses, specs by name)."""
+    """Losses with a rule of the script, of a module that lies on a mesh, and of plain JAX; whether both are cut."""
     x = np.random.default_rng(1).standard_normal((8, 6)).astype(np.float32)
-    config = {**CONFIG, "mesh": {"tensor": 2}, "zero_optimization": {"stage": 2}}
-    named = {"optimizer": optax.adam(1e-2), "config": config, "axis_rules": (("wide", "tensor"),)}
-    engine = polyaccel.initialize(model=Layers(nnx.Rngs(0)), **named)
-    losses = [float(engine.train_batch(x)) for _ in range(STEPS)]
+    named = {"optimizer": optax.adam(1e-2), "config": {**CONFIG, "zero_optimization": {"stage": 2}}}
+    with jax.set_mesh(jax_mesh_model.mesh()), nnx.logical_axis_rules((("wide", "tensor"), ("embed", None))):
+        there = Layers(nnx.Rngs(0), is_eager=True)
+    ruled = {**named, "config": {**named["config"], "mesh": {"tensor": 2}}, "axis_rules": (("wide", "tensor"),)}
+    found, cut = [], []
+    for model, arguments in ((Layers(nnx.Rngs(0)), ruled), (there, named)):
+        engine = polyaccel.initialize(model=model, **arguments)
+        found.append([float(engine.train_batch(x)) for _ in range(STEPS)])
+        cut.append({leaf.sharding.spec for leaf in jax.tree.leaves(engine.params)} == {P(), P(None, "tensor")})
     graph, state = nnx.split(Layers(nnx.Rngs(0)))
-    state = jax.tree.map(np.asarray, state)
-    plain, _ = _plainly(lambda params: nnx.merge(graph, params)(x), state)
-    return losses, plain, {leaf.sharding.spec for leaf in jax.tree.leaves(engine.params)} == {P(), P(None, "tensor")}
+    plain, _ = _plainly(lambda params: nnx.merge(graph, params)(x), jax.tree.map(np.asarray, state))
+    return *found, plain, cut
 
 
 def train_linen_plainly():
