@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.errors import ConfigError, Problem
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.ops.base import GROUPED_LINEAR
 from polyaccel.torch.exact.mode import ExactMode
 from polyaccel.torch.exact.operations import ExactOperations
@@ -47,7 +47,9 @@ class ExactForward:
 
     def _enter(self, part: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
-            return
+            kind = type(part).__name__
+            hint = 'leave torch.compile or "generation": {"exact": true} out'
+            raise PolyaccelError(f"a compiled {kind} has other kernels than exact ones", hint=hint, value=kind)
         if not self._inside:
             self._mode = ExactMode(self._operations)
             self._mode.__enter__()  # type: ignore[no-untyped-call]

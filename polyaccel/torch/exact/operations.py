@@ -32,11 +32,14 @@ class ExactOperations:
             aten.bmm.default: self.bmm,
             aten.addmm.default: self.addmm,
             aten.baddbmm.default: self.addmm,
+            aten.addmm_.default: self.addmm_,
+            aten.baddbmm_.default: self.addmm_,
             aten.sum.dim_IntList: self.sum,
             aten.mean.dim: self.mean,
             aten._softmax.default: self.softmax,
             aten._safe_softmax.default: self.safe_softmax,
             aten._log_softmax.default: self.log_softmax,
+            aten.logsumexp.default: self.logsumexp,
             aten._scaled_dot_product_flash_attention_for_cpu.default: self.attention,
         }
         if hasattr(aten, "_grouped_mm"):
@@ -66,6 +69,10 @@ class ExactOperations:
         if beta != 0:
             found = found + (added.float() if beta == 1 else added.float() * beta)
         return found.to(left.dtype)
+
+    def addmm_(self, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        """`addmm` into `added`."""
+        return added.copy_(self.addmm(added, left, right, beta=beta, alpha=alpha))
 
     def grouped_mm(
         self,
@@ -150,6 +157,15 @@ class ExactOperations:
         _, sums, largest = self._exponents(wide)
         log: Tensor = apply_padded(aten.log.default, (sums,), {})
         return (wide - largest - log).transpose(dim, -1).to(torch.float32 if half_to_float else scores.dtype)
+
+    def logsumexp(self, values: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+        """Logarithm of the sum of exponentials along one dim."""
+        if len(dim) != 1 or 0 in values.shape:
+            raise NotImplementedError
+        _, sums, largest = self._exponents(values.float().transpose(dim[0], -1))
+        log: Tensor = apply_padded(aten.log.default, (sums,), {})
+        found = (log + largest).transpose(dim[0], -1).to(values.dtype)
+        return found if keepdim else found.squeeze(dim[0])
 
     def attention(
         self,

@@ -87,6 +87,9 @@ class Generates:
             raise PolyaccelError(
                 f"{kind} has no generate", hint="give it one, as transformers' models have", value=kind
             )
+        if fuse_adapters and policy.is_exact:
+            hint = "leave fuse_adapters out: fused weights round otherwise than adapters in training"
+            raise PolyaccelError("fused adapters under generation.exact", hint=hint, value=fuse_adapters)
         if self.runtime.casts_inputs:
             inputs, named = cast_floats((inputs, named), torch.float16)
         if hasattr(module, "generation_config"):

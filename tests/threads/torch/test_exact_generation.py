@@ -134,6 +134,28 @@ def test_a_rollout_that_cannot_be_compared_is_logged(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_tiles_are_exact_and_a_compiled_model_is_refused():
+    engine = engine_of(transformer_model("llama"), tiled_compute={"enabled": True})
+    require_equal_bits(engine, 0)
+    words = torch.tensor([[5, 6, 7]])
+    engine.train()
+    engine.backward(engine(input_ids=words, labels=words).loss)
+    engine.compile(backend="eager")
+    with pytest.raises(PolyaccelError) as caught:
+        engine(input_ids=words)
+    assert caught.value.value == "LlamaForCausalLM"
+
+
+def test_fused_adapters_are_refused():
+    """Training does not compute with them."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(transformer_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    engine = engine_of(model)
+    require_equal_bits(engine, 1)
+    with pytest.raises(PolyaccelError):
+        engine.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, fuse_adapters=True)
+
+
 def test_cut_sequences_and_jax_are_refused():
     for axis in ("sequence", "pipe"):
         with pytest.raises(ConfigError) as caught:

@@ -24,6 +24,7 @@ FUNCTIONS = {
     "matmul": lambda x: x @ drawn(WIDTH, 5),
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
     "mean": lambda x: x.mean(-1, keepdim=True),
     "sum": lambda x: (x * x).sum(-1),
     "layer_norm": lambda x: functional.layer_norm(x, (WIDTH,)),
