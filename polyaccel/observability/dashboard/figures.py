@@ -13,9 +13,9 @@ class FigureTable:
     """The figures of each step, by name. Of more than `most` rows two neighbours become one, which keeps mean, least
     and greatest of each figure, so that a spike of a single step stays to be seen in a run of a million.
 
-    A step that comes again with a figure that it has, as after a checkpoint was loaded, replaces what there was of it and
-    of all later ones (where rows have been joined, the later steps in its row stay in the mean). Other figures of the
-    last step join it: scripts write their figures one by one.
+    A step that comes again with a figure that it has, as after a checkpoint was loaded, replaces what there was of it
+    and of all later ones (where rows have been joined, the later steps in its row stay in the mean). Other figures of
+    the last step join it: scripts write their figures one by one.
     """
 
     def __init__(self, most: int) -> None:

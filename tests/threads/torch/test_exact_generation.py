@@ -146,6 +146,7 @@ def test_tiles_are_exact_and_a_compiled_model_is_refused():
     assert caught.value.value == "LlamaForCausalLM"
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 def test_fused_adapters_are_refused():
     """Training does not compute with them."""
     peft = pytest.importorskip("peft")
