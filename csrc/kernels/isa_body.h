@@ -2,10 +2,11 @@
 // needs AVX-512 where a lesser processor calls it. For the same reason nothing here includes a C++ header.
 #include "blocks.h"
 #include "isa.h"
+#include "../decode/attention.h"
 #include "../products/tiles.h"
 #include "sums.h"
 #include "sweep.h"
 
 extern const isa_kernels ISA_TABLE = {ISA_NAME,    shape,          sweep,           square_sum_block,
                                      combine_any, quantize_block, dequantize_block,
-                                     TILE_COLUMNS, pack_rows,      product_columns};
+                                     TILE_COLUMNS, pack_rows,      product_columns, linear_part,   attention_part};

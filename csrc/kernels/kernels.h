@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PA_ABI_VERSION 6
+#define PA_ABI_VERSION 7
 
 #if defined(__GNUC__)
 #define PA_EXPORT __attribute__((visibility("default")))
@@ -100,6 +100,32 @@ typedef struct {
 PA_EXPORT int64_t pa_products_scratch(int64_t count, const pa_product* products, int32_t threads);
 PA_EXPORT int32_t pa_products(int64_t count, const pa_product* products, const int64_t* segments, float* scratch,
                               int32_t threads);
+
+// y = x @ w' + bias for few rows; all of one type, PA_FLOAT32 or PA_BFLOAT16. The weight of output j for input k is at
+// w[j * w_column + k * w_row], one of which is 1. `bias` may be null. See [Note: Rows of a linear layer].
+typedef struct {
+    const void *x, *w, *bias;
+    void* y;
+    int64_t rows, inner, columns, x_row, y_row, w_column, w_row;
+    int32_t type;
+} pa_linear;
+
+PA_EXPORT int32_t pa_linear_rows(const pa_linear* layer, int32_t threads);
+
+// Attention of one new token of each sequence. Its key, turned by its position, and its value are written into the cache
+// (slots, key heads, capacity, head) first. The first `rotated` elements of a head are turned by rows of the tables
+// `cosines` and `sines`. `scratch` is for (head + capacity) elements a thread.
+typedef struct {
+    const void *q, *k, *v;
+    void *out, *keys, *values;
+    const void *cosines, *sines;
+    const int64_t *positions, *slots;
+    int64_t sequences, heads, key_heads, head, capacity, rotated, q_row, k_row, v_row, out_row, q_head, k_head, v_head;
+    float scale;
+    int32_t type;
+} pa_attention;
+
+PA_EXPORT int32_t pa_attend(const pa_attention* call, float* scratch, int32_t threads);
 
 #ifdef __cplusplus
 }

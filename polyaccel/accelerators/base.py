@@ -297,6 +297,10 @@ class Accelerator(ABC):
         """
         return KernelTable(self.name, {})
 
+    def decode_kernels(self) -> KernelTable:
+        """Return kernels of `DECODE_OPS` by which generation decodes; the framework computes what is not among them."""
+        return KernelTable(self.name, {})
+
     def supported_dtypes(self) -> frozenset[DType]:
         """Return the element types that the device computes with."""
         return self.capabilities().dtypes

@@ -96,6 +96,13 @@ class CpuAccelerator(Accelerator):
 
         return with_grouped_kernels(onednn_kernels() if choice == "on" else faster_kernels())
 
+    def decode_kernels(self) -> KernelTable:
+        if self.memory != "torch" or not self._native:
+            return KernelTable(self.name, {})
+        from polyaccel.ops.torch.decode import decode_kernels
+
+        return decode_kernels()
+
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
         if self.memory == "torch":
             import torch

@@ -42,7 +42,7 @@ from polyaccel.ops.base import (
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.rounding import halves
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 VARIABLE = "POLYACCEL_NATIVE"
 """Environment variable: "off", or the instruction set to use instead of this processor's best one."""
 
@@ -82,6 +82,8 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "pa_dequantize": (c_int32, c_int64, c_int64, CArray, c_void_p, c_void_p, c_int32),
     "pa_products_scratch": (c_int64, c_void_p, c_int32),
     "pa_products": (c_int64, c_void_p, c_void_p, c_void_p, c_int32),
+    "pa_linear_rows": (c_void_p, c_int32),
+    "pa_attend": (c_void_p, c_void_p, c_int32),
 }
 
 

@@ -1,0 +1,64 @@
+// pa_linear and pa_attention: one new token of each sequence, shared out by columns and by heads.
+
+#include <atomic>
+
+#include "../kernels/isa.h"
+#include "../kernels/parallel.h"
+
+namespace {
+
+enum { COLUMNS_IN_PART = 192 };
+
+struct Linear {
+    const isa_kernels* isa;
+    const pa_linear* layer;
+};
+
+void linear_some(void* context, int64_t part) {
+    const Linear& all = *static_cast<Linear*>(context);
+    const int64_t start = part * COLUMNS_IN_PART;
+    all.isa->linear_part(all.layer, start, smaller(start + COLUMNS_IN_PART, all.layer->columns));
+}
+
+struct Attention {
+    const isa_kernels* isa;
+    const pa_attention* call;
+    float* scratch;
+    std::atomic<int64_t> next{0};
+};
+
+void attend_some(void* context, int64_t worker) {
+    Attention& all = *static_cast<Attention*>(context);
+    const pa_attention* const call = all.call;
+    float* const scratch = all.scratch + worker * (call->head + call->capacity);
+    for (int64_t mine; (mine = all.next.fetch_add(1, std::memory_order_relaxed)) < call->sequences * call->key_heads;)
+        all.isa->attention_part(call, mine / call->key_heads, mine % call->key_heads, scratch);
+}
+
+bool is_decoded(int32_t type) { return type == PA_FLOAT32 || type == PA_BFLOAT16; }
+
+}  // namespace
+
+int32_t pa_linear_rows(const pa_linear* layer, int32_t threads) {
+    if (!is_decoded(layer->type)) return PA_BAD_TYPE;
+    if (layer->rows < 0 || layer->inner < 0 || layer->columns < 0 || (layer->w_row != 1 && layer->w_column != 1))
+        return PA_BAD_COUNT;
+    Linear all{isa_current(), layer};
+    if (threads < 2)
+        all.isa->linear_part(layer, 0, layer->columns);
+    else
+        parallel_for((layer->columns + COLUMNS_IN_PART - 1) / COLUMNS_IN_PART, threads, linear_some, &all);
+    return 0;
+}
+
+int32_t pa_attend(const pa_attention* call, float* scratch, int32_t threads) {
+    if (!is_decoded(call->type)) return PA_BAD_TYPE;
+    if (call->key_heads < 1 || call->heads % call->key_heads || call->rotated > call->head || call->rotated % 2)
+        return PA_BAD_COUNT;
+    for (int64_t b = 0; b < call->sequences; b++)
+        if (call->positions[b] < 0 || call->positions[b] >= call->capacity || call->slots[b] < 0) return PA_BAD_COUNT;
+    Attention all{isa_current(), call, scratch};
+    const int32_t workers = threads > 1 ? threads : 1;
+    parallel_for(workers, workers, attend_some, &all);
+    return 0;
+}
