@@ -21,6 +21,8 @@ from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.torch.checkpoint.offload_states import empty_cache
 from polyaccel.torch.data import cast_floats
 from polyaccel.torch.generation.adapters import fused_adapters
+from polyaccel.torch.generation.decode.fast import generate as decoded
+from polyaccel.torch.generation.decode.prompts import is_list, padded, separated
 from polyaccel.torch.generation.exact_proof import ComparedRollout
 from polyaccel.torch.generation.rollout import Rollout
 from polyaccel.torch.settings import ModuleSettings
@@ -50,22 +52,36 @@ class Generates:
     def _own_module(self) -> nn.Module:
         """The user's module."""
 
-    def generate(self, *inputs: Any, seed: int | None = None, fuse_adapters: bool = False, **named: Any) -> Any:
+    def generate(
+        self,
+        *inputs: Any,
+        seed: int | None = None,
+        fuse_adapters: bool = False,
+        batch_size: int | None = None,
+        own_decoder: bool = True,
+        **named: Any,
+    ) -> Any:
         """Run the module's `generate` with the weights of this step, in evaluation mode and without gradients.
+
+        Models that `torch.generation.decode` knows are decoded by it, with the tokens of the module's `generate`.
 
         Collective if parameters are sharded. Ranks may have other prompts and end at other tokens. Training mode and
         gradients are as before when it returns or raises.
 
         Args:
-            *inputs: Arguments of the module's `generate`, in transformers the prompts.
+            *inputs: Arguments of the module's `generate`, in transformers the prompts. These may be a list of token
+                sequences of uneven lengths.
             seed: Draw samples from the generators at this seed, and restore them; ranks with the same seed and the same
                 prompts draw the same tokens. None draws from this rank's generators as they are.
             fuse_adapters: Add LoRA adapters of PEFT to their base weights meanwhile, which is faster and rounds
                 otherwise. It has no effect where sharded parameters are gathered unit by unit.
+            batch_size: Sequences that are decoded at a time: where one has ended, the next prompt takes its place. None
+                decodes all together.
+            own_decoder: Decode known models by the decoder of this package; False always runs the module's own method.
             **named: Named arguments of the module's `generate`.
 
         Returns:
-            What the module's `generate` returns.
+            What the module's `generate` returns; for a list of prompts a list of their sequences, without padding.
 
         Raises:
             PolyaccelError: The module has no `generate`, is spread over pipeline stages, or may generate more than
@@ -90,6 +106,10 @@ class Generates:
         if fuse_adapters and policy.is_exact:
             hint = "leave fuse_adapters out: fused weights round otherwise than adapters in training"
             raise PolyaccelError("fused adapters under generation.exact", hint=hint, value=fuse_adapters)
+        mask = None
+        if inputs and is_list(inputs[0]):
+            ids, mask = padded(inputs[0], module, named)
+            inputs, named = (ids, *inputs[1:]), {**named, "attention_mask": mask}
         if self.runtime.casts_inputs:
             inputs, named = cast_floats((inputs, named), torch.float16)
         if hasattr(module, "generation_config"):
@@ -102,18 +122,24 @@ class Generates:
             draws = seeded(self.accelerator, seed, self._tensor_ranks())
             fused = fused_adapters(module) if fuse_adapters and is_whole else nullcontext()
             with evaluating(module), draws, torch.no_grad(), self._autocast(), fused:
-                if policy.is_exact and not self._are_logits_compared:
-                    return self._generate_compared(module, inputs, named)
-                return module.generate(*inputs, **named)  # type: ignore[operator]
+                if policy.is_exact:
+                    return self._generate_exactly(module, inputs, named)
+                if not own_decoder or not is_whole or self.mesh.has_several("tensor"):
+                    return module.generate(*inputs, **named)  # type: ignore[operator]
+                kernels = self.accelerator.decode_kernels()
+                return decoded(module, kernels, inputs, named, seed=seed, batch_size=batch_size)
 
         with self.timer(OUTSIDE):
             output = self._roll_out(generate)
             if policy.empties_cache:
                 empty_cache(torch_device_of(self.accelerator))
-        return output
+        return output if mask is None else separated(output, mask, module, named)
 
-    def _generate_compared(self, module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Return what `generate` returns, after its logits were compared with a pass over the whole sequences."""
+    def _generate_exactly(self, module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return what the module's `generate` returns. The logits of the first rollout are compared with a pass over
+        the whole sequences."""
+        if self._are_logits_compared:
+            return module.generate(*inputs, **named)  # type: ignore[operator]
         rollout = ComparedRollout(module, inputs, named)
         if not rollout.is_possible:
             log.warning("this rollout is not compared with training: it has beams, an encoder or another generate")

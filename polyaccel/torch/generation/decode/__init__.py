@@ -1,0 +1,1 @@
+"""A decoder for decoder-only models of transformers: static cache, rows without padding, compiled kernels."""

@@ -1,0 +1,205 @@
+"""The decoder: a recognised structure over a static cache, for prompts of uneven length and one token of each sequence.
+
+[Note: Sequences in slots]
+The cache has slots, one a sequence: (slots, key heads, capacity, head) for the keys and the values of a layer. Tokens
+are rows without padding. A row belongs to a slot and has a position there, so that sequences of any length are computed
+together, and a slot is free for another sequence when its own has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from polyaccel.ops.base import DECODE_ATTENTION, KernelTable
+from polyaccel.torch.generation.decode import parts
+from polyaccel.torch.generation.decode.parts import Rowwise
+from polyaccel.torch.generation.decode.structure import Layer, Structure
+
+_COMPILED = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class _Block:
+    """A block as functions of rows."""
+
+    first_norm: Rowwise
+    second_norm: Rowwise | None
+    inputs: tuple[Rowwise, ...]
+    head_norms: tuple[Any, Any] | None
+    output: Rowwise
+    mlp: Rowwise
+    scale: float
+    keys: Tensor
+    values: Tensor
+    attend: Any
+    """Attention of one new token; None where the framework computes it."""
+
+
+class Decoder:
+    """A model of `structure` with memory for `slots` sequences of at most `capacity` tokens."""
+
+    def __init__(self, structure: Structure, kernels: KernelTable, slots: int, capacity: int) -> None:
+        self._structure = structure
+        self._embed = parts.embedding(structure.embedding)
+        self._place = None if structure.positions is None else parts.embedding(structure.positions)
+        self._final_norm = None if structure.final_norm is None else parts.norm(structure.final_norm)
+        self._head = parts.linear(structure.head, kernels)
+        self.capacity = capacity
+        like = parts.values(structure.embedding.weight)
+        self.device = like.device
+        self._turns = self._tables(like)
+        self._blocks = [self._block(layer, kernels, slots, like) for layer in structure.layers]
+
+    def _tables(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        rotary = self._structure.rotary
+        if rotary is None:
+            return None
+        places = torch.arange(self.capacity, device=like.device)
+        cosines, sines = rotary(like.new_empty(1), places[None])
+        return cosines[0].contiguous(), sines[0].contiguous()
+
+    def _block(self, layer: Layer, kernels: KernelTable, slots: int, like: Tensor) -> _Block:
+        found = self._structure
+        shape = (slots, found.key_heads, self.capacity, found.head_numel)
+        is_compiled = DECODE_ATTENTION in kernels and like.dtype in _COMPILED and like.device.type == "cpu"
+        # The framework multiplies what is masked too, by zero: it must not be a NaN.
+        keys, values = (like.new_empty(shape) if is_compiled else like.new_zeros(shape) for _ in "kv")
+        attend = None
+        if is_compiled:
+            attend = kernels[DECODE_ATTENTION](keys, values, self._turns, found.heads, layer.scale)
+        mlp = parts.two_layers(*layer.fc, kernels) if layer.fc is not None else parts.mlp(layer.mlp, kernels)
+        return _Block(
+            parts.norm(layer.first_norm),
+            None if layer.second_norm is None else parts.norm(layer.second_norm),
+            tuple(parts.linear(one, kernels) for one in layer.inputs),
+            None if layer.head_norms is None else (parts.norm(layer.head_norms[0]), parts.norm(layer.head_norms[1])),
+            parts.linear(layer.output, kernels),
+            mlp,
+            layer.scale,
+            keys,
+            values,
+            attend,
+        )
+
+    def prefill(self, prompts: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+        """Compute prompts together and return the logits of their last tokens.
+
+        Args:
+            prompts: Tokens of each prompt, one-dimensional, each at least one.
+            slots: Slot of each.
+
+        Returns:
+            Logits (prompts, vocabulary).
+        """
+        tokens = torch.cat(tuple(prompts))
+        lengths = [len(prompt) for prompt in prompts]
+        places = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
+        ends = torch.tensor(lengths, device=tokens.device).cumsum(0)
+        x = self._embedded(tokens, places)
+        turns = None if self._turns is None else (self._turns[0][places], self._turns[1][places])
+        for block in self._blocks:
+            x = self._residual(block, x, partial(self._seen, block, lengths, slots, turns))
+        return self._logits(x[ends - 1])
+
+    def step(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Compute one new token of each sequence and return logits (sequences, vocabulary).
+
+        Args:
+            tokens: The token of each sequence.
+            slots: Slot of each (int64, contiguous).
+            positions: Position of each token in its sequence (int64, contiguous).
+        """
+        x = self._embedded(tokens, positions)
+        for block in self._blocks:
+            x = self._residual(block, x, partial(self._next, block, slots, positions))
+        return self._logits(x)
+
+    def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
+        x = self._embed(tokens)
+        return x if self._place is None else x + self._place(places + self._structure.offset)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self._head(x if self._final_norm is None else self._final_norm(x))
+
+    def _residual(self, block: _Block, x: Tensor, attend: Rowwise) -> Tensor:
+        choice = self._structure.choice
+        if choice.is_parallel:
+            normed = block.first_norm(x)
+            other = normed if block.second_norm is None else block.second_norm(x)
+            return attend(normed) + block.mlp(other) + x
+        assert block.second_norm is not None  # or the choice would be parallel
+        if choice.norms_first:
+            x = attend(block.first_norm(x)) + x
+            return block.mlp(block.second_norm(x)) + x
+        x = block.first_norm(attend(x) + x)
+        return block.second_norm(block.mlp(x) + x)
+
+    def _heads(self, block: _Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of rows: (rows, their heads, head)."""
+        found = self._structure
+        rows, head = len(x), found.head_numel
+        if len(block.inputs) == 1:
+            both = block.inputs[0](x)
+            if found.choice.heads_together:
+                q, k, v = both.view(rows, found.heads, 3 * head).chunk(3, dim=-1)
+            else:
+                sizes = [found.heads * head, found.key_heads * head, found.key_heads * head]
+                q, k, v = (one.view(rows, -1, head) for one in torch.split(both, sizes, dim=-1))
+        else:
+            q, k, v = (project(x).view(rows, -1, head) for project in block.inputs)
+        if block.head_norms is not None:
+            q, k = block.head_norms[0](q), block.head_norms[1](k)
+        return q, k, v
+
+    def _seen(
+        self,
+        block: _Block,
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        turns: tuple[Tensor, Tensor] | None,
+        x: Tensor,
+    ) -> Tensor:
+        q, k, v = self._heads(block, x)
+        if turns is not None:
+            q, k = parts.turned(q, *turns), parts.turned(k, *turns)
+        outputs, start = [], 0
+        for length, slot in zip(lengths, slots, strict=True):
+            mine = slice(start, start + length)
+            query, key, value = (one[mine].transpose(0, 1)[None] for one in (q, k, v))
+            block.keys[slot, :, :length] = key[0]
+            block.values[slot, :, :length] = value[0]
+            found = _attention(query, key, value, block.scale, is_causal=length > 1)
+            outputs.append(found[0].transpose(0, 1).reshape(length, -1))
+            start += length
+        return block.output(torch.cat(outputs))
+
+    def _next(self, block: _Block, slots: Tensor, positions: Tensor, x: Tensor) -> Tensor:
+        q, k, v = self._heads(block, x)
+        if block.attend is not None:
+            return block.output(block.attend(q, k, v, slots, positions))
+        if self._turns is not None:
+            turns = self._turns[0][positions], self._turns[1][positions]
+            q, k = parts.turned(q, *turns), parts.turned(k, *turns)
+        block.keys[slots, :, positions] = k
+        block.values[slots, :, positions] = v
+        longest = int(positions.max()) + 1
+        seen = torch.arange(longest, device=x.device)[None, None, None] <= positions[:, None, None, None]
+        keys, values = block.keys[slots, :, :longest], block.values[slots, :, :longest]
+        found = _attention(q[:, :, None], keys, values, block.scale, mask=seen)
+        return block.output(found.reshape(len(x), -1))
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    groups = q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups
+    )

@@ -1,0 +1,120 @@
+"""Layers as functions of rows (tokens, features): compiled where they are plain, else the module itself.
+
+Weights are the memory of the module's own parameters: nothing is copied, and an update of them is seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polyaccel.ops.base import DECODE_LINEAR, KernelTable
+from polyaccel.torch.generation.decode.errors import Unsupported
+
+Rowwise = Callable[[Tensor], Tensor]
+
+
+def values(parameter: Any) -> Any:
+    """Return the memory of a parameter, which is not marked as handed out for that."""
+    return None if parameter is None else Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    """Whether a module is of that class, by type or name, and computes as its class does."""
+    named = type(module).__name__ == kind if isinstance(kind, str) else type(module) is kind
+    own = module.__dict__.get("forward")
+    return named and (own is None or type(own).__module__.startswith("polyaccel"))
+
+
+def linear(module: nn.Module, kernels: KernelTable) -> Rowwise:
+    """Return a linear layer as a function; with adapters or quantised, it is the module."""
+    if is_plain(module, nn.Linear):
+        weight = values(module.weight)
+    elif is_plain(module, "Conv1D"):
+        weight = values(module.weight).t()
+    else:
+        return module
+    bias = values(module.bias)
+    if DECODE_LINEAR in kernels:
+        return kernels[DECODE_LINEAR](weight, bias)
+    return partial(_linear, weight, bias)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def norm(module: nn.Module) -> Rowwise:
+    """Return a norm as a function of rows."""
+    if not is_plain(module, nn.LayerNorm):
+        return module
+    assert isinstance(module, nn.LayerNorm)
+    shape, weight, bias, eps = list(module.normalized_shape), values(module.weight), values(module.bias), module.eps
+    return lambda x: functional.layer_norm(x, shape, weight, bias, eps)
+
+
+def embedding(module: nn.Module) -> Rowwise:
+    """Return an embedding as a function of indices."""
+    if not isinstance(module, nn.Embedding):
+        raise Unsupported(f"embedding of {type(module).__name__}")
+    if "forward" in type(module).__dict__ and type(module) is not nn.Embedding and not hasattr(module, "offset"):
+        raise Unsupported(f"embedding of {type(module).__name__}")
+    weight = values(module.weight)
+    return lambda indices: functional.embedding(indices, weight)
+
+
+def mlp(module: Any, kernels: KernelTable) -> Rowwise:
+    """Return a feed-forward part as a function of rows; what is not a known form is the module."""
+    children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    activation = _activation(module)
+    if activation is None:
+        return partial(_as_sequence, module)
+    if children == {"gate_proj", "up_proj", "down_proj"}:
+        gate, up, down = (linear(getattr(module, name), kernels) for name in ("gate_proj", "up_proj", "down_proj"))
+        return lambda x: down(activation(gate(x)).mul_(up(x)))
+    if children == {"gate_up_proj", "down_proj"}:
+        both, down = linear(module.gate_up_proj, kernels), linear(module.down_proj, kernels)
+        return lambda x: _gated(down, activation, both(x))
+    for first, second in (("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h")):
+        if children == {first, second}:
+            return two_layers(getattr(module, first), activation, getattr(module, second), kernels)
+    return partial(_as_sequence, module)
+
+
+def two_layers(first: nn.Module, activation: Rowwise, second: nn.Module, kernels: KernelTable) -> Rowwise:
+    """Return two linear layers with an activation between."""
+    inner, outer = linear(first, kernels), linear(second, kernels)
+    return lambda x: outer(activation(inner(x)))
+
+
+def _gated(down: Rowwise, activation: Rowwise, both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return down(activation(gate) * up)
+
+
+def _activation(module: nn.Module) -> Rowwise | None:
+    found = next((getattr(module, name) for name in ("act_fn", "activation_fn", "act") if hasattr(module, name)), None)
+    if found is not None and type(found).__name__ == "NewGELUActivation":
+        return partial(functional.gelu, approximate="tanh")
+    return found
+
+
+def _as_sequence(module: nn.Module, x: Tensor) -> Tensor:
+    found = module(x[None])
+    rows: Tensor = found[0] if isinstance(found, tuple) else found
+    return rows.view_as(x)
+
+
+def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Return heads (tokens, heads, head) turned by rotary positions; the rest of a head is kept."""
+    rotated = cosines.shape[-1]
+    first, rest = x[..., :rotated], x[..., rotated:]
+    half = rotated // 2
+    other = torch.cat((-first[..., half:], first[..., :half]), dim=-1)
+    found = first * cosines[:, None] + other * sines[:, None]
+    return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found

@@ -1,0 +1,51 @@
+"""Lists of prompts as a batch that is padded on the left, and what a batch becomes for its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.errors import PolyaccelError
+
+
+def is_list(prompts: Any) -> bool:
+    """Whether prompts are a list of sequences of tokens, not one tensor."""
+    return isinstance(prompts, (list, tuple))
+
+
+def padded(prompts: Sequence[Any], module: nn.Module, named: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return tokens (prompts, length) and their attention mask. Raises PolyaccelError for an empty list or prompt."""
+    device = next(module.parameters()).device
+    rows = [torch.as_tensor(one, dtype=torch.long, device=device).flatten() for one in prompts]
+    if not rows or not all(len(row) for row in rows):
+        raise PolyaccelError("no tokens in a prompt", hint="give each prompt at least one token", value=len(rows))
+    longest = max(len(row) for row in rows)
+    ids = rows[0].new_full((len(rows), longest), _stated("pad_token_id", module, named) or 0)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, longest - len(row) :] = row
+        mask[index, longest - len(row) :] = 1
+    return ids, mask
+
+
+def separated(output: Any, mask: Tensor, module: nn.Module, named: Mapping[str, Any]) -> Any:
+    """Return the sequences of `output` without padding, each up to its end token. Other outputs are as they are."""
+    if not isinstance(output, Tensor) or len(output) != len(mask):
+        return output
+    stated = _stated("eos_token_id", module, named)
+    ends = output.new_tensor([stated] if isinstance(stated, int) else list(stated or ()))
+    sequences = []
+    for row, present in zip(output, mask, strict=True):
+        new = row[len(present) :]
+        found = torch.isin(new, ends).nonzero()
+        last = int(found[0]) + 1 if len(found) else len(new)
+        sequences.append(torch.cat((row[: len(present)][present.bool()], new[:last])))
+    return sequences
+
+
+def _stated(name: str, module: nn.Module, named: Mapping[str, Any]) -> Any:
+    config = named.get("generation_config") or getattr(module, "generation_config", None)
+    return named[name] if named.get(name) is not None else getattr(config, name, None)
