@@ -1,0 +1,112 @@
+"""Linear layers of few rows and attention over a cache, on every instruction set that this processor has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+
+from polyaccel.ops.base import DECODE_ATTENTION, DECODE_LINEAR, DECODE_OPS, KernelTable
+from polyaccel.ops.native import native
+from polyaccel.ops.torch.decode import decode_kernels
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+
+def choose(isa: str) -> bool:
+    library = native().library
+    return library is not None and library.pa_choose_isa(isa.encode()) == 0
+
+
+@pytest.fixture(params=("avx512", "avx2", "portable", "neon"))
+def table(request: pytest.FixtureRequest) -> Iterator[KernelTable]:
+    before = native().isa
+    if not choose(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield decode_kernels()
+    assert choose(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def layer(inputs, outputs, dtype, *, by_inputs):
+    torch.manual_seed(inputs + outputs)
+    weight = torch.randn(inputs, outputs).t() if by_inputs else torch.randn(outputs, inputs)
+    return weight.to(dtype), torch.randn(outputs).to(dtype)
+
+
+@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (33, 70), (64, 96), (31, 7), (130, 2100)], ids=str)
+def test_a_linear_layer_is_that_of_float64_and_a_row_depends_on_no_other(table, inputs, outputs, dtype, by_inputs):
+    weight, bias = layer(inputs, outputs, dtype, by_inputs=by_inputs)
+    for given in (bias, None):
+        call = table[DECODE_LINEAR](weight, given)
+        for rows in (1, 2, 4, 5, 13):
+            x = torch.randn(rows, inputs).to(dtype)
+            found = call(x)
+            wanted = x.double() @ weight.double().T + (0 if given is None else bias.double())
+            bound = TOLERANCE[dtype] * (1 + wanted.abs().max())
+            assert (found.double() - wanted).abs().max() <= bound
+            for row in range(rows):
+                assert torch.equal(call(x[row : row + 1])[0], found[row])
+
+
+def test_threads_and_strides_change_no_bit(table, threads):
+    weight, bias = layer(40, 500, torch.float32, by_inputs=False)
+    call, x = table[DECODE_LINEAR](weight, bias), torch.randn(3, 80)
+    found = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        found += [call(x[:, :40]), call(x[:, :40].contiguous())]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_what_kernels_do_not_know_is_left_to_torch(table):
+    weight, bias = layer(6, 5, torch.float64, by_inputs=False)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    assert torch.equal(table[DECODE_LINEAR](weight, bias)(x), functional.linear(x, weight, bias))
+    assert set(table) == set(DECODE_OPS)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("heads", "key_heads", "head", "rotated"), [(4, 4, 8, 8), (6, 2, 40, 0), (2, 1, 70, 20)])
+def test_attention_writes_the_cache_and_is_that_of_float64(table, heads, key_heads, head, rotated, dtype):
+    torch.manual_seed(head)
+    slots, capacity = 3, 9
+    keys, values = (torch.randn(slots, key_heads, capacity, head).to(dtype) for _ in "kv")
+    angles = torch.rand(capacity, rotated // 2).repeat(1, 2)
+    turns = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotated else None
+    before = keys.clone(), values.clone()
+    attend = table[DECODE_ATTENTION](keys, values, turns, heads, 0.3)
+    q, k, v = (torch.randn(2, count, head).to(dtype) for count in (heads, key_heads, key_heads))
+    used, positions = torch.tensor([2, 0]), torch.tensor([8, 3])
+    found = attend(q, k, v, used, positions).double().view(2, heads, head)
+
+    def turn(x, position):
+        if turns is None:
+            return x.double()
+        half, first = rotated // 2, x[..., :rotated].double()
+        other = torch.cat((-first[..., half:], first[..., :half]), dim=-1)
+        cosines, sines = (one[position].double() for one in turns)
+        return torch.cat((first * cosines + other * sines, x[..., rotated:].double()), dim=-1)
+
+    for row, (slot, position) in enumerate(zip(used.tolist(), positions.tolist(), strict=True)):
+        past = before[0][slot, :, :position].double(), before[1][slot, :, :position].double()
+        key = torch.cat((past[0], turn(k[row], position)[:, None]), dim=1)
+        value = torch.cat((past[1], v[row].double()[:, None]), dim=1)
+        for at in range(heads):
+            group = at // (heads // key_heads)
+            shares = (key[group] @ turn(q[row, at], position) * 0.3).softmax(0)
+            assert (found[row, at] - shares @ value[group]).abs().max() <= 4 * TOLERANCE[dtype]
+        assert torch.equal(values[slot, :, position], v[row])
+        assert (keys[slot, :, position].double() - turn(k[row], position)).abs().max() <= 4 * TOLERANCE[dtype]
+    assert torch.equal(keys[1], before[0][1])
+    assert torch.equal(keys[0, :, 4:], before[0][0, :, 4:])
