@@ -9,7 +9,18 @@ from types import ModuleType
 from bench.runner import run_case
 
 NAMES = (
-    *("all-to-all", "experts", "imports", "jax", "kernels", "longest", "one-device", "ownership", "pipeline"),
+    *(
+        "all-to-all",
+        "experts",
+        "generation",
+        "imports",
+        "jax",
+        "kernels",
+        "longest",
+        "one-device",
+        "ownership",
+        "pipeline",
+    ),
     *("replica", "saves", "sequence", "start", "tensor", "trainer", "tuning", "verify", "watching"),
 )
 CASES = {name: name.replace("-", "_") for name in NAMES}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polyaccel.ops.base import DECODE_ATTENTION, DECODE_LINEAR, KernelTable
+from polyaccel.ops.base import KernelTable
+from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_LINEAR
 from polyaccel.ops.native import Native, native
 
 MOST_ROWS = 48

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from polyaccel.ops.base import DECODE_ATTENTION, DECODE_LINEAR, DECODE_OPS, KernelTable
+from polyaccel.ops.base import KernelTable
+from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_LINEAR, DECODE_OPS
 from polyaccel.ops.native import native
 from polyaccel.ops.torch.decode import decode_kernels
 

@@ -1,6 +1,6 @@
 """Decoding of a batch as transformers' `_sample` does: the same tokens, processors, stopping and output.
 
-[Note: Draws]
+[Note: Draws of tokens]
 Without a seed tokens are drawn from torch's generator as transformers draws them: one call a step for all rows,
 finished ones included. With a seed each sequence has a generator, made from the seed and its number in the call. A
 token is where a uniform number falls in the sums of probabilities. Prompts are then computed one by one, so that
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass
 class Draws:
-    """How the next tokens are chosen. See [Note: Draws]."""
+    """How the next tokens are chosen. See [Note: Draws of tokens]."""
 
     samples: bool
     seed: int | None

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polyaccel.ops.base import DECODE_ATTENTION, KernelTable
+from polyaccel.ops.base import KernelTable
+from polyaccel.ops.decode import DECODE_ATTENTION
 from polyaccel.torch.generation.decode import parts
 from polyaccel.torch.generation.decode.parts import Rowwise
 from polyaccel.torch.generation.decode.structure import Layer, Structure

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polyaccel.ops.base import DECODE_LINEAR, KernelTable
+from polyaccel.ops.base import KernelTable
+from polyaccel.ops.decode import DECODE_LINEAR
 from polyaccel.torch.generation.decode.errors import Unsupported
 
 Rowwise = Callable[[Tensor], Tensor]

@@ -90,8 +90,8 @@ class Structure:
 
 def structure_of(model: nn.Module) -> Structure:
     """Recognise a model. Raises Unsupported with the reason where it is not one of known parts."""
-    config: Any = getattr(model, "config", None)
-    if config is None or getattr(config, "is_encoder_decoder", False):
+    sizes: Any = getattr(model, "config", None)
+    if sizes is None or getattr(sizes, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is not a decoder alone")
     body, layers = _blocks(model)
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
@@ -107,9 +107,9 @@ def structure_of(model: nn.Module) -> Structure:
         raise Unsupported(f"{type(body).__name__} has {', '.join(sorted(named))}")
     if rotary is not None and getattr(rotary, "rope_type", "default") not in _ROTATIONS:
         raise Unsupported(f"rotary positions of the kind {getattr(rotary, 'rope_type', '')!r}")
-    heads = int(config.num_attention_heads)
-    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_numel = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = int(sizes.num_attention_heads)
+    key_heads = int(getattr(sizes, "num_key_value_heads", None) or heads)
+    head_numel = int(getattr(sizes, "head_dim", None) or sizes.hidden_size // heads)
     first = layers[0]
     is_parallel = bool(getattr(first, "use_parallel_residual", False))
     return Structure(
@@ -123,8 +123,8 @@ def structure_of(model: nn.Module) -> Structure:
         heads=heads,
         key_heads=key_heads,
         head_numel=head_numel,
-        window=_window(config),
-        vocabulary=int(config.vocab_size),
+        window=_window(sizes),
+        vocabulary=int(sizes.vocab_size),
         choice=Choice(is_parallel, True, hasattr(_attention(first), "query_key_value")),
     )
 
@@ -142,11 +142,11 @@ def _blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     return found[0]
 
 
-def _window(config: Any) -> int | None:
-    kinds = getattr(config, "layer_types", None)
+def _window(sizes: Any) -> int | None:
+    kinds = getattr(sizes, "layer_types", None)
     if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
         raise Unsupported(f"attention of the kinds {sorted(set(kinds))}")
-    window = getattr(config, "sliding_window", None)
+    window = getattr(sizes, "sliding_window", None)
     return None if window is None or (kinds is not None and "sliding_attention" not in kinds) else int(window)
 
 
