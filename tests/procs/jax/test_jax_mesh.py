@@ -3,8 +3,6 @@ plain JAX and optax on one device."""
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
@@ -18,29 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import polyaccel
 from polyaccel.errors import PolyaccelError, ShardingError
-from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.ranks.threads import run_threads
 
 pytestmark = pytest.mark.timeout(300)  # programs to compile, on a machine that may be slow and busy
 PATIENCE_S = 240.0
-DEVICES = {1: 4, 2: 2}
-"""Of each process, by the number of processes."""
-
-
-@pytest.fixture(scope="module")
-def at():
-    """`at(processes, function, *arguments)`: each process's `function(communicator, *arguments)`."""
-    pools = {}
-
-    def run(processes, function, *arguments):
-        if processes not in pools:
-            flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES[processes]}"
-            pools[processes] = RankPool(processes, comm_timeout_s=PATIENCE_S, environ={"XLA_FLAGS": flags})
-        return pools[processes].run(function, *arguments, timeout_s=PATIENCE_S)
-
-    yield run
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.mark.parametrize(

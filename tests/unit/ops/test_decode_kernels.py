@@ -10,24 +10,14 @@ from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_LINEAR, DECODE_OPS
-from polyaccel.ops.native import native
 from polyaccel.ops.torch.decode import decode_kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 
-def choose(isa: str) -> bool:
-    library = native().library
-    return library is not None and library.pa_choose_isa(isa.encode()) == 0
-
-
-@pytest.fixture(params=("avx512", "avx2", "portable", "neon"))
-def table(request: pytest.FixtureRequest) -> Iterator[KernelTable]:
-    before = native().isa
-    if not choose(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield decode_kernels()
-    assert choose(before)
+@pytest.fixture
+def table(isa: str) -> KernelTable:
+    return decode_kernels()
 
 
 @pytest.fixture
