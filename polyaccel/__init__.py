@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from polyaccel.errors import ConfigError as ConfigError
     from polyaccel.errors import PolyaccelError as PolyaccelError
     from polyaccel.frontend import add_config_arguments as add_config_arguments
+    from polyaccel.frontend import init_inference as init_inference
     from polyaccel.frontend import initialize as initialize
     from polyaccel.observability.progress_view import open_progress as open_progress
+    from polyaccel.torch.engine.inference_engine import InferenceEngine as InferenceEngine
     from polyaccel.torch.engine.torch_engine import TorchEngine as TorchEngine
 
 _HOMES = {
     "Config": "polyaccel.config",
     "ConfigError": "polyaccel.errors",
+    "InferenceEngine": "polyaccel.torch.engine.inference_engine",
     "PolyaccelError": "polyaccel.errors",
     "StopRequest": "polyaccel.engine.stop_request",
     "TorchEngine": "polyaccel.torch.engine.torch_engine",
@@ -41,6 +44,7 @@ _HOMES = {
     "begin_run": "polyaccel.engine.run_folder",
     "get_accelerator": "polyaccel.accelerators",
     "init_distributed": "polyaccel.comm",
+    "init_inference": "polyaccel.frontend",
     "initialize": "polyaccel.frontend",
     "load_config": "polyaccel.config",
     "open_progress": "polyaccel.observability.progress_view",
@@ -51,6 +55,7 @@ _ROOMS = ("checkpointing", "comm", "jax", "torch", "utils", "zero")
 __all__ = [
     "Config",
     "ConfigError",
+    "InferenceEngine",
     "PolyaccelError",
     "StopRequest",
     "TorchEngine",
@@ -60,6 +65,7 @@ __all__ = [
     "comm",
     "get_accelerator",
     "init_distributed",
+    "init_inference",
     "initialize",
     "jax",
     "load_config",

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     import torch
 
     from polyaccel.config import Config
+    from polyaccel.config.inference import InferenceSource
     from polyaccel.jax.engine import JaxEngine
     from polyaccel.torch.data import ShardedDataLoader
+    from polyaccel.torch.engine.inference_engine import InferenceEngine
     from polyaccel.torch.engine.torch_engine import TorchEngine
 
     ConfigSource: TypeAlias = str | Path | Mapping[str, Any] | Config
@@ -203,6 +205,52 @@ def initialize(
     carried = {"state": state, "state_reduction": state_reduction or "mean"}
     places = {"mesh": mesh, "param_specs": param_specs, "batch_spec": batch_spec, "axis_rules": axis_rules}
     return frontend.initialize(model, params, seed=seed or 0, stacked=stacked, **carried, **places, **both)
+
+
+def init_inference(
+    model: torch.nn.Module | None = None, config: InferenceSource | None = None, **named: Any
+) -> InferenceEngine:
+    """Build an engine around a torch module that computes and generates, and trains nothing. Collective.
+
+    Keys are those of the table below. They may stand in `config`, or be given by name.
+
+    | key | default | does |
+    |---|---|---|
+    | `dtype` | None | holds parameters as "fp32", "bf16" or "fp16"; "int8" is for weights of linear layers alone |
+    | `group_size` | 128 | weights of a row that share a scale under "int8" |
+    | `tensor_parallel` | `{"tp_size": 1}` | cuts layers over so many ranks |
+    | `checkpoint` | None | loads weights: our checkpoints, safetensors, bin, or what an importer reads |
+    | `max_out_tokens` | None | bounds prompt and new tokens of a sequence |
+    | `replace_with_kernel_inject` | False | has no effect, and the log reports so |
+
+    Args:
+        model: A `torch.nn.Module`. Its parameters may have no values yet where `checkpoint` has them.
+        config: Keys as a path of a JSON file, a dict or url-safe base64.
+        **named: Keys by name.
+
+    Returns:
+        The engine, in evaluation mode.
+
+    Raises:
+        ConfigError: A key is unknown or has a wrong value, or two different ones.
+        CheckpointError: The checkpoint cannot be read, or lacks parameters.
+        ShardingError: The model cannot be cut over tensor ranks.
+        PolyaccelError: `model` is not a torch module, or torch is not installed.
+
+    Example:
+        ```python
+        engine = polyaccel.init_inference(model, dtype="bf16", tensor_parallel={"tp_size": 1})
+        logits = engine(tokens).logits
+        texts = engine.generate(tokens, max_new_tokens=16)
+        ```
+    """
+    from polyaccel.config.inference import load_inference_config
+
+    _load_frontend("torch")
+    found = load_inference_config(config, named)
+    frontend, engines = (import_module(f"polyaccel.torch.{name}") for name in ("inference", "engine.inference_engine"))
+    engine: InferenceEngine = frontend.init_inference(model, found, engines.InferenceEngine)
+    return engine
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

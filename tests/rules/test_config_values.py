@@ -16,6 +16,7 @@ READERS = (
     "engine/policies",  # makes values of them
     "engine/runtime.py",
     "engine/tiers.py",  # opens those that it names
+    "torch/inference.py",
     "torch/initialize.py",
     "torch/rewrites",
     "torch/verify",  # composes plain engines in place of ours

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from importlib import metadata
 from math import prod
 from pathlib import Path
 
 from polyaccel.checkpoint.convert.exporting import BUFFER
+from polyaccel.checkpoint.convert.importers import find_importer
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, imported
 from polyaccel.checkpoint.format.tensors import PARAM
 from polyaccel.cli.ckpt.shown import progress
 from polyaccel.errors import CheckpointError
 from polyaccel.utils.sizes import size
-
-GROUP = "polyaccel.importers"
-"""Entry points of packages that read more formats: functions from a path to an `Incoming`."""
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,7 +39,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, print what it has and lacks, and return 0."""
     source: Path = args.src
-    read = _reader(args.source)
+    read = find_importer(args.source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist", hint="give a file or a folder", value=str(source))
     incoming = read(source)
@@ -92,38 +89,6 @@ def _taken(incoming: Incoming) -> list[str]:
 def _as_buffer(tensor: ImportTensor, patterns: Sequence[str]) -> ImportTensor:
     is_buffer = not tensor.dtype.is_floating or any(fnmatchcase(tensor.fqn, pattern) for pattern in patterns)
     return replace(tensor, kind=BUFFER) if tensor.kind == PARAM and is_buffer else tensor
-
-
-def _reader(name: str) -> Callable[[Path], Incoming]:
-    """The function that reads a format. Raises CheckpointError with the names there are."""
-    if name == "safetensors":
-        from polyaccel.checkpoint.convert.formats import safetensors
-
-        return safetensors.read
-    if name == "bin":
-        from polyaccel.checkpoint.convert.formats import torch_bin
-
-        return torch_bin.read
-    if name == "dcp":
-        from polyaccel.checkpoint.convert.formats import torch_dcp
-
-        return torch_dcp.read
-    if name == "orbax":
-        from polyaccel.checkpoint.convert.formats import orbax
-
-        return orbax.read
-    if name == "flax":
-        from polyaccel.checkpoint.convert.formats import flax_msgpack
-
-        return flax_msgpack.read
-    points = metadata.entry_points(group=GROUP)
-    for point in points:
-        if point.name == name:
-            loaded: Callable[[Path], Incoming] = point.load()
-            return loaded
-    known = ", ".join(["safetensors", "bin", "dcp", "orbax", "flax", *sorted(point.name for point in points)])
-    hint = "pip install ./plugins/polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
-    raise CheckpointError(f"--from {name}: expected one of {known}", hint=hint, value=name)
 
 
 def _nbytes(tensor: ImportTensor) -> int:

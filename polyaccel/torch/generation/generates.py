@@ -208,7 +208,7 @@ def require_length(module: nn.Module, inputs: Sequence[Any], named: Mapping[str,
     total = length + new if new is not None else (stated("max_length") or length + _NEW_TOKENS)
     if total > most:
         raise PolyaccelError(
-            f"prompt and new tokens may exceed hybrid_engine.max_out_tokens = {most}: {length} + {total - length}",
+            f"prompt and new tokens may exceed max_out_tokens = {most}: {length} + {total - length}",
             hint='raise "max_out_tokens", or ask for fewer new tokens',
             value=total,
         )
