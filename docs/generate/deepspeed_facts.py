@@ -42,6 +42,7 @@ HOMES = (
     "deepspeed.checkpoint.utils",
     "deepspeed.comm.comm",
     "deepspeed.launcher.runner",
+    "deepspeed.linear.optimized_linear",
     "deepspeed.moe.experts",
     "deepspeed.moe.layer",
     "deepspeed.moe.sharded_moe",

@@ -1,4 +1,5 @@
-"""LoRA adapters of PEFT fused into their base weights for a rollout, and the weights' bits restored after it."""
+"""LoRA adapters fused into their base weights for a rollout, and the weights' bits restored after it. A layer with
+adapters is PEFT's, or another one with the same methods."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def fusable_layers(module: nn.Module) -> list[Any]:
 
 
 def _is_tuner_layer(part: nn.Module) -> bool:
-    return any(kind.__name__ == "BaseTunerLayer" for kind in type(part).__mro__) and hasattr(part, "merged_adapters")
+    return all(hasattr(part, name) for name in ("merged_adapters", "get_base_layer", "merge", "disable_adapters"))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ OURS = {
 MADE_ELSEWHERE = {
     "DeepSpeedEngine": "initialize makes it",
     "PipelineEngine": "initialize makes it",
+    "InferenceEngine": "init_inference makes it",
     "DeepSpeedZeroOptimizer": "initialize makes it",
     "DeepSpeedZeroOptimizer_Stage3": "initialize makes it",
     "BF16_Optimizer": "initialize makes it",

@@ -18,6 +18,7 @@ from polyaccel.torch.checkpoint.custom_loading import CustomLoading
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
+from polyaccel_deepspeed.engine.adapters import FusesAdapters
 from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
 from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
@@ -44,7 +45,7 @@ def _settable_counter(name: str) -> Any:
     return property(read, write, doc=f"`{name}`, as `TorchEngine` counts it.")
 
 
-class DeepSpeedEngine(Settings, TorchEngine):
+class DeepSpeedEngine(Settings, FusesAdapters, TorchEngine):
     """An engine that `deepspeed.initialize` made. `config` is the raw config, as a dict."""
 
     collate_fn: Callable[[list[Any]], Any] | None = None

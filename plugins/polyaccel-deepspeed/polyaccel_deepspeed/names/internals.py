@@ -53,7 +53,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.NEVER,
-        "polyaccel trains; serve models with an engine for inference",
+        "layers that DeepSpeed puts in place of a model's; init_inference keeps the model's and takes a dict",
         {
             "deepspeed": "DeepSpeedInferenceConfig replace_transformer_layer",
             "deepspeed.ops.transformer": "DeepSpeedInferenceConfig DeepSpeedMoEInference "
@@ -69,9 +69,9 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.NEVER,
-        "PEFT's layers, which polyaccel shards",
+        "a patch of torch.nn.Linear; build OptimizedLinear layers, or use PEFT",
         {
-            "deepspeed.linear": "Init init_lora",
+            "deepspeed.linear": "Init",
         },
     ),
     (

@@ -21,7 +21,6 @@ TOPOLOGY = "polyaccel_deepspeed.pipeline.topology"
 UTILS = "polyaccel_deepspeed.utils"
 ZERO = "polyaccel_deepspeed.zero"
 
-INFERENCE = "polyaccel trains; serve models with an engine for inference"
 KERNELS = (
     "kernels of DeepSpeed's own for transformers; torch.nn.functional.scaled_dot_product_attention is what is used"
 )

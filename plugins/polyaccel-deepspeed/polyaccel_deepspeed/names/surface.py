@@ -42,7 +42,7 @@ _PUBLIC: dict[str, Module] = {
         | yes("polyaccel_deepspeed.engine.tensors", "set_autotp_mode", "tp_model_init")
         | yes(sets.UTILS, "OnDevice")
         | yes(sets.LOADER, "DeepSpeedDataLoader")
-        | never(sets.INFERENCE, "InferenceEngine", "default_inference_config", "init_inference")
+        | yes("polyaccel_deepspeed.inference", "InferenceEngine", "default_inference_config", "init_inference")
         | never(sets.KERNELS, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
     ),
     "deepspeed.accelerator": Module(
@@ -84,7 +84,10 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.linear": Module(
         "Linear layers with adapters.",
-        never("PEFT's layers, which polyaccel shards", "LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
+        yes("polyaccel_deepspeed.linear", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora"),
+    ),
+    "deepspeed.linear.optimized_linear": Module(
+        "Linear layers with adapters.", yes("polyaccel_deepspeed.linear", "LoRAOptimizedLinear", "OptimizedLinear")
     ),
     **MIXTURES,
     **WRAPPERS,
