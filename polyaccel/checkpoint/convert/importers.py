@@ -34,22 +34,3 @@ def find_importer(name: str) -> Callable[[Path], Incoming]:
     known = ", ".join([*_BUILT_IN, *sorted(point.name for point in points)])
     hint = "pip install ./plugins/polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
     raise CheckpointError(f"no importer is called {name!r}: expected one of {known}", hint=hint, value=name)
-
-
-def detect_format(source: Path) -> str:
-    """Return the format of the files at `source`, by their names. Raises CheckpointError where none is recognised."""
-    if not source.exists():
-        raise CheckpointError(f"{source} does not exist", hint="give a file or a folder", value=str(source))
-    names = [source.name] if source.is_file() else [one.name for one in (*source.glob("*"), *source.glob("*/*"))]
-    for ending, name in (
-        ("_model_states.pt", "deepspeed"),
-        (".safetensors", "safetensors"),
-        (".bin", "bin"),
-        (".metadata", "dcp"),
-        (".msgpack", "flax"),
-    ):
-        if any(each.endswith(ending) for each in names):
-            return name
-    raise CheckpointError(
-        f"{source} holds no weights of a known format", hint="import it: polyaccel ckpt import", value=str(source)
-    )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
-from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.convert.importers import detect_format, find_importer
+from polyaccel.checkpoint import CheckpointReader, FileStorage, TensorEntry, list_checkpoints, open_checkpoint
+from polyaccel.checkpoint.convert.importers import find_importer
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming
+from polyaccel.checkpoint.format.recognition import recognise, recognise_file
 from polyaccel.checkpoint.format.tensors import BUFFER, PARAM
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.deferred_init.values import is_deferred
@@ -79,10 +80,12 @@ def _write(module: nn.Module, name: str, value: Tensor, source: str) -> list[str
 
 def _saved(source: str) -> Iterator[SavedTensor]:
     """Every parameter and buffer at `source`."""
-    if Path(source).is_dir() and list_checkpoints(source):
-        return _of_checkpoint(open_checkpoint(source))
-    path = Path(source)
-    return _of_files(find_importer(detect_format(path))(path))
+    storage = FileStorage(source)
+    is_ours = Path(source).is_dir() and any(status.is_good for status in list_checkpoints(storage))
+    foreign = None if is_ours else recognise_file(storage) or recognise(storage)
+    if foreign is None:
+        return _of_checkpoint(open_checkpoint(storage))
+    return _of_files(find_importer(foreign.format_name)(Path(foreign.place)))
 
 
 def _of_checkpoint(saved: CheckpointReader) -> Iterator[SavedTensor]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed_runs import GOLDEN, SAMPLES, TOLD, Net, batch
 from transformer_models import transformer_batch, transformer_model
 
+from polyaccel.checkpoint.convert import importers
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.threads import run_threads
 
@@ -108,3 +111,20 @@ def test_its_defaults_change_nothing() -> None:
     defaults.pop("max_out_tokens")
     engine = deepspeed.init_inference(transformer_model("gpt2"), defaults)
     assert {one.dtype for one in engine.module.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "universal"])
+def test_checkpoints_of_deepspeed_are_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of the step that a real DeepSpeed made after it had saved them."""
+    importer = EntryPoint("deepspeed", "polyaccel_deepspeed.exchange.importing:read", importers.GROUP)
+    others = importers.metadata.entry_points
+
+    def installed(group: str) -> Any:
+        return [importer] if group == importers.GROUP else others(group=group)
+
+    monkeypatch.setattr(importers.metadata, "entry_points", installed)
+    torch.manual_seed(99)
+    engine = deepspeed.init_inference(Net(), dtype=torch.float32, checkpoint=str(GOLDEN / name))
+    ranks = TOLD[name]["ranks"]
+    losses = [engine(*batch(4, slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks))) for rank in range(ranks)]
+    assert torch.stack(losses).mean().item() == pytest.approx(TOLD[name]["losses"][4], rel=2e-6)

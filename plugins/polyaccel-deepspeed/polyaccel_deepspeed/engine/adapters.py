@@ -36,7 +36,12 @@ class FusesAdapters:
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """As `TorchEngine.backward`. Raises PolyaccelError while adapters are fused: they would get no gradients."""
-        if self._fused is not None:
-            raise PolyaccelError("backward was called while adapters are fused", hint="call unfuse_lora_weight first")
+        self.require_unfused("backward")
         done: Tensor = super().backward(loss, retain_graph, scale_wrt_gas)  # type: ignore[misc]  # of the engine
         return done
+
+    def require_unfused(self, what: str) -> None:
+        """Raise PolyaccelError while adapters are fused, for `what` needs frozen weights as they are."""
+        if self._fused is not None:
+            hint = "call unfuse_lora_weight first"
+            raise PolyaccelError(f"{what} was called while adapters are fused", hint=hint, value=what)

@@ -203,6 +203,7 @@ class DeepSpeedEngine(Settings, FusesAdapters, TorchEngine):
     ) -> bool:
         """As `TorchEngine.save_checkpoint`; a tag may be a number. At stages 1 to 3 it writes `zero_to_fp32.py` too,
         which scripts look for and users run."""
+        self.require_unfused("save_checkpoint")
         name = None if tag is None else str(tag)
         done = super().save_checkpoint(str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
         if self.zero_optimization() and self.communicator.rank == 0:
