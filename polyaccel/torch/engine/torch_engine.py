@@ -34,11 +34,12 @@ from polyaccel.torch.profiling.forward_work import ForwardWork
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
 from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.sharding.transforms import explaining_refusal, is_transforming
+from polyaccel.torch.weight_transfer.sends import SendsWeights
 
 log = getLogger(__name__)
 
 
-class TorchEngine(nn.Module, TorchStates, Generates):
+class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
     """A torch module in training under ZeRO, built by `polyaccel.initialize`.
 
     `engine(*inputs)` runs the module; `backward(loss)` or `loss.backward()` computes gradients; `step()` updates at the

@@ -37,6 +37,7 @@ from polyaccel.torch.verify.recording import Quantities, StepRecording, attribut
 from polyaccel.torch.verify.saved_runs import PlainSaves
 from polyaccel.torch.verify.shadow import move_weights
 from polyaccel.torch.verify.states import plain_states
+from polyaccel.torch.weight_transfer.sends import SentWeights
 from polyaccel.verify.variant import ActiveRun
 from polyaccel.zero.fragments import GRAD, PARAM
 from polyaccel.zero.update.optimizer_step import StepResult
@@ -289,6 +290,10 @@ class PlainEngine(TorchEngine):
     def save_16bit_model(self, *names: Any, **named: Any) -> bool:
         """Write nothing."""
         return True
+
+    def send_weights(self, *names: Any, **named: Any) -> SentWeights:
+        """Send nothing."""
+        return SentWeights(self.global_steps, 0, 0, 0)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the module's state dict."""

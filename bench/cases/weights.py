@@ -1,0 +1,98 @@
+"""Weights from an engine to another process, beside a plain copy of as many bytes.
+
+The receiver loads them into its own model, in a process of one thread, and compares every digest. `copy` is a copy by
+torch of all parameters into memory that has been touched, in the process of the engine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+from bench.measure import interleave, read_memory, reset_peak
+from bench.runner import MIB, OUT, Option, begin, parse, rank_environment, record, say, table
+from bench.sizes import SHAPES
+
+LIMIT = 0.5
+"""Least rate of a transfer, of that of a copy."""
+_WARMUP = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return 1 if the limit is missed."""
+    options = {
+        "size": Option("126m", "model", SHAPES),
+        "rounds": Option(7, "transfers"),
+        "bucket_mib": Option(16, "MiB of a bucket"),
+        "out": OUT,
+    }
+    args = parse("weights", __doc__ or "", options, argv)
+    begin()
+    import torch
+
+    import polyaccel
+    from bench.training import Gpt
+
+    torch.set_num_threads(1)
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = polyaccel.initialize(model=Gpt(args.size), config=config)
+    params = [parameter.detach() for parameter in engine.module.parameters()]
+    copies = [torch.zeros_like(one) for one in params]
+    peaks: list[int] = []
+    with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
+        address = f"unix:{folder}/socket"
+        command = [sys.executable, "-m", "bench.cases.weights", args.size, address, str(args.rounds + _WARMUP)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=rank_environment()) as receiver:
+            assert receiver.stdout is not None  # it is a pipe
+            receiver.stdout.readline()  # it listens
+
+            def copy() -> float:
+                began = perf_counter()
+                for target, one in zip(copies, params, strict=True):
+                    target.copy_(one)
+                return perf_counter() - began
+
+            def send() -> float:
+                before = read_memory()["VmRSS"]
+                reset_peak()
+                began = perf_counter()
+                engine.send_weights(address, bucket_nbytes=args.bucket_mib * MIB)
+                took = perf_counter() - began
+                peaks.append(read_memory()["VmHWM"] - before)
+                return took
+
+            seconds = interleave({"copy": copy, "transfer": send}, args.rounds, _WARMUP)
+    nbytes = sum(one.nbytes for one in params)
+    rows = [
+        (name, f"{1e3 * median(each):.0f}", f"{1e3 * min(each):.0f}", f"{nbytes / median(each) / 1e9:.2f}")
+        for name, each in seconds.items()
+    ]
+    table(f"Weights of {args.size}, {nbytes / MIB:.0f} MiB, to another process", ("way", "ms", "min ms", "GB/s"), rows)
+    ratio = median(first / second for first, second in zip(seconds["copy"], seconds["transfer"], strict=True))
+    say(f"of the copy's rate: {ratio:.2f}, {'within' if ratio >= LIMIT else 'MISSES'} the goal of {LIMIT:g}")
+    say(f"more memory of the sender at most: {max(peaks) / MIB:.0f} MiB")
+    record(args.out, "weights", seconds)
+    return int(ratio < LIMIT)
+
+
+def receive(size: str, address: str, times: int) -> None:
+    """Load weights into a model as often as they come."""
+    import torch
+
+    from bench.training import Gpt
+    from polyaccel.torch.weight_transfer import WeightReceiver
+
+    torch.set_num_threads(1)
+    model = Gpt(size)
+    with WeightReceiver(address) as receiver:
+        print("listening", flush=True)
+        for _ in range(times):
+            receiver.receive().load_into(model)
+
+
+if __name__ == "__main__":
+    receive(sys.argv[1], sys.argv[2], int(sys.argv[3]))
