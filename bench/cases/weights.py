@@ -1,4 +1,4 @@
-"""Weights from an engine to another process, beside a plain copy of as many bytes.
+"""Weights from an engine to another process, and a plain copy of as many bytes.
 
 The receiver loads them into its own model, in a process of one thread, and compares every digest. `copy` is a copy by
 torch of all parameters into memory that has been touched, in the process of the engine.

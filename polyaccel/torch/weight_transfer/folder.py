@@ -195,11 +195,10 @@ def _write_config(module: nn.Module, folder: Path, *, is_adapter: bool) -> None:
         active: Any = module
         active.peft_config[active.active_adapter].save_pretrained(folder)
         return
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config = copy.deepcopy(config)
-        config.architectures = [type(module).__name__]
-        config.save_pretrained(folder)
+    described: Any = copy.deepcopy(getattr(module, "config", None))
+    if hasattr(described, "save_pretrained"):
+        described.architectures = [type(getattr(module, "_orig_mod", module)).__name__]
+        described.save_pretrained(folder)
     generation: Any = getattr(module, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         with suppress(ValueError):  # of values that contradict each other, which transformers refuses to save

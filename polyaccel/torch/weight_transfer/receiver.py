@@ -143,7 +143,8 @@ class SharedMemoryUpdate(WeightUpdate):
                 raise CommError(f"the trainer ended the weight transfer: {found[0].get('problem')}"[:1000])
             if found[0].get("type") != "end":
                 raise CommError(f"malformed weight transfer: a message {found[0].get('type')!r}"[:300])
-            self._answer({"type": "complete"})
+            with suppress(OSError):  # the weights are all here, whether the trainer still is or not
+                send(self._connection, {"type": "complete"})
         except PolyaccelError as error:
             self.refuse(error.message)
             raise
@@ -189,7 +190,7 @@ def _message_with_memory(connection: socket.socket, timeout_s: float) -> tuple[d
         found = receive(connection)
     except TimeoutError:
         raise CommTimeout(
-            f"timed out after {timeout_s:g} s waiting for the trainer to go on with a weight transfer",
+            f"timed out after {timeout_s:g} s waiting for the next bucket of a weight transfer",
             hint="raise timeout_s of WeightReceiver if gathering takes longer",
             value=timeout_s,
         ) from None

@@ -27,7 +27,7 @@ from polyaccel.torch.weight_transfer.manifest import Manifest
 
 SEGMENTS = 2
 ALIGNMENT_NBYTES = 64
-_CHUNK_NBYTES = 1 << 18
+_CHUNK_NBYTES = 1 << 20
 """Copied at once, then summed while it is in the processor's cache."""
 
 

@@ -32,7 +32,9 @@ class WeightSource:
     ) -> None:
         self._adapter, self._zero = adapter, zero
         entries: dict[str, Any] = adapter.module.state_dict(keep_vars=True)
-        names = {key: key for key in entries} if adapter_name is None else names_of(adapter.module, adapter_name)
+        names = {key: own_name(key) for key in entries}
+        if adapter_name is not None:
+            names = names_of(adapter.module, adapter_name)
         params: dict[str, str] = {}
         self._buffers: dict[str, Tensor] = {}
         for key, entry in entries.items():
@@ -85,6 +87,11 @@ class WeightSource:
                 yield place, buffer.detach()
 
 
+def own_name(key: str) -> str:
+    """Return a key of a state dict without what torch.compile adds to it, which no other process has."""
+    return key.replace("_orig_mod.", "")
+
+
 def _sent(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and own.is_floating_point else own
 
@@ -106,7 +113,7 @@ def names_of(module: nn.Module, adapter_name: str) -> dict[str, str]:
     marks = {key: torch.empty(0) for key in module.state_dict(keep_vars=True)}
     keys = {id(mark): key for key, mark in marks.items()}
     found = get_peft_model_state_dict(module, marks, adapter_name=adapter_name, save_embedding_layers=False)
-    return {keys[id(mark)]: name for name, mark in found.items()}
+    return {keys[id(mark)]: own_name(name) for name, mark in found.items()}
 
 
 def active_adapter(module: nn.Module) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polyaccel.errors import CommError, PolyaccelError, ShardingError
 from polyaccel.torch.weight_transfer.manifest import Manifest, TensorInfo
-from polyaccel.torch.weight_transfer.source import active_adapter, names_of
+from polyaccel.torch.weight_transfer.source import active_adapter, names_of, own_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ class WeightUpdate(ABC):
                 takes it.
 
         Raises:
-            ShardingError: The model has another name or shape; the message has the first. The trainer is told.
+            ShardingError: The model has another name or shape; the message has the first. The trainer
+                raises too.
             CommError: The trainer has gone, or a digest is wrong; the message names the parameter.
             CommTimeout: The trainer is too slow.
         """
@@ -142,9 +143,9 @@ class WeightUpdate(ABC):
 
 def own_tensors(model: nn.Module, *, is_adapter: bool) -> dict[str, Tensor]:
     """Return the tensors of the state dict of `model`, or of its active PEFT adapter under the names of its files."""
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    state: dict[str, Any] = {own_name(key): entry for key, entry in model.state_dict(keep_vars=True).items()}
     if is_adapter:
-        state = {name: state[key] for key, name in names_of(model, active_adapter(model)).items()}
+        state = {name: state[own_name(key)] for key, name in names_of(model, active_adapter(model)).items()}
     return {name: entry for name, entry in state.items() if isinstance(entry, Tensor)}
 
 

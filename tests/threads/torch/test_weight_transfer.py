@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+from contextlib import suppress
 from functools import partial
 from threading import Thread
 
@@ -13,6 +16,8 @@ from torch import nn
 
 import polyaccel
 from polyaccel.errors import CheckpointError, CommError, PolyaccelError, ShardingError
+from polyaccel.job.memory_server.protocol import seal_length, send
+from polyaccel.ops.native import crc32
 from polyaccel.torch.weight_transfer import WeightReceiver, read_weights
 from polyaccel.torch.weight_transfer.folder import DIGESTS
 from polyaccel.torch.weight_transfer.sender import SharedMemorySender
@@ -133,6 +138,16 @@ def test_buffers_and_empty_parameters(tmp_path):
     assert_bitwise(dict(read_weights(tmp_path / "folder")), engine.module_state_dict())
 
 
+def test_compiled_models_have_their_own_names(tmp_path):
+    engine = engine_of(torch.compile(parity_model(), backend="eager"), 3)
+    other = parity_model()
+    with Receiving(tmp_path, lambda update: update.load_into(other)) as receiving:
+        engine.send_weights(receiving.address)
+    assert not receiving.errors
+    state = engine.module_state_dict()
+    assert_bitwise(other.state_dict(), {name.removeprefix("_orig_mod."): state[name] for name in state})
+
+
 # Refusals: both sides name the parameter, and the engine trains on.
 
 
@@ -182,6 +197,51 @@ def test_a_wrong_digest_names_its_parameter(tmp_path, monkeypatch):
     assert receiving.errors[0].value == "wide.weight"
     assert "wide.weight" in error.value.message
     train_parity(engine)
+
+
+def forge(change, head, note, pieces):
+    """Messages of a sender of two elements, of which one is changed."""
+    if change == "protocol":
+        head["protocol"] = 2
+    elif change == "size":
+        head["segment_nbytes"] = 1 << 40
+    elif change == "name twice":
+        note.append(note[0])
+    elif change == "type":
+        note[0][1] = "Q4"
+    elif change == "outside":
+        pieces[0][3] = 64
+    elif change == "tensor":
+        pieces[0][0] = -1
+    elif change == "gap":
+        pieces[0][1:3] = [1, 1]
+    elif change == "row":
+        pieces.append("x")
+    return change != "nothing"
+
+
+@pytest.mark.parametrize(
+    "change", ["nothing", "protocol", "size", "name twice", "type", "outside", "tensor", "gap", "row", "no end"]
+)
+def test_forged_messages_are_errors(tmp_path, change):
+    """The receiver reads nothing outside its memory, and listens again."""
+    head = {"type": "manifest", "protocol": 1, "version": 0, "adapter": False, "segments": 2, "segment_nbytes": 64}
+    note, pieces = [["a", "F32", [2]]], [[0, 0, 2, 0, crc32(bytes(8))]]
+    is_forged = forge(change, head, note, pieces)
+    with socket.socket(socket.AF_UNIX) as peer, Receiving(tmp_path, dict) as receiving:
+        peer.connect(receiving.address.removeprefix("unix:"))
+        memory = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+        os.truncate(memory, 128)
+        seal_length(memory)
+        with suppress(OSError):
+            send(peer, head, json.dumps(note).encode(), memory)
+            send(peer, {"type": "bucket", "segment": 0}, json.dumps(pieces).encode())
+            if change == "no end":
+                peer.shutdown(socket.SHUT_WR)
+            send(peer, {"type": "end"})
+        os.close(memory)
+    assert [type(error) for error in receiving.errors] == ([CommError] if is_forged else [])
+    assert len(receiving.results) == (not is_forged)
 
 
 def test_an_update_is_taken_once(tmp_path):
