@@ -26,7 +26,8 @@ from polyaccel.zero.engine import ZeroEngine
 
 log = getLogger(__name__)
 _FILE_NBYTES = 5 * 10**9
-_SEGMENT_NBYTES = 16 << 20
+_SEGMENT_NBYTES = 4 << 20
+"""Two of them stay in a processor's cache."""
 _KINDS = (CommTimeout, CommError, CheckpointError, PolyaccelError)
 """What a failed transfer may be, the narrower first."""
 
@@ -90,7 +91,7 @@ class SendsWeights:
             dtype: Type of floating tensors. None sends each in the type that the module computes with.
             adapters_only: Send the active adapter of PEFT alone, under the names of its files.
             version: Number of the weights. None takes the engine's steps.
-            bucket_nbytes: Size of each of two buckets of shared memory (16 MiB), or most bytes of a file (5 GB).
+            bucket_nbytes: Size of each of two buckets of shared memory (4 MiB), or most bytes of a file (5 GB).
             timeout_s: Longest wait for a receiver to take a bucket.
 
         Returns:
