@@ -1,4 +1,4 @@
-"""The proof of a structure: its logits are those of the untouched module. Else another choice is tried."""
+"""The proof of a structure: its logits are those of the untouched module, and of a small model with large weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from polyaccel.ops.base import KernelTable
 from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.model import Decoder
-from polyaccel.torch.generation.decode.structure import Choice, Structure
+from polyaccel.torch.generation.decode.small import SPREADS, require_own_forwards, small_model, spread
+from polyaccel.torch.generation.decode.structure import Choice, Structure, structure_of
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float64: 1e-8}
 """The largest difference of logits, as a share of the largest logit: that of sums in another order."""
@@ -40,10 +41,33 @@ def proved(model: nn.Module, structure: Structure, kernels: KernelTable) -> Stru
 
 
 def _compared(model: nn.Module, structure: Structure, kernels: KernelTable) -> Choice | str:
+    try:
+        require_own_forwards(model)
+        choices = _choices_of_class(model, kernels)
+        return next(iter(_fitting(model, structure, kernels, choices)))
+    except Unsupported as reason:
+        return str(reason)
+
+
+def _choices_of_class(model: nn.Module, kernels: KernelTable) -> list[Choice]:
+    """The choices with which a small model of the class has its logits. See [Note: Weights that show]."""
+    small = small_model(model)
+    structure = structure_of(small)
+    choices = [one.choice for one in structure.choices()]
+    for deviation in SPREADS:
+        spread(small, deviation)
+        choices = _fitting(small, structure, kernels, choices)
+    return choices
+
+
+def _fitting(model: nn.Module, structure: Structure, kernels: KernelTable, choices: list[Choice]) -> list[Choice]:
+    """Those of `choices` with which the decoder has the module's logits. Raises Unsupported if none has."""
     prompts, wanted = _of_model(model, structure)
     bound = BOUNDS[wanted[0].dtype] * max(float(one.float().abs().max()) for one in wanted)
-    best = float("inf")
+    best, fitting = float("inf"), []
     for one in structure.choices():
+        if one.choice not in choices:
+            continue
         try:
             found = _of_decoder(one, kernels, prompts)
         except RuntimeError:
@@ -51,10 +75,12 @@ def _compared(model: nn.Module, structure: Structure, kernels: KernelTable) -> C
         if any(x.shape != y.shape for x, y in zip(found, wanted, strict=True)):
             continue
         difference = max(float((x.float() - y.float()).abs().max()) for x, y in zip(found, wanted, strict=True))
-        if difference <= bound:
-            return one.choice
         best = min(best, difference)
-    return f"logits of {type(model).__name__} differ by {best:.2g}, more than {bound:.2g}"
+        if difference <= bound:
+            fitting.append(one.choice)
+    if not fitting:
+        raise Unsupported(f"logits of {type(model).__name__} differ by {best:.2g}, more than {bound:.2g}")
+    return fitting
 
 
 def _of_model(model: nn.Module, structure: Structure) -> tuple[list[Tensor], list[Tensor]]:
@@ -80,6 +106,8 @@ def _signature(model: nn.Module) -> tuple[Any, ...]:
         (
             name,
             type(part),
+            type(part).forward,
+            id(part.__dict__.get("forward")),
             getattr(part, "merged", None),
             str(getattr(part, "active_adapters", "")),
             getattr(part, "disable_adapters", None),

@@ -93,7 +93,7 @@ def structure_of(model: nn.Module) -> Structure:
     sizes: Any = getattr(model, "config", None)
     if sizes is None or getattr(sizes, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is not a decoder alone")
-    body, layers = _blocks(model)
+    body, layers = blocks_of(model)
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     if head is None:
         raise Unsupported(f"{type(model).__name__} has no output embedding")
@@ -129,8 +129,8 @@ def structure_of(model: nn.Module) -> Structure:
     )
 
 
-def _blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the list of blocks, and the list."""
+def blocks_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """Return the module that holds the list of blocks, and the list. Raises Unsupported without exactly one."""
     found = [
         (body, child)
         for body in model.modules()

@@ -1,0 +1,106 @@
+"""What a new model's small weights hide from the decoder's proof, and calls whose lists are told apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity_models import make_config
+
+import polyaccel
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.torch.generation.decode import fast
+
+transformers = pytest.importorskip("transformers")
+COMMON = {"vocab_size": 61, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 1}
+ROTARY = {
+    **COMMON,
+    **{"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 8},
+    "num_key_value_heads": 3,
+}
+MODELS = {
+    "GPTJ": {**COMMON, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 64, "rotary_dim": 4},
+    "Glm": ROTARY,
+    "Helium": ROTARY,
+    "SmolLM3": {**ROTARY, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "Llama": ROTARY,
+}
+ASKED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+
+
+def new_model(name):
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**MODELS[name])).eval()
+
+
+@torch.no_grad()
+def enlarge(model):
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.4 if parameter.dim() > 1 else parameter)
+
+
+@torch.no_grad()
+def tokens(model, **asked):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    table = CpuAccelerator("torch").decode_kernels()
+    named = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **ASKED, **asked}
+    return fast.generate(model, table, (), dict(named)), model.generate(**named)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_bf16_model_whose_weights_grow_after_its_proof_keeps_its_tokens(name):
+    model = new_model(name).bfloat16()
+    tokens(model)
+    enlarge(model)
+    found, wanted = tokens(model, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
+    largest = float(wanted.logits[0].abs().max())
+    assert float((found.logits[0] - wanted.logits[0]).abs().max()) <= 0.1 * largest
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers.0", "model.layers.0.self_attn", "model.embed_tokens"])
+def test_a_forward_that_is_replaced_after_the_proof_is_called(part):
+    model = new_model("Llama")
+    enlarge(model)
+    tokens(model)
+    replaced = model.get_submodule(part)
+    before, seen = replaced.forward, []
+
+    def forward(*args, **named):
+        seen.append(part)
+        return before(*args, **named)
+
+    replaced.forward = forward
+    found, wanted = tokens(model)
+    calls = len(seen)
+    assert torch.equal(found, wanted)
+    assert calls >= 2 * ASKED["max_new_tokens"]  # those of both
+
+
+def test_lists_have_several_sequences_and_the_end_that_was_asked_for():
+    model = new_model("Llama")
+    enlarge(model)
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    engine = polyaccel.initialize(model=model, config=make_config(0, zero={}))[0]
+    whole = engine.generate(prompts, **ASKED)
+    assert [len(one) for one in whole] == [11, 9, 10]
+    end = int(whole[0][5])
+    model.generation_config.eos_token_id = end
+    for own in (True, False):
+        named = {**ASKED, "own_decoder": own}
+        assert all(map(torch.equal, engine.generate(prompts, **named), whole))
+        named["eos_token_id"] = torch.tensor(end)
+        first = next(index for index, token in enumerate(whole[0][3:].tolist()) if token == end)
+        assert torch.equal(engine.generate(prompts, **named)[0], whole[0][: 4 + first])
+        several = engine.generate(prompts, **{**named, "do_sample": True, "num_return_sequences": 2}, seed=1)
+        assert [one[:length].tolist() for one, length in zip(several, [3, 3, 1, 1, 2, 2], strict=True)] == [
+            prompt for prompt in prompts for _ in "12"
+        ]
+
+
+def test_processors_that_know_a_row_by_its_place_see_the_whole_batch():
+    model = new_model("Llama")
+    enlarge(model)
+    engine = polyaccel.initialize(model=model, config=make_config(0, zero={}))[0]
+    allowed = [[3], [4], [5]]
+    named = {**ASKED, "prefix_allowed_tokens_fn": lambda row, written: allowed[row]}
+    found = engine.generate([[5, 6], [7], [8]], batch_size=2, **named)
+    assert [one[-1].item() for one in found] == [3, 4, 5]
