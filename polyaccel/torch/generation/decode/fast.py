@@ -27,6 +27,10 @@ log = getLogger(__name__)
 _LOGGED: set[str] = set()
 _UNREAD = ("inputs_embeds", "position_ids", "token_type_ids", "past_key_values")
 """Arguments that the decoder does not read."""
+_OF_A_BATCH = ("PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+"""Processors of transformers that know a sequence by its place in the batch."""
+_CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria", "StopStringCriteria")
+"""Stopping criteria of transformers that look at each sequence alone."""
 
 
 def generate(
@@ -128,10 +132,20 @@ def _decoded(
     if slots < len(ids):
         if call.keeps_scores or call.keeps_logits:
             raise Unsupported("scores of sequences that are replaced")
+        _require_alone(call)
         outcome = decode_continuously(decoder, call, slots)
     else:
         outcome = decode_batch(decoder, call)
     return _returned(call, outcome) if returns else outcome.tokens
+
+
+def _require_alone(call: Request) -> None:
+    """Raise Unsupported if a processor or a criterion may depend on the whole batch."""
+    for one in (*call.processors, *call.stopping):
+        name, is_theirs = type(one).__name__, type(one).__module__.startswith("transformers.")
+        is_criterion = any(one is criterion for criterion in call.stopping)
+        if not is_theirs or name in _OF_A_BATCH or (is_criterion and name not in _CRITERIA):
+            raise Unsupported(f"{name} of sequences that are replaced")
 
 
 def _returned(call: Request, outcome: Outcome) -> Any:

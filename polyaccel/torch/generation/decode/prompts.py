@@ -33,10 +33,11 @@ def padded(prompts: Sequence[Any], module: nn.Module, named: Mapping[str, Any]) 
 
 def separated(output: Any, mask: Tensor, module: nn.Module, named: Mapping[str, Any]) -> Any:
     """Return the sequences of `output` without padding, each up to its end token. Other outputs are as they are."""
-    if not isinstance(output, Tensor) or len(output) != len(mask):
+    if not isinstance(output, Tensor) or len(output) % len(mask):
         return output
-    stated = _stated("eos_token_id", module, named)
-    ends = output.new_tensor([stated] if isinstance(stated, int) else list(stated or ()))
+    mask = mask.repeat_interleave(len(output) // len(mask), dim=0)  # several sequences of each prompt
+    stated = None if named.get("eos_token_id", ()) is None else _stated("eos_token_id", module, named)
+    ends = torch.as_tensor([] if stated is None else stated, dtype=torch.long, device=output.device).flatten()
     sequences = []
     for row, present in zip(output, mask, strict=True):
         new = row[len(present) :]
