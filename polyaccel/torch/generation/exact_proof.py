@@ -1,4 +1,9 @@
-"""A comparison of what a rollout computed for its tokens with what training computes for the same sequences."""
+"""A comparison of what a rollout computed for its tokens with what training computes for the same sequences.
+
+[Note: Compared rollouts]
+The first rollout of an engine is compared. A later one is where it may compute otherwise: where its arguments are of
+another kind, or its sequences are longer than all before. Kinds are the names and plain values of arguments.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,41 @@ from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
 
+_OF_A_BATCH = {"dynamic", "longrope"}
+"""Kinds of rotary positions that depend on the longest sequence of a batch."""
 _RETURNED = ("return_dict_in_generate", "output_logits")
+_COUNTS = {"input_ids", "inputs", "max_new_tokens", "max_length"}
+_NEW_TOKENS = 20
+"""What transformers generates where nothing is stated."""
+
+
+def require_fixed_positions(module: nn.Module) -> None:
+    """Raise PolyaccelError if a part has rotary positions that depend on the longest sequence of a batch."""
+    for name, part in module.named_modules():
+        given = getattr(part, "rope_type", None)
+        kinds = set(given.values()) if isinstance(given, dict) else {given}
+        if found := kinds & _OF_A_BATCH:
+            kind = str(min(found))
+            raise PolyaccelError(
+                f"rotary positions of the kind {kind!r} in {name} depend on the longest sequence of a batch",
+                hint='leave "generation": {"exact": true} out, or use positions of the kind "default", "linear" or "yarn"',
+                value=kind,
+            )
+
+
+class ComparedRollouts:
+    """The rollouts that were compared. See [Note: Compared rollouts]."""
+
+    def __init__(self) -> None:
+        self._longest: dict[str, int] = {}
+
+    def includes(self, rollout: ComparedRollout) -> bool:
+        """Whether one of this kind and length was compared."""
+        return rollout.most <= self._longest.get(rollout.kind, -1)
+
+    def add(self, rollout: ComparedRollout) -> None:
+        """Keep one that was equal."""
+        self._longest[rollout.kind] = rollout.most
 
 
 class ComparedRollout:
@@ -45,6 +84,26 @@ class ComparedRollout:
         if not self._given["output_logits"]:
             output.logits = None
         return output
+
+    @property
+    def kind(self) -> str:
+        """What the call asks for, except its prompts and its number of tokens."""
+        plain = {
+            name: value if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else type(value).__name__
+            for name, value in self._named.items()
+            if name not in _COUNTS
+        }
+        config = self._named.get("generation_config") or self._module.generation_config
+        return repr((sorted(plain.items()), sorted((key, repr(value)) for key, value in config.to_dict().items())))
+
+    @property
+    def most(self) -> int:
+        """The length that sequences may have."""
+        assert self._ids is not None
+        config = self._named.get("generation_config") or self._module.generation_config
+        new, whole = (self._named.get(name) or getattr(config, name, None) for name in ("max_new_tokens", "max_length"))
+        start = self._ids.shape[1]
+        return int(start + new if new else max(whole or 0, start + _NEW_TOKENS))
 
     def require_equal(self, output: Any) -> None:
         """Raise PolyaccelError unless a forward pass of the sequences has the logits of the rollout, bit by bit."""

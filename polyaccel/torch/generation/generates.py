@@ -23,7 +23,7 @@ from polyaccel.torch.data import cast_floats
 from polyaccel.torch.generation.adapters import fused_adapters
 from polyaccel.torch.generation.decode.fast import generate as decoded
 from polyaccel.torch.generation.decode.prompts import is_list, padded, separated
-from polyaccel.torch.generation.exact_proof import ComparedRollout
+from polyaccel.torch.generation.exact_proof import ComparedRollout, ComparedRollouts, require_fixed_positions
 from polyaccel.torch.generation.rollout import Rollout
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
@@ -47,7 +47,7 @@ class Generates:
     runtime: EngineBuilder
     _module_settings: ModuleSettings
     _autocast: Callable[[], AbstractContextManager[Any]]
-    _are_logits_compared = False
+    _compared_rollouts: ComparedRollouts | None = None
 
     @property
     @abstractmethod
@@ -138,17 +138,19 @@ class Generates:
         return output if mask is None else separated(output, mask, module, named)
 
     def _generate_exactly(self, module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Return what the module's `generate` returns. The logits of the first rollout are compared with a pass over
-        the whole sequences."""
-        if self._are_logits_compared:
-            return module.generate(*inputs, **named)  # type: ignore[operator]
+        """Return what the module's `generate` returns, compared with a pass over the whole sequences where that is
+        needed. See [Note: Compared rollouts]."""
+        require_fixed_positions(module)
         rollout = ComparedRollout(module, inputs, named)
         if not rollout.is_possible:
             log.warning("this rollout is not compared with training: it has beams, an encoder or another generate")
             return module.generate(*inputs, **named)  # type: ignore[operator]
+        known = self._compared_rollouts = self._compared_rollouts or ComparedRollouts()
+        if known.includes(rollout):
+            return module.generate(*inputs, **named)  # type: ignore[operator]
         output = module.generate(*inputs, **rollout.arguments)  # type: ignore[operator]
         rollout.require_equal(output)
-        self._are_logits_compared = True
+        known.add(rollout)
         return rollout.as_asked(output)
 
     def _roll_out(self, generate: Callable[[bool], Any]) -> Any:

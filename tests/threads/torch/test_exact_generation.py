@@ -127,6 +127,28 @@ def test_a_kernel_whose_sums_depend_on_the_number_of_rows_is_found_by_the_first_
     assert len(caught.value.value) == 2
 
 
+def test_longer_and_other_rollouts_are_compared_again(monkeypatch):
+    """Products of the first rollout are right; only more rows, or a call of another kind, have other sums."""
+    engine = engine_of(transformer_model("llama"))
+    prompts, asked = torch.tensor([[5, 6, 7]]), {"do_sample": False, "eos_token_id": None}
+    engine.generate(prompts, max_new_tokens=2, **asked)
+    right = ExactOperations.bmm
+    monkeypatch.setattr(ExactOperations, "bmm", lambda self, *of: right(self, *of) * (1 + 1e-6 * (of[0].shape[1] > 3)))
+    for changes in ({"max_new_tokens": 6}, {"max_new_tokens": 2, "repetition_penalty": 1.5}):
+        with pytest.raises(PolyaccelError) as caught:
+            engine.generate(prompts, **asked, **changes)
+        assert len(caught.value.value) == 2
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_longest_sequence_are_refused(kind):
+    model = transformer_model("llama")
+    model.model.rotary_emb.rope_type = kind
+    with pytest.raises(PolyaccelError) as caught:
+        engine_of(model).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+    assert caught.value.value == kind
+
+
 def test_a_rollout_that_cannot_be_compared_is_logged(caplog):
     engine = engine_of(transformer_model("llama"))
     with caplog.at_level("WARNING", logger="polyaccel"):
