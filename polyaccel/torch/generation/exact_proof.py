@@ -33,7 +33,7 @@ def require_fixed_positions(module: nn.Module) -> None:
             kind = str(min(found))
             raise PolyaccelError(
                 f"rotary positions of the kind {kind!r} in {name} depend on the longest sequence of a batch",
-                hint='leave "generation": {"exact": true} out, or use positions of the kind "default", "linear" or "yarn"',
+                hint='leave "generation": {"exact": true} out, or use another kind of positions',
                 value=kind,
             )
 

@@ -14,7 +14,11 @@ transformers = pytest.importorskip("transformers")
 COMMON = {"vocab_size": 61, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 1}
 ROTARY = {
     **COMMON,
-    **{"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 8},
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "head_dim": 8,
     "num_key_value_heads": 3,
 }
 MODELS = {
