@@ -8,8 +8,8 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-# A third worker computes while others wait for ranks that stay away.
-WORKERS ?= 3
+# Two more workers than cores compute while others wait for ranks that stay away.
+WORKERS ?= 4
 SHARDS ?= 54
 DEVICE ?= cuda
 DEVICE_PYTHON ?= 3.12
@@ -46,7 +46,7 @@ help: ## show this list
 train: $(STAMP) ## train a language model under ZeRO-2, one rank a device, at least two on a CPU; results are in runs/
 	@ranks=$$($(BIN)/python -c '$(COUNT_RANKS)') && echo $(TRAIN) && exec $(TRAIN)
 
-test: $(STAMP) ## run the tests but those in tests/slow.txt, WORKERS=3 files at a time
+test: $(STAMP) ## run the tests but those in tests/slow.txt, WORKERS=4 files at a time
 	$(PYTEST) $(UNHANG) -m 'not slow' --ignore $(BUILDS) $(ARGS)
 
 test-slow: $(STAMP) ## run the tests in tests/slow.txt
