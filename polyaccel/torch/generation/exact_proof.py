@@ -29,8 +29,8 @@ def require_fixed_positions(module: nn.Module) -> None:
     for name, part in module.named_modules():
         given = getattr(part, "rope_type", None)
         kinds = set(given.values()) if isinstance(given, dict) else {given}
-        if found := kinds & _OF_A_BATCH:
-            kind = str(min(found))
+        if found := sorted(_OF_A_BATCH.intersection(kinds)):
+            kind = found[0]
             raise PolyaccelError(
                 f"rotary positions of the kind {kind!r} in {name} depend on the longest sequence of a batch",
                 hint='leave "generation": {"exact": true} out, or use another kind of positions',
@@ -93,7 +93,7 @@ class ComparedRollout:
             for name, value in self._named.items()
             if name not in _COUNTS
         }
-        config = self._named.get("generation_config") or self._module.generation_config
+        config: Any = self._named.get("generation_config") or self._module.generation_config
         return repr((sorted(plain.items()), sorted((key, repr(value)) for key, value in config.to_dict().items())))
 
     @property
