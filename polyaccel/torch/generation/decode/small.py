@@ -3,7 +3,7 @@
 [Note: Weights that show]
 Weights of a new model are small: its scores of attention are nearly equal, so positions, caps and clips hardly change
 its logits. In bf16 they change them by less than the bound of rounding. So the class is proved first, in fp32 and with
-large weights. Its parts must be those of the model, and none may have a `forward` of its own that is bypassed.
+large weights. Its parts must be those of the model, and a replaced `forward` of one would be bypassed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _holds_parts(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def spread(model: nn.Module, deviation: float) -> None:
-    """Draw all parameters anew."""
+    """Draw all parameters again."""
     generator = torch.Generator().manual_seed(11)
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator) * deviation
