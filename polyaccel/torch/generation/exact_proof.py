@@ -93,8 +93,8 @@ class ComparedRollout:
             for name, value in self._named.items()
             if name not in _COUNTS
         }
-        config: Any = self._named.get("generation_config") or self._module.generation_config
-        return repr((sorted(plain.items()), sorted((key, repr(value)) for key, value in config.to_dict().items())))
+        stated: Any = self._named.get("generation_config") or self._module.generation_config
+        return repr((sorted(plain.items()), sorted((key, repr(value)) for key, value in stated.to_dict().items())))
 
     @property
     def most(self) -> int:
