@@ -23,7 +23,7 @@ PARITY = $(shell grep -rl --include='test_*.py' '^from pairwise import' tests/th
 # none compiles a program. `make check` runs them; all others run in `make test`.
 QUICK := $(addprefix tests/unit/,autotune checkpoint config core discovery engine pipeline zero)
 # Examples whose files have names that those of other examples have too: mypy knows one module by a name in one call.
-EXAMPLES := cifar10 gpt_jax mixture pipeline
+EXAMPLES := cifar10 gpt_jax mixture pipeline rl
 LOCK := requirements-dev.lock
 # One a device; on a CPU at least two, for one rank alone exchanges nothing.
 COUNT_RANKS := from polyaccel.cli.run import count_ranks as n; from polyaccel import get_accelerator as a; print(n() if a().name != "cpu" else max(2, n()))

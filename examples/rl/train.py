@@ -13,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from task import LENGTH, START, VOCABULARY, draw_prompts, rewards
@@ -48,9 +49,10 @@ def train(steps: int, run_dir: str) -> None:
     config = json.loads(Path(__file__).with_name("config.json").read_text(encoding="utf-8"))
     config["scheduler"]["params"]["total_num_steps"] = steps
     torch.manual_seed(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"vocab_size": VOCABULARY, "bos_token_id": START, "eos_token_id": None}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, max_position_embeddings=16))
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 16}
+    tokens: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": START, "eos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens))
     engine, *_ = polyaccel.initialize(model=model, config={**config, "run_dir": folder})
     prompts_of_a_step = engine.train_micro_batch_size_per_gpu() // ANSWERS
     generator = torch.Generator().manual_seed(comm.get_rank())  # other prompts on every rank
@@ -82,7 +84,7 @@ def train(steps: int, run_dir: str) -> None:
 
 def roll_out(engine: TorchEngine, prompts: Tensor) -> tuple[Tensor, Tensor]:
     """Sample an answer to each prompt. Returns whole sequences, and the log-probabilities of the sampled tokens."""
-    asked = {"do_sample": True, "min_new_tokens": LENGTH, "max_new_tokens": LENGTH}
+    asked: dict[str, Any] = {"do_sample": True, "min_new_tokens": LENGTH, "max_new_tokens": LENGTH}
     output = engine.generate(prompts, **asked, output_logits=True, return_dict_in_generate=True)
     return output.sequences, chosen(torch.stack(output.logits, 1), output.sequences)
 
