@@ -78,7 +78,7 @@ def _require_known(module: nn.Module, named: dict[str, Any]) -> None:
         raise Unsupported(f"the argument {given[0]}")
     if not hasattr(module, "generation_config"):
         raise Unsupported(f"{type(module).__name__} is not a model of transformers")
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if any(torch.is_autocast_enabled(kind) for kind in {one.device.type for one in module.parameters()}):
         raise Unsupported("autocast is on")
     if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
         raise Unsupported("adapters that learn prompts")
