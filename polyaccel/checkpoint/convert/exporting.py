@@ -85,15 +85,21 @@ def default_kinds() -> tuple[str, ...]:
 
 
 def in_files(tensors: Sequence[ExportTensor], most_nbytes: int) -> list[list[ExportTensor]]:
-    """The tensors as one list a file, of at most `most_nbytes` each; a larger tensor has its own file."""
-    files: list[list[ExportTensor]] = [[]]
+    """Return the tensors of each file. See `places_in_files`."""
+    files = places_in_files([tensor.nbytes for tensor in tensors], most_nbytes)
+    return [[tensors[place] for place in places] for places in files]
+
+
+def places_in_files(nbytes: Sequence[int], most_nbytes: int) -> list[list[int]]:
+    """Return the places of the tensors of each file, of at most `most_nbytes`; a larger tensor has its own file."""
+    files: list[list[int]] = [[]]
     filled = 0
-    for tensor in tensors:
-        if files[-1] and filled + tensor.nbytes > most_nbytes:
+    for place, size in enumerate(nbytes):
+        if files[-1] and filled + size > most_nbytes:
             files.append([])
             filled = 0
-        files[-1].append(tensor)
-        filled += tensor.nbytes
+        files[-1].append(place)
+        filled += size
     return files
 
 

@@ -20,9 +20,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from polyaccel.checkpoint.convert.exporting import places_in_files
 from polyaccel.errors import CheckpointError
 from polyaccel.ops.native import crc32
-from polyaccel.torch.weight_transfer.manifest import Manifest, TensorInfo, as_bytes, parse_manifest
+from polyaccel.torch.weight_transfer.manifest import Manifest, as_bytes, parse_manifest
 from polyaccel.torch.weight_transfer.update import WeightPiece, WeightUpdate
 
 DIGESTS = "polyaccel_weights.json"
@@ -51,7 +52,7 @@ class FolderSender:
         self._files: list[BinaryIO] = []
         try:
             self._draft.mkdir(parents=True)
-            self._open(_in_files(manifest.tensors, file_nbytes))
+            self._open(places_in_files([info.nbytes for info in manifest.tensors], file_nbytes))
             _write_config(module, self._draft, is_adapter=manifest.is_adapter)
         except BaseException:
             self.close()
@@ -174,19 +175,6 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightUpdate:
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise _unreadable(path, repr(error)) from error
     return FolderUpdate(parse_manifest(head, [row for row, _ in rows]), path, [digest for _, digest in rows])
-
-
-def _in_files(tensors: Sequence[TensorInfo], most_nbytes: int) -> list[list[int]]:
-    """Places of the tensors of each file; a larger tensor has its own."""
-    files: list[list[int]] = [[]]
-    filled = 0
-    for place, info in enumerate(tensors):
-        if files[-1] and filled + info.nbytes > most_nbytes:
-            files.append([])
-            filled = 0
-        files[-1].append(place)
-        filled += info.nbytes
-    return files
 
 
 def _write_config(module: nn.Module, folder: Path, *, is_adapter: bool) -> None:
