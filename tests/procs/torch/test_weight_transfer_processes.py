@@ -113,7 +113,7 @@ def test_no_receiver_is_an_error_on_every_rank(rank_pool, tmp_path):
 
 
 def miss_here(communicator, address):
-    """Whether this rank trains on after a transfer to nobody."""
+    """Whether this rank trains on after a transfer without a receiver."""
     engine, *_ = polyaccel.initialize(model=parity_model(), config=make_config(3, zero=SMALL))
     with pytest.raises(CommError):
         engine.send_weights(address)
@@ -123,7 +123,7 @@ def miss_here(communicator, address):
 
 
 def test_a_trainer_that_is_killed(tmp_path):
-    """The receiver is told at once, and takes the next transfer."""
+    """The receiver gets the error at once, and takes the next transfer."""
     script = f"""
 import polyaccel, os
 from parity_models import make_config, parity_model

@@ -1,4 +1,4 @@
-"""What a new model's small weights hide from the decoder's proof, and calls whose lists are told apart."""
+"""What a new model's small weights hide from the decoder's proof, and calls whose outputs are separated."""
 
 from __future__ import annotations
 
