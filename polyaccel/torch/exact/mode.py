@@ -13,19 +13,17 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.torch.exact.operations import ExactOperations
 from polyaccel.torch.exact.pointwise import apply_padded
 
-_PLAIN = {
-    "abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_", "clamp_max", "clamp_min",
-    "clone", "copy", "copy_", "detach", "div", "div_", "eq", "fill", "fill_", "floor", "ge", "gt", "isfinite",
-    "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "masked_fill_",
-    "maximum", "minimum", "mul", "mul_", "ne", "neg", "relu", "relu_", "round", "sign", "sub", "sub_", "where",
-    "_to_copy", "zero_",
-}  # fmt: skip
-"""Elementwise operations that a processor has exactly, alone and in vectors, for float32."""
 _EXACT_IN_16_BITS = {
     "abs", "bitwise_and", "bitwise_not", "bitwise_or", "clone", "copy", "copy_", "detach", "eq", "fill", "fill_",
     "ge", "gt", "isfinite", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
     "masked_fill_", "maximum", "minimum", "ne", "neg", "relu", "relu_", "where", "_to_copy", "zero_",
 }  # fmt: skip
+"""Elementwise operations that round nothing."""
+_PLAIN = _EXACT_IN_16_BITS | {
+    "add", "add_", "clamp", "clamp_", "clamp_max", "clamp_min", "div", "div_", "floor", "mul", "mul_", "round",
+    "sign", "sub", "sub_",
+}  # fmt: skip
+"""Elementwise operations that a processor has exactly, alone and in vectors, for float32."""
 _MOVING = {
     "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "all", "amax", "amin", "any", "arange",
     "argmax", "argmin", "as_strided", "as_strided_", "bernoulli_", "cat", "constant_pad_nd", "copy", "empty",
