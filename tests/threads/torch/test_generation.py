@@ -374,11 +374,17 @@ def test_memory_that_one_rank_lacks_makes_all_gather_unit_by_unit(monkeypatch):
     on_threads(2, work, deep, deep().eval())
 
 
-def live_nbytes():
+def live_tensors():
     gc.collect()
+    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+
+
+def nbytes_beside(others):
+    """The bytes of the tensors that are not among ``others``: those that tests before this one left."""
+    known = {id(one) for one in others}
     storages = {}
-    for one in gc.get_objects():
-        if type(one) in (torch.Tensor, nn.Parameter):
+    for one in live_tensors():
+        if id(one) not in known:
             storage = one.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -386,6 +392,8 @@ def live_nbytes():
 
 @pytest.mark.parametrize(("count", "keys"), [(20, {}), (100, {}), (100, UNITS)], ids=["20", "100", "100 units"])
 def test_many_rollouts_hold_what_two_hold(count, keys):
+    left = live_tensors()  # held, so that none is freed during the test and its place taken by a new one
+
     def work(communicator, model):
         engine = engine_of(model, 3, **keys)
         held = []
@@ -394,7 +402,7 @@ def test_many_rollouts_hold_what_two_hold(count, keys):
                 engine.generate(**prompt_of(0), max_new_tokens=1 + communicator.rank, **GREEDY)
             communicator.barrier()
             if communicator.rank == 0:
-                held.append((live_nbytes(), engine.zero.memory.measured()))
+                held.append((nbytes_beside(left), engine.zero.memory.measured()))
             communicator.barrier()
         return held
 
