@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from math import inf
 from time import monotonic
 from typing import ClassVar
 
@@ -169,8 +170,9 @@ class _ElasticHost:
                 why = f"ended by {signal_name(asked[0])}, during the rendezvous"
                 return JobResult(128 + asked[0], why, was_asked=True)
 
-    def _silent_in_s(self) -> float:
-        return max(0.0, self._orders.silent_at_s - monotonic())
+    def _silent_in_s(self) -> float | None:
+        silent_at_s = self._orders.silent_at_s
+        return None if silent_at_s == inf else max(0.0, silent_at_s - monotonic())
 
     def _tell(self, line: str) -> None:
         data = line.encode() + b"\n"

@@ -24,6 +24,7 @@ STARTS = """
 import os, signal, sys, uuid
 from dataclasses import replace
 from polyaccel.launch.base import Job
+from polyaccel.launch.remote.control_messages import PAUSE
 
 job = Job.from_json(sys.stdin.readline())
 
@@ -31,7 +32,8 @@ def start(number, **hosts):
     exports = {**job.exports, "POLYACCEL_RESTART_COUNT": str(number)}
     place = {"master_addr": "127.0.0.1", "master_port": 15000 + number, "node": 1}
     begun = replace(job, hosts=hosts, job_id=uuid.uuid4().hex, exports=exports, **place)
-    print(begun.to_json(), flush=True)
+    print(begun.to_json())
+    print(PAUSE, flush=True)  # no heartbeat follows: the time of ranks is the machine's
 
 """
 SAYS = """
