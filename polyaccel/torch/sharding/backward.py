@@ -133,7 +133,7 @@ class BackwardRunner:
             if scale != 1.0:
                 root = at_least_float32(root) * scale
             root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        return shared
+        return shared.to(loss.dtype)
 
     def run_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Compute the gradients that follow from those of `outputs`, in which all factors are already."""

@@ -71,6 +71,14 @@ def test_counters_and_figures_of_accumulated_steps(stage):
     on_threads(2, count, parity_model)
 
 
+def test_the_share_of_a_loss_has_its_dtype():
+    engine = engine_for(parity_model(), make_config(2, accumulation=2, bf16={"enabled": True}))
+    loss = next(engine.module.parameters()).sum()
+    shared = engine.backward(loss)
+    assert (loss.dtype, shared.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert shared.item() == pytest.approx(loss.item() / 2, rel=1e-2)
+
+
 def test_the_norm_below_the_clip_is_reported_as_it_is():
     def step(communicator, module):
         engine = engine_for(module, make_config(1, gradient_clipping=1e3))
