@@ -24,6 +24,7 @@ from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.api.optimizer import schedule_class
 from polyaccel.torch.data import ShardedDataLoader, require_dataset
+from polyaccel.torch.deferred_init.init import outside_construction
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.experts.layer import loss_free_balancer
@@ -50,6 +51,7 @@ from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
+@outside_construction()
 def initialize(
     model: Any,
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import local
 from typing import Any
 
@@ -90,19 +90,23 @@ class Init(ExitStack):
     def __enter__(self) -> Init:
         super().__enter__()
         if self._enabled:
+            outside = torch.get_default_dtype()
             if self._dtype is not None:
                 self.enter_context(_default_dtype(self._dtype))
             if not is_constructing():
-                self.enter_context(Construction())
+                self.enter_context(Construction(outside))
         return self
 
 
 class Construction(TorchDispatchMode):
     """While it is active, large new tensors of this thread are deferred."""
 
-    def __init__(self) -> None:
+    def __init__(self, outside: torch.dtype | None = None) -> None:
+        """`outside` is the default dtype outside of the block; None is the present one."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._assignments = _Assignments()
+        self._outside = outside or torch.get_default_dtype()
+        self._is_suspended = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -111,18 +115,29 @@ class Construction(TorchDispatchMode):
     def __enter__(self) -> Construction:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._assignments.__enter__()  # type: ignore[no-untyped-call]
-        _here.constructing = True
+        self._around = getattr(_here, "construction", None)
+        _here.construction = self
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _here.constructing = False
+        _here.construction = self._around
         self._assignments.__exit__(*exc_info)  # type: ignore[no-untyped-call]
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return run(func, args, kwargs or {}, constructing=True)
+        return run(func, args, kwargs or {}, constructing=not self._is_suspended)
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Make real tensors of the default dtype of outside meanwhile."""
+        self._is_suspended, _here.construction = True, None
+        try:
+            with _default_dtype(self._outside):
+                yield
+        finally:
+            self._is_suspended, _here.construction = False, self
 
 
 class _Assignments(TorchFunctionMode):
@@ -142,7 +157,15 @@ _here = local()
 
 def is_constructing() -> bool:
     """Whether this thread is inside zero.Init."""
-    return getattr(_here, "constructing", False)
+    return getattr(_here, "construction", None) is not None
+
+
+@contextmanager
+def outside_construction() -> Iterator[None]:
+    """Do the block as if it stood outside zero.Init, for callers that are inside: DeepSpeed's scripts may be."""
+    construction: Construction | None = getattr(_here, "construction", None)
+    with nullcontext() if construction is None else construction.suspend():
+        yield
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.deferred_init.init import Construction, is_constructing
+from polyaccel.torch.deferred_init.init import Construction
 from polyaccel.torch.deferred_init.log import FakeStorage, replay
 from polyaccel.torch.deferred_init.tensor import DeferredTensor, make_deferred, put
 
@@ -26,10 +26,6 @@ def value_of(tensor: Tensor) -> Tensor:
 
 def prepare(model: nn.Module) -> None:
     """Make a model ready: nothing on the meta device, nothing deferred but parameters."""
-    if is_constructing():
-        raise PolyaccelError(
-            "initialize was called inside zero.Init", hint="build the model inside, and call initialize after the block"
-        )
     adopt_meta(model)
     materialise_buffers(model)
 

@@ -26,6 +26,7 @@ from polyaccel.torch.data import (
     mean_to_host,
     to_device,
 )
+from polyaccel.torch.deferred_init.init import is_constructing
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.engine.states import TorchStates
 from polyaccel.torch.generation.generates import Generates
@@ -111,7 +112,14 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
 
         Returns:
             The module's output.
+
+        Raises:
+            PolyaccelError: It is called inside zero.Init, where new tensors have no values.
         """
+        if is_constructing():
+            raise PolyaccelError(
+                "the engine was called inside zero.Init", hint="build models inside, and train after the block"
+            )
         if self.runtime.casts_inputs and not getattr(self, "_receives", False):  # of users, not of another stage
             inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None

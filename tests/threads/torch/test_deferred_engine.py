@@ -13,7 +13,7 @@ import polyaccel
 from polyaccel import zero
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError, ShardingError
-from polyaccel.torch.deferred_init.values import is_deferred
+from polyaccel.torch.deferred_init.values import is_deferred, value_of
 
 WORLD = 2
 STEPS = 2
@@ -92,6 +92,15 @@ class Resettable(nn.Module):
         return self.layers(inputs).square().mean()
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(50, 60)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs).square().mean()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_on_the_meta_device_trains_from_the_values_of_reset_parameters(stage):
     def parameters(communicator: Communicator, model: nn.Module):
@@ -122,13 +131,34 @@ def test_a_model_on_the_meta_device_trains_from_the_values_of_reset_parameters(s
     assert all(map(torch.equal, found, wanted))
 
 
-def test_initialize_inside_the_context_is_refused():
-    def start(communicator: Communicator, model: nn.Module) -> None:
-        with zero.Init(), pytest.raises(PolyaccelError) as caught:
-            polyaccel.initialize(model=model, config=make_config(3))
-        assert "zero.Init" in str(caught.value)
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_initialize_inside_the_context_is_as_after_it(dtype):
+    """As DeepSpeed has it: the context is suspended meanwhile. A model that is built after it is deferred again."""
 
-    on_threads(1, start, lambda: nn.Linear(4, 4))
+    def start(communicator: Communicator, _: nn.Module) -> None:
+        found = []
+        for inside in (False, True):
+            torch.manual_seed(communicator.rank)
+            with zero.Init(dtype=dtype):
+                model = Wide()
+                if inside:
+                    engine, *_ = polyaccel.initialize(model=model, config=make_config(3))
+                    later = Wide()
+                    with pytest.raises(PolyaccelError):
+                        engine(torch.ones(4, 50))
+            if not inside:
+                engine, *_ = polyaccel.initialize(model=model, config=make_config(3))
+                with zero.Init(dtype=dtype):
+                    later = Wide()
+            assert is_deferred(later.layer.weight)
+            assert not is_deferred(model.layer.weight)
+            engine.backward(engine(torch.ones(4, 50, dtype=dtype)))
+            engine.step()
+            found.append([place.own.raw.clone() for place in engine.zero.params])
+            found[-1] += [value_of(one) for one in later.parameters()]
+        assert all(map(torch.equal, *found))
+
+    on_threads(1, start, lambda: nn.Linear(4, 4))  # ranks as threads share one random generator
 
 
 @pytest.mark.parametrize("override", [True, False])
