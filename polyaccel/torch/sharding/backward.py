@@ -30,7 +30,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.core.buffer import Buffer
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
+from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.observability.timing import PhaseTimer
 from polyaccel.torch.sharding.engine_registry import BackwardPass, at_least_float32, registry_of_rank
 from polyaccel.torch.sharding.gradients import AUTOGRAD_S
@@ -258,10 +258,8 @@ class BackwardRunner:
             if gradient is None or self is None or self._step is None:
                 return
             AUTOGRAD_S.__set__(parameter, None)
-            if gradient.is_sparse:
-                raise ShardingError(
-                    f"the gradient of {fqn!r} is sparse", hint="build the layer with sparse=False", value=fqn
-                )
+            if gradient.is_sparse:  # of an embedding with sparse=True: a bucket has a place for every row
+                gradient = gradient.to_dense()
             if self._left is not None:
                 with torch.enable_grad():
                     self._left.append((parameter.view_as(parameter), gradient))

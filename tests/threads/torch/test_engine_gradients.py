@@ -5,6 +5,7 @@ Each test runs at every stage, with buckets so small that parameters do not shar
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -29,7 +30,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polyaccel
-from polyaccel.errors import ShardingError
 
 STEPS = 3
 
@@ -287,12 +287,25 @@ def test_backward_through_a_graph_from_before_the_step_is_an_error(stage):
     on_threads(1, stale, parity_model, make_config(stage, zero=SMALL))
 
 
-def test_a_sparse_gradient_is_an_error_that_names_the_parameter():
-    def sparse(communicator, model):
-        engine, *_ = polyaccel.initialize(model=model, config=make_config(2))
-        engine.backward(engine(torch.tensor([1, 2])).square().mean())
+@stages
+def test_sparse_gradients_train_what_dense_ones_train(stage):
+    tokens = [torch.tensor([1, 2, 2]), torch.tensor([5, 2, 7])]
+    embedding = nn.Embedding(9, 3, sparse=True)
+    plain = nn.Embedding(9, 3)
+    plain.load_state_dict(embedding.state_dict())
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.stack([plain(each).square().mean() for each in tokens]).mean().backward()
+        optimizer.step()
 
-    with pytest.raises(ShardingError) as caught:
-        on_threads(1, sparse, lambda: nn.Embedding(9, 3, sparse=True))
-    assert caught.value.value == "weight"
-    assert "sparse=False" in caught.value.hint
+    def sparse(communicator, model):
+        config = make_config(stage, optimizer={"type": "Adam", "params": {"lr": 0.1}})
+        engine, *_ = polyaccel.initialize(model=model, config=config)
+        for _ in range(3):
+            engine.backward(engine(tokens[communicator.rank]).square().mean())
+            engine.step()
+        weight = polyaccel.utils.safe_get_full_fp32_param(model.weight)
+        torch.testing.assert_close(weight, plain.weight, rtol=1e-6, atol=1e-7)
+
+    on_threads(2, sparse, lambda: copy.deepcopy(embedding))
