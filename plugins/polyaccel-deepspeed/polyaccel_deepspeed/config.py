@@ -29,6 +29,9 @@ from polyaccel_deepspeed.change import Change, Tree
 from polyaccel_deepspeed.config_defaults import DEFAULTS_RULES
 from polyaccel_deepspeed.config_rules import RULES, known_keys, whole_batch
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
+from polyaccel_deepspeed.keys.experts import pop_routing
+from polyaccel_deepspeed.keys.settled import settle
+from polyaccel_deepspeed.keys.translated import TRANSLATIONS
 from polyaccel_deepspeed.refused_keys import drop_removed, pop_refused
 
 log = getLogger("polyaccel.deepspeed")
@@ -50,11 +53,14 @@ def normalise(source: Any) -> tuple[Tree, tuple[Change, ...]]:
     tree = read_text(source)
     if not isinstance(tree, dict):
         return tree, ()
-    changes = tuple(change for rule in _RULES for change in rule(tree))
-    if refused := list(pop_refused(tree)):
+    changes = [change for rule in _FIRST for change in rule(tree)]
+    dropped, refused = settle(tree)
+    changes += [*pop_routing(tree), *dropped, *(change for rule in _RULES for change in rule(tree))]
+    refused += pop_refused(tree)
+    if refused:
         draft = draft_config(tree)
         raise ConfigError([*refused, *draft.problems], source=draft.source)
-    return tree, changes
+    return tree, tuple(changes)
 
 
 def read_text(source: Any) -> Any:
@@ -169,10 +175,8 @@ def _parameters_at_rest(tree: Tree) -> Iterator[Change]:
         del zero["offload_param"]
 
 
+_FIRST: tuple[Callable[[Tree], Iterator[Change]], ...] = (_dotted, _empty, _auto, *TRANSLATIONS)
 _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
-    _dotted,
-    _empty,
-    _auto,
     _endless,
     drop_removed,
     _monitors,

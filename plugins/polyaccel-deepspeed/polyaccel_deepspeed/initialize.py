@@ -13,15 +13,17 @@ from torch._C._distributed_c10d import HashStore
 from polyaccel import comm
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.initialize import initialize as initialize_torch
-from polyaccel_deepspeed.config import log_changes, read_config
+from polyaccel_deepspeed.config import log_changes, read_config, read_text
 from polyaccel_deepspeed.config_rules import whole_batch
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
 from polyaccel_deepspeed.engine.groups import stand_along
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
-from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
+from polyaccel_deepspeed.engine.tensors import with_layer_specs, with_tensor_ranks
 from polyaccel_deepspeed.engine.updates import SLICE_OPTIMIZERS
 from polyaccel_deepspeed.experts.models import with_expert_ranks
+from polyaccel_deepspeed.keys.experts import require_routing
+from polyaccel_deepspeed.keys.translated import UNMANAGED
 from polyaccel_deepspeed.origin import refuse_another, refuse_uncounted, tell_whose
 from polyaccel_deepspeed.pipeline.engine import PipelineEngine
 from polyaccel_deepspeed.utils import keep_lines_from_root
@@ -53,7 +55,9 @@ def initialize(
         raise PolyaccelError("initialize was called without a model", hint="pass model=, a torch.nn.Module")
     written = _the_config(args, config, config_params)
     tree, changes = read_config(written)
-    tree = with_expert_ranks(with_tensor_ranks(tree, model), model)
+    raw = read_text(written)
+    require_routing(raw, model)
+    tree = with_expert_ranks(with_tensor_ranks(with_layer_specs(tree, raw, model), model), model)
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups
@@ -83,6 +87,8 @@ def initialize(
         log_changes(changes)
     if isinstance(optimizer, NamedOptimizer):
         optimizer.follow(own_optimizer)
+    if raw.get(UNMANAGED) is False:
+        engine.leave_accumulation_to_caller()
     stand_along(engine.mesh)
     engine.adopt(written if isinstance(written, Mapping) else tree, optimizer, collate_fn)
     if engine.zero_optimization_partition_weights():

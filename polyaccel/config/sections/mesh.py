@@ -52,6 +52,11 @@ class LayerSpecConfig(Section):
     `[[64, 16, 16], -1]` queries, keys and values."""
     partition_dim: Int | None = None
     """The dimension of `shape` that has the parts; null is the one that is cut."""
+    gather_output: bool = False
+    """Gather the outputs of a layer that is cut by outputs, so that every rank has all of them."""
+    grad_allreduce: bool = False
+    """With "skip": the layer computes on a part of its inputs on each rank, for example a norm of heads, so the
+    gradients of its weights are summed over the ranks."""
 
 
 class PartitionConfig(Section):

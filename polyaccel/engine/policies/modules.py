@@ -106,12 +106,15 @@ def recompute_policy_of(config: Config) -> RecomputePolicy:
 class LayerRule:
     """DeepSpeed's `layer_specs`: modules whose weights' names match one of `patterns`, cut by columns or rows or not at
     all. `shape` are the lengths of the weight's dimensions as a fused layer has them, for example (3, -1) or ((4096,
-    1024, 1024), -1), and `partition_dim` the dimension that is cut."""
+    1024, 1024), -1), and `partition_dim` the dimension that is cut. With `gather_output` every rank gets all outputs
+    of columns. With `grad_allreduce` gradients of a weight that is not cut are summed over the ranks."""
 
     patterns: tuple[str, ...]
     partition_type: Literal["column", "row", "skip"] = "column"
     shape: tuple[int | tuple[int, ...], ...] | None = None
     partition_dim: int | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
 
     def matches(self, module: str) -> bool:
         return any(re.match(pattern, f"{module}.weight") or re.fullmatch(pattern, module) for pattern in self.patterns)
@@ -135,7 +138,7 @@ def cut_rules_of(config: ResolvedConfig) -> CutRules:
     partition = section.partition_config
     specs = partition.layer_specs if partition is not None else ()
     return CutRules(
-        tuple(LayerRule(spec.patterns, spec.partition_type, spec.shape, spec.partition_dim) for spec in specs),
+        tuple(LayerRule(**dict(spec)) for spec in specs),
         partition is None or partition.use_default_specs,
         not section.vocab_parallel_lm_head,
         section.sequence_sharded,

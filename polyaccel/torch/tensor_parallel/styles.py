@@ -33,9 +33,11 @@ def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]
     used: set[LayerRule] = set()
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:  # torch has modules named "weight" too
+        if not isinstance(weight, Tensor):  # torch has modules named "weight" too
             continue
         spec = next((spec for spec in specs if spec.matches(name)), None)
+        if weight.dim() != 2 and not (spec is not None and spec.grad_allreduce):
+            continue
         if spec is not None:
             used.add(spec)
             found[name] = _wish_of_spec(spec, weight.shape)
@@ -93,9 +95,10 @@ _STYLES: dict[str, ParallelStyle] = {
 
 def _wish_of_spec(spec: LayerRule, shape: Sequence[int]) -> ParallelStyle:
     if spec.partition_type == "skip":
-        return ParallelStyle("whole")
+        return ParallelStyle("shared weights" if spec.grad_allreduce else "whole")
     if spec.shape is None:
-        return ParallelStyle(spec.partition_type)
+        is_gathered = spec.gather_output and spec.partition_type == "column"
+        return ParallelStyle(spec.partition_type, is_gathered=is_gathered)
     dim = spec.partition_dim
     if dim is None:
         dim = 0 if spec.partition_type == "column" else 1

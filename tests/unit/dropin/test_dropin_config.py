@@ -110,8 +110,8 @@ def test_clipping_that_is_left_out_is_deepspeeds_and_null_is_none() -> None:
 @pytest.mark.parametrize(
     ("foreign", "key"),
     [
-        ({"pipeline": {"grad_partitioned": False}}, "pipeline.grad_partitioned"),
-        ({"amp": {"enabled": True}}, "amp"),
+        ({"tensor_parallel": {"kernel_inject": True}}, "tensor_parallel.kernel_inject"),
+        ({"amp": {"enabled": True, "opt_level": "O3"}}, "amp"),
         ({"aio": {"use_gds": True}}, "aio.use_gds"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         (

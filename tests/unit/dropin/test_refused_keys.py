@@ -44,7 +44,7 @@ def test_optimizers_of_deepspeed_alone_are_refused(kind: str) -> None:
 
 
 def test_all_problems_are_listed() -> None:
-    assert [key for key, _ in _problems({"amp": {"enabled": True}, "fp16": {"loss_scal": 1}})] == [
+    assert [key for key, _ in _problems({"amp": {"enabled": True, "opt_level": "O3"}, "fp16": {"loss_scal": 1}})] == [
         "amp",
         "fp16.loss_scal",
     ]

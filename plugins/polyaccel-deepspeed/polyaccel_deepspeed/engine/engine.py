@@ -24,6 +24,7 @@ from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
 from polyaccel_deepspeed.engine.parameters import ParameterOffload
 from polyaccel_deepspeed.engine.settings import Settings
+from polyaccel_deepspeed.engine.unmanaged import CallerAccumulates
 from polyaccel_deepspeed.engine.wrappers import wrap
 from polyaccel_deepspeed.recovery import RECOVERY_SCRIPT, write_recovery_script
 
@@ -45,7 +46,7 @@ def _settable_counter(name: str) -> Any:
     return property(read, write, doc=f"`{name}`, as `TorchEngine` counts it.")
 
 
-class DeepSpeedEngine(Settings, FusesAdapters, TorchEngine):
+class DeepSpeedEngine(CallerAccumulates, Settings, FusesAdapters, TorchEngine):
     """An engine that `deepspeed.initialize` made. `config` is the raw config, as a dict."""
 
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -263,8 +264,9 @@ class DeepSpeedEngine(Settings, FusesAdapters, TorchEngine):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Backward passes inside accumulate on this rank; what they left is reduced once, when the block ends.
 
-        Call `step` after it.
+        Call `step` after it. Raises PolyaccelError where the caller counts micro-batches.
         """
+        self.require_managed("coalesce_grad_reduction")
         with self.no_sync():
             yield
         self.zero.begin_backward(reduce=True)

@@ -56,7 +56,6 @@ _FIXED: dict[str, Any] = {
     "fp16_master_weights_and_gradients": False,
     "is_deepcompile_active": False,
     "is_deepcompile_enabled": False,
-    "managed_gradient_accumulation": True,
     "optimizer_legacy_fusion": False,
     "random_ltd_enabled": False,
     "super_offload": False,

@@ -1,0 +1,160 @@
+"""Keys of DeepSpeed whose effect polyaccel has under another key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from polyaccel.config.keys import parent_of, value_of
+from polyaccel_deepspeed.change import Change, Tree
+
+_WRITER_OPTIONS = ("data_parallel", "io_buffer_double", "io_buffer_size", "io_multiplier", "show_statistics", "type")
+UNMANAGED = "managed_gradient_accumulation"
+
+
+def _nested_tensors(tree: Tree) -> Iterator[Change]:
+    """`tensor_parallel.tensor_parallel` is `tensor_parallel.tp` by the name of DeepSpeed's field."""
+    section = tree.get("tensor_parallel")
+    if isinstance(section, dict) and isinstance(section.get("tensor_parallel"), Mapping):
+        inner = section.pop("tensor_parallel")
+        section["tp"] = {**inner, **section.get("tp", {})}
+        yield Change("tensor_parallel.tensor_parallel", "was read as tensor_parallel.tp")
+
+
+def _allgather_size(tree: Tree) -> Iterator[Change]:
+    """`"zero_optimization": true` had its bucket size next to it."""
+    if isinstance(tree.get("zero_optimization"), bool) and "allgather_size" in tree:
+        size = tree.pop("allgather_size")
+        tree["zero_optimization"] = {"stage": int(tree["zero_optimization"]), "allgather_bucket_size": size}
+        yield Change("allgather_size", f"= {size!r} was read as zero_optimization.allgather_bucket_size")
+
+
+def _sequence_gradients(tree: Tree) -> Iterator[Change]:
+    """DeepSpeed adds gradients up in this type where ranks share sequences; it is float32 if left out."""
+    key = "seq_parallel_communication_data_type"
+    size = value_of(tree, "sequence_parallel_size") or value_of(tree, "mesh.sequence") or 1
+    written = tree.pop(key, None)
+    if size != 1 and (written is not None or tree.get("communication_data_type") not in (None, "fp32")):
+        read = str(written or "fp32").lower()
+        tree["communication_data_type"] = read
+        yield Change(key, f"= {written!r} was read as communication_data_type = {read!r}, for ranks share sequences")
+    elif written is not None:
+        yield Change(key, f"= {written!r} has no effect: no ranks share sequences")
+
+
+def _local_storage(tree: Tree) -> Iterator[Change]:
+    table, name = parent_of(tree, "checkpoint.use_node_local_storage")
+    if table.pop(name, None) is True and "storage" not in table:
+        table["storage"] = "node_local"
+        yield Change(f"checkpoint.{name}", '= True was read as checkpoint.storage = "node_local"')
+
+
+def _writer(tree: Tree) -> Iterator[Change]:
+    """DeepSpeed's fast writer: `decoupled` saves while training continues, and the rest is speed."""
+    table, name = parent_of(tree, "checkpoint.writer")
+    writer = table.get(name)
+    if name not in table or not (writer is None or isinstance(writer, Mapping)):
+        return
+    del table[name]
+    left = {key: value for key, value in (writer or {}).items() if key not in (*_WRITER_OPTIONS, "decoupled")}
+    if left:
+        table[name] = left  # for polyaccel to refuse by name
+    if writer:
+        table.setdefault("async", writer.get("decoupled") is True)
+        said = f"was read as checkpoint.async = {table['async']}; its options have no effect"
+        yield Change("checkpoint.writer", said)
+
+
+def _datastates(tree: Tree) -> Iterator[Change]:
+    """DataStates writes checkpoints in the background."""
+    if "datastates_ckpt" not in tree:
+        return
+    written = tree.pop("datastates_ckpt")
+    if written not in (False, None):
+        yield from _background(tree, "datastates_ckpt")
+
+
+def _nebula(tree: Tree) -> Iterator[Change]:
+    """Nebula wrote checkpoints in the background and kept the newest."""
+    section = tree.get("nebula")
+    if not isinstance(section, Mapping) or section.get("enabled") is not True:
+        return
+    del tree["nebula"]
+    yield from _background(tree, "nebula")
+    count = section.get("num_of_version_in_retention")
+    if isinstance(count, int) and count > 0:
+        tree["checkpoint"].setdefault("keep_last", count)
+
+
+def _background(tree: Tree, key: str) -> Iterator[Change]:
+    saves = tree.setdefault("checkpoint", {})
+    if isinstance(saves, dict):
+        saves.setdefault("async", True)
+        yield Change(key, f"was read as checkpoint.async = {saves['async']}; its options have no effect", True)
+
+
+def _amp(tree: Tree) -> Iterator[Change]:
+    """Apex's levels: O1 casts operations, O2 keeps master weights of a model in half precision."""
+    section = tree.get("amp")
+    if not isinstance(section, Mapping) or section.get("enabled") is not True:
+        return
+    level, scale = section.get("opt_level", "O1"), section.get("loss_scale", "dynamic")
+    if level not in ("O0", "O1", "O2"):
+        return  # refused with the removed keys
+    del tree["amp"]
+    if level == "O0":
+        yield Change("amp", '= "O0" was dropped: it trains in float32', True)
+        return
+    fp16: dict[str, Any] = {} if scale == "dynamic" else {"loss_scale": float(scale)}
+    if level == "O1":
+        tree["torch_autocast"] = {"enabled": True, "dtype": "float16"}
+    else:
+        fp16["enabled"] = True
+    if fp16:
+        tree["fp16"] = {**tree.get("fp16", {}), **fp16}
+    instead = "torch_autocast in float16" if level == "O1" else "fp16"
+    yield Change("amp", f"= {level!r} was read as {instead}, with a loss scale", True)
+
+
+def _sparse_gradients(tree: Tree) -> Iterator[Change]:
+    """Gradients of embeddings with `sparse=True` are taken whatever this key is."""
+    if tree.get("sparse_gradients") is True:
+        del tree["sparse_gradients"]
+        yield Change("sparse_gradients", "= True has no effect: sparse gradients travel in their bucket, as dense ones")
+
+
+def _unmanaged(tree: Tree) -> Iterator[Change]:
+    """`initialize` tells the engine. Micro-batches that nobody counts are added up in float32."""
+    if isinstance(tree.get(UNMANAGED), bool) and tree.pop(UNMANAGED) is False:
+        types = tree.setdefault("data_types", {})
+        if isinstance(types, dict):
+            types.setdefault("grad_accum_dtype", "fp32")
+        yield Change(UNMANAGED, "= False leaves it to the script where an accumulation ends: at each engine.step()")
+
+
+def _strict_specs(tree: Tree) -> Iterator[Change]:
+    """Keys of layer specs that the model decides are taken out again in `initialize`."""
+    table, name = parent_of(tree, "tensor_parallel.partition_config.strict_mode")
+    if name in table:
+        table.pop(name)
+    specs = value_of(tree, "tensor_parallel.partition_config.layer_specs")
+    for index, spec in enumerate(specs if isinstance(specs, list) else ()):
+        if isinstance(spec, dict) and spec.pop("model_types", None):
+            key = f"tensor_parallel.partition_config.layer_specs[{index}].model_types"
+            yield Change(key, "is compared with the model's type in deepspeed.initialize")
+
+
+TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
+    _nested_tensors,
+    _allgather_size,
+    _sequence_gradients,
+    _local_storage,
+    _writer,
+    _datastates,
+    _nebula,
+    _amp,
+    _unmanaged,
+    _sparse_gradients,
+    _strict_specs,
+)
+"""In their order. Each removes its keys from the tree."""
