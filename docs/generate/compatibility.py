@@ -5,25 +5,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "polyaccel-deepspeed"))
 
+from polyaccel_deepspeed.keys.answers import answer_to, answers
 from polyaccel_deepspeed.names.entry import Status
 from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
+from polyaccel_deepspeed.names.packages import ABSENT_MODULES, absent_module
 from polyaccel_deepspeed.names.surface import MODULES
-from polyaccel_deepspeed.refused_keys import REMOVED
+from polyaccel_deepspeed.version import __version__
 
-from polyaccel.config import Config
-from polyaccel.config.keys import walk_keys
-from polyaccel.config.unsupported_keys import ABSENT, BELOW, Absent
+FACTS = json.loads(
+    (Path(__file__).parents[2] / "tests" / "unit" / "dropin" / "deepspeed_facts.json").read_text(encoding="utf-8")
+)
+STATES = [one.value for one in Status]
 
 
 def compatibility() -> str:
     """The tables of the page, as Markdown."""
-    return "\n".join([*_names(), *_members(), *_keys()])
+    return "\n".join([*_counts(), *_names(), *_members(), *_keys(), *_modules()])
 
 
 def _names() -> Iterator[str]:
@@ -51,25 +56,39 @@ def _members() -> Iterator[str]:
 def _keys() -> Iterator[str]:
     yield "## Config keys { #keys }\n"
     yield "[The reference](reference/config.md) explains each key.\n\n| key | status | |\n|---|---|---|"
-    found = {
-        key.dotted: ("yes", "")
-        for key in walk_keys(Config)
-        if not key.is_section and "polyaccel's own" not in (key.field.description or "")
-    }
-    for entry in ABSENT:
-        for pattern in entry.keys:
-            key = pattern.removesuffix(BELOW)
-            found[key] = _absent(entry)
-    found |= {key: ("never", f"{feature}, which DeepSpeed has removed") for key, feature in REMOVED.items()}
-    for key in sorted(found):
-        status, why = found[key]
-        yield f"| `{key}` | {status} | {why} |"
+    known = answers()
+    for key in FACTS["keys"]:
+        answer = answer_to(key, known)
+        assert answer is not None  # a test of the facts holds
+        yield f"| `{key}` | {answer.outcome.value} | {answer.why} |"
 
 
-def _absent(entry: Absent) -> tuple[str, str]:
-    if entry.is_tuning:
-        return "accepted", entry.feature
-    return "not yet", entry.feature
+def _modules() -> Iterator[str]:
+    yield "\n## Modules that cannot be imported { #modules }\n"
+    yield "The longest name counts for a module below it.\n\n| modules | status | |\n|---|---|---|"
+    for prefix, entry in sorted(ABSENT_MODULES.items()):
+        yield f"| `{prefix}` | {entry.status.value} | {entry.why} |"
+
+
+def _counts() -> Iterator[str]:
+    """The counts of all tables, over what a DeepSpeed has."""
+    known = answers()
+    keys = Counter(answer.outcome.value for key in FACTS["keys"] if (answer := answer_to(key, known)) is not None)
+    shared = [
+        (name, one) for name, one in MODULES.items() if name in FACTS["modules"] or name in FACTS["source_modules"]
+    ]
+    names = Counter(one.status.value for _, entry in shared for one in entry.names.values())
+    absent = [absent_module(name) for name in FACTS["every_module"] if name not in MODULES]
+    modules = Counter(one.status.value for one in absent if one is not None)
+    modules["yes"] = len(FACTS["every_module"]) - len(absent)
+    yield "## Counts { #counts }\n"
+    yield f"Of DeepSpeed {FACTS['version']} and polyaccel {__version__.partition('+')[2].removeprefix('polyaccel.')}.\n"
+    yield "| | all | " + " | ".join(STATES) + " |\n|---|---|" + "---|" * len(STATES)
+    for what, counted in (("config keys", keys), ("names", names), ("modules", modules)):
+        yield f"| {what} | {counted.total()} | " + " | ".join(str(counted[one]) for one in STATES) + " |"
+    for what, count in (("options of `deepspeed`", "options"), ("commands", "scripts")):
+        yield f"| {what} | {len(FACTS[count])} | {len(FACTS[count])} |" + " |" * (len(STATES) - 1)
+    yield ""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 `python docs/generate/deepspeed_facts.py`, in an environment that has DeepSpeed and not the drop-in, prints what
 `tests/unit/dropin/deepspeed_facts.json` holds: names, parameters, defaults and config keys, and no code. A name is
-public in a package that collects names for users (`FACADES`), and in the module that defines it.
+public in a package that collects names for users (`FACADES`), and in the module that defines it. Without such an
+environment, `python docs/generate/deepspeed_names.py FOLDER FACTS` renews all but the names of facades and members.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import inspect
 import json
 import sys
 from enum import Enum
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+
+from deepspeed_names import facts_of
 
 FACADES = (
     "deepspeed",
@@ -118,118 +122,6 @@ ALSO = {
     ),
 }
 """Names that clients use although they begin with an underscore, are constants or come from another package."""
-SECTIONS = {
-    "runtime.zero.config:DeepSpeedZeroConfig": "zero_optimization",
-    "runtime.precision_config:DeepSpeedFP16Config": "fp16",
-    "runtime.precision_config:DeepSpeedBF16Config": "bf16",
-    "runtime.tensor_parallel.config:TPTrainingConfig": "tensor_parallel",
-    "runtime.config:HybridEngineConfig": "hybrid_engine",
-    "comm.config:CommsLoggerConfig": "comms_logger",
-    "monitor.config:TensorBoardConfig": "tensorboard",
-    "monitor.config:WandbConfig": "wandb",
-    "monitor.config:CSVConfig": "csv_monitor",
-    "monitor.config:CometConfig": "comet",
-    "compile.config:CompileConfig": "compile",
-    "utils.config:DeepSpeedThroughputTimerConfig": "timers.throughput",
-}
-"""Config models, and the sections that they read."""
-READ_BY_NAME = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "managed_gradient_accumulation",
-    "optimizer.type",
-    "optimizer.params",
-    "optimizer.legacy_fusion",
-    "scheduler.type",
-    "scheduler.params",
-    "gradient_clipping",
-    "steps_per_print",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "gradient_allreduce_op",
-    "communication_data_type",
-    "disable_allgather",
-    "dump_state",
-    "seq_parallel_communication_data_type",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dataloader_drop_last",
-    "disable_python_gc",
-    "log_level",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "use_data_before_expert_parallelism",
-    "sequence_parallel_size",
-    "data_parallel_size",
-    "vocabulary_size",
-    "data_types.grad_accum_dtype",
-    "data_types.param_dtype",
-    "data_types.buffer_dtype",
-    "data_types.keep_in_fp32_modules",
-    "torch_autocast.enabled",
-    "torch_autocast.dtype",
-    "torch_autocast.lower_precision_safe_modules",
-    "pipeline.stages",
-    "pipeline.partition",
-    "pipeline.seed_layers",
-    "pipeline.activation_checkpoint_interval",
-    "pipeline.pipe_partitioned",
-    "pipeline.grad_partitioned",
-    "pipeline.use_reentrant",
-    "activation_checkpointing.partition_activations",
-    "activation_checkpointing.number_checkpoints",
-    "activation_checkpointing.contiguous_memory_optimization",
-    "activation_checkpointing.cpu_checkpointing",
-    "activation_checkpointing.synchronize_checkpoint_boundary",
-    "activation_checkpointing.profile",
-    "flops_profiler.enabled",
-    "flops_profiler.recompute_fwd_factor",
-    "flops_profiler.profile_step",
-    "flops_profiler.module_depth",
-    "flops_profiler.top_modules",
-    "flops_profiler.detailed",
-    "flops_profiler.output_file",
-    "autotuning.enabled",
-    "data_efficiency.enabled",
-    "data_efficiency.seed",
-    "data_efficiency.data_sampling",
-    "data_efficiency.data_routing",
-    "checkpoint.tag_validation",
-    "checkpoint.load_universal",
-    "checkpoint.use_node_local_storage",
-    "checkpoint.parallel_write",
-    "checkpoint.checkpoint_serialization",
-    "checkpoint.save.writer",
-    "datastates_ckpt",
-    "aio.block_size",
-    "aio.queue_depth",
-    "aio.intra_op_parallelism",
-    "aio.single_submit",
-    "aio.overlap_events",
-    "aio.use_gds",
-    "expert_parallel.enabled",
-    "expert_parallel.autoep_size",
-    "expert_parallel.expert_tensor_parallel_size",
-    "expert_parallel.preset_model",
-    "expert_parallel.use_grouped_mm",
-    "expert_parallel.comm_backend",
-    "expert_parallel.patterns",
-    "weight_quantization.quantized_initialization",
-    "weight_quantization.post_init_quant",
-    "amp",
-    "nebula",
-    "compression_training",
-    "quantize_training",
-    "sparse_gradients",
-    "eigenvalue",
-    "sparse_attention",
-    "elasticity",
-    "graph_harvesting",
-    "curriculum_learning",
-    "progressive_layer_drop",
-)
-"""Keys and tables that DeepSpeed reads one by one, without a model. From "amp" on: those that it has removed."""
 
 
 def facts() -> dict[str, Any]:
@@ -239,7 +131,7 @@ def facts() -> dict[str, Any]:
         "version": version,
         "modules": {name: _names(name) for name in sorted({*FACADES, *HOMES})},
         "members": {name: _members(name) for name in CLASSES},
-        "keys": sorted(_keys()),
+        **facts_of(Path(str(importlib.import_module("deepspeed").__file__)).parent),
     }
 
 
@@ -315,28 +207,6 @@ def _argument(one: inspect.Parameter) -> str:
         return f"{stars}{one.name}"
     plain = one.default is None or type(one.default) in (bool, int, float, str)
     return f"{one.name}={one.default!r}".replace(" ", "") if plain else f"{one.name}=..."
-
-
-def _keys() -> set[str]:
-    found: set[str] = set(READ_BY_NAME)
-    for place, section in SECTIONS.items():
-        module, _, name = place.partition(":")
-        found |= _keys_of(getattr(importlib.import_module(f"deepspeed.{module}"), name), section)
-    return found
-
-
-def _keys_of(model: Any, section: str) -> set[str]:
-    found = set()
-    for name, field in model.model_fields.items():
-        below = _model_in(field.annotation)
-        for key in {name, field.alias or name}:
-            found |= _keys_of(below, f"{section}.{key}") if below is not None else {f"{section}.{key}"}
-    return found
-
-
-def _model_in(annotation: Any) -> Any:
-    kinds = [annotation, *getattr(annotation, "__args__", ())]
-    return next((one for one in kinds if isinstance(one, type) and hasattr(one, "model_fields")), None)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """The config keys and command-line options of a DeepSpeed, read from its source without importing it.
 
-`python docs/generate/deepspeed_source.py FOLDER` prints both, for the folder `deepspeed` of an installation or a source
-archive. Keys are found where the config is read: a small interpreter follows the config from `DeepSpeedConfig` through
+Keys are found where the config is read: a small interpreter follows the config from `DeepSpeedConfig` through
 functions, subscripts, `get_scalar_param` and pydantic models. Strings, numbers and names are read; no code is kept.
 """
 
 from __future__ import annotations
 
 import ast
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -320,16 +317,16 @@ def _alias(value: ast.expr | None) -> list[str]:
     return [word for one in keywords if one.arg == "alias" for word in _words(one.value, {})]
 
 
-def config_keys(folder: Path) -> list[str]:
-    """Return the dotted keys that a DeepSpeed in `folder` reads, `[]` after a list, without tables of others."""
-    found = Source(folder).read()
+def config_keys(source: Source) -> list[str]:
+    """Return the dotted keys that a DeepSpeed reads, `[]` after a list, without tables of others."""
+    found = source.read()
     tables = {key.rpartition(".")[0] for key in found} | {key.partition("[]")[0] for key in found if "[]" in key}
     return sorted(found - tables)
 
 
-def launcher_options(folder: Path) -> list[str]:
+def launcher_options(source: Source) -> list[str]:
     """Return the options of the command `deepspeed`."""
-    tree = Source(folder).modules[LAUNCHER]
+    tree = source.modules[LAUNCHER]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     added = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"]
     return sorted({word for node in added for one in node.args for word in _words(one, {}) if word.startswith("-")})
@@ -340,17 +337,3 @@ def public_modules(folder: Path) -> list[str]:
     parts = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py")]
     names = {".".join(("deepspeed", *one)).removesuffix(".__init__") for one in parts}
     return sorted(name for name in names if not any(part.startswith("_") for part in name.split(".")))
-
-
-def facts_of(folder: Path) -> dict[str, list[str]]:
-    """Return all of it, as JSON has it."""
-    return {
-        "keys": config_keys(folder),
-        "options": launcher_options(folder),
-        "every_module": public_modules(folder),
-    }
-
-
-if __name__ == "__main__":
-    json.dump(facts_of(Path(sys.argv[1])), sys.stdout, indent=1)
-    print()

@@ -1,4 +1,4 @@
-"""The commands `deepspeed`, `ds_report`, `ds_bench`, `ds_ssh` and `zero_to_fp32`."""
+"""The commands of the package: `deepspeed`, `ds_report`, `ds_bench`, `ds_io`, `ds_ssh`, `zero_to_fp32` and others."""
 
 from __future__ import annotations
 
@@ -43,6 +43,34 @@ def bench(argv: Sequence[str] | None = None) -> int:
         else:
             own.append(word)
     return launch([*launchers, "--module", "polyaccel_deepspeed.bench", *own])
+
+
+def file_speed(argv: Sequence[str] | None = None) -> int:
+    """`ds_io --folder DIR --io_size 400M`: how fast files are written, and read."""
+    from polyaccel_deepspeed.file_speed import io
+
+    return _shown("ds_io", lambda: io(argv))
+
+
+def file_tuning(argv: Sequence[str] | None = None) -> int:
+    """`ds_nvme_tune --nvme_dir DIR`: the number of threads with which files are fastest."""
+    from polyaccel_deepspeed.file_speed import tune
+
+    return _shown("ds_nvme_tune", lambda: tune(argv))
+
+
+def node_launch(argv: Sequence[str] | None = None) -> int:
+    """`python -m deepspeed.launcher.launch --world_info=... script.py ...`: the ranks of one host."""
+    from polyaccel_deepspeed.node_launcher import main
+
+    return _shown("deepspeed.launcher.launch", lambda: main(argv))
+
+
+def universal(argv: Sequence[str] | None = None) -> int:
+    """`python -m deepspeed.checkpoint.ds_to_universal`: a checkpoint as DeepSpeed's universal one."""
+    from polyaccel_deepspeed.universal import main, parse_arguments
+
+    return _shown("ds_to_universal", lambda: main(parse_arguments(argv)))
 
 
 def ssh(argv: Sequence[str] | None = None) -> int:

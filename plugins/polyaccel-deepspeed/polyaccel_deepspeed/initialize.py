@@ -87,6 +87,7 @@ def initialize(
         log_changes(changes)
     if isinstance(optimizer, NamedOptimizer):
         optimizer.follow(own_optimizer)
+    engine.client_lr_scheduler, engine.training_data = lr_scheduler, training_data
     if raw.get(UNMANAGED) is False:
         engine.leave_accumulation_to_caller()
     stand_along(engine.mesh)

@@ -35,8 +35,8 @@ _LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 _PROGRAM = "from polyaccel_deepspeed.commands import launch; raise SystemExit(launch())"
 
 
-def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of DeepSpeed 0.19.8's launcher."""
+def options_parser() -> argparse.ArgumentParser:
+    """Return the parser of DeepSpeed 0.19.8's launcher."""
     from polyaccel.cli.options import add_options
     from polyaccel.cli.parser import JobParser
 
@@ -53,7 +53,12 @@ def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no_ssh_check", action="store_true", help="accepted")
     parser.add_argument("--log_level", default="info", help="accepted")
     parser.add_argument("-q", "--quiet", action="store_true", help="accepted")
-    given = parser.parse_args(argv)
+    return parser
+
+
+def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of DeepSpeed 0.19.8's launcher."""
+    given = options_parser().parse_args(argv)
     given.save_pid = given.save_pid and _PID_SUFFIX
     given.words = list(sys.argv[1:] if argv is None else argv)
     return given

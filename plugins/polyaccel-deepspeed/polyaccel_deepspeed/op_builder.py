@@ -38,12 +38,25 @@ class OpBuilder:
     jit_load = load
 
 
+class _FilesBuilder(OpBuilder):
+    """The builder of `deepspeed.ops.aio`."""
+
+    def load(self, verbose: bool = True) -> Any:
+        """Return the module that has `aio_handle`."""
+        from polyaccel_deepspeed import files
+
+        return files
+
+    jit_load = load
+
+
 @cache
 def builder_class(name: str) -> type[OpBuilder]:
     """The class of a builder. Raises PolyaccelError for a name that DeepSpeed's optimizers and files do not use."""
     if name not in BUILDERS:
         raise PolyaccelError(f"polyaccel has no {name}", hint=f"there are {', '.join(BUILDERS)}", value=name)
-    return type(name, (OpBuilder,), {"NAME": name.removesuffix("Builder"), "__module__": __name__})
+    base = _FilesBuilder if name == "AsyncIOBuilder" else OpBuilder
+    return type(name, (base,), {"NAME": name.removesuffix("Builder"), "__module__": __name__})
 
 
 def __getattr__(name: str) -> type[OpBuilder]:

@@ -13,14 +13,17 @@ import deepspeed
 import pytest
 from deepspeed.accelerator import DeepSpeedAccelerator
 from polyaccel_deepspeed import refused_keys
+from polyaccel_deepspeed.engine.attributes import ABSENT_ATTRIBUTES
+from polyaccel_deepspeed.keys.answers import LATER, Outcome, answer_to, answers
+from polyaccel_deepspeed.launcher import options_parser
 from polyaccel_deepspeed.names.entry import Status
 from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
+from polyaccel_deepspeed.names.packages import ABSENT_MODULES, absent_module
 from polyaccel_deepspeed.names.surface import MODULES
 from polyaccel_deepspeed.version import __version__
 
-from polyaccel.config import Config, load_resolved
-from polyaccel.config.keys import walk_keys
-from polyaccel.config.unsupported_keys import ABSENT, BELOW, DROP_IN_KEYS
+from polyaccel.config import load_resolved
+from polyaccel.config.unsupported_keys import DROP_IN_KEYS
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "generate"))
 from deepspeed_facts import arguments
@@ -67,11 +70,14 @@ OTHER_NAMES = {
 """Keys of `zero_optimization` by names that are older, or without their `stage3_`; and values for them."""
 REMOVED = "deepspeed.elasticity"
 """Modules that DeepSpeed has removed since 0.19.6, and that there are here."""
+SHARED = FACTS["source_modules"] | FACTS["modules"]
+SET_BY_INITIALIZE = ("config", "lr_scheduler", "monitor", "mpu", "optimizer", "training_dataloader")
+"""Attributes that an engine has, and its class has not."""
 THERE = [
     (module, name)
     for module, entry in MODULES.items()
     for name, one in entry.names.items()
-    if one.status is Status.YES and FACTS["modules"].get(module, {}).get(name) and name not in MADE_ELSEWHERE
+    if one.status is Status.YES and SHARED.get(module, {}).get(name) and name not in MADE_ELSEWHERE
 ]
 
 
@@ -98,19 +104,28 @@ def test_they_are_the_facts_of_the_version_that_we_name() -> None:
 
 
 def test_every_public_name_has_its_row() -> None:
-    for module, names in FACTS["modules"].items():
-        assert sorted(names.keys() - MODULES[module].names.keys()) == []
+    for module, names in SHARED.items():
+        if module in MODULES:
+            assert sorted(names.keys() - MODULES[module].names.keys()) == []
 
 
 def test_every_row_is_a_name_of_deepspeeds() -> None:
-    shared = {name for names in FACTS["modules"].values() for name in names}
+    shared = {name for names in SHARED.values() for name in names}
     there = [entry for module, entry in MODULES.items() if not module.startswith(REMOVED)]
-    assert [name for entry in there for name in entry.names if name not in shared] == []
+    found = [name for entry in there for name in entry.names if name not in shared]
+    assert [name for name in found if not name.isupper()] == []  # constants are not among the facts
+
+
+def test_every_attribute_of_the_engine_is_there_or_says_why_not() -> None:
+    plain = deepspeed.DeepSpeedEngine
+    wanted = [name for name in FACTS["engine_attributes"] if name not in ABSENT_ATTRIBUTES]
+    assert [name for name in wanted if not hasattr(plain, name) and name not in SET_BY_INITIALIZE] == []
+    assert [name for name in ABSENT_ATTRIBUTES if name not in FACTS["engine_attributes"] or hasattr(plain, name)] == []
 
 
 def test_what_is_there_takes_deepspeeds_arguments() -> None:
     pairs = {
-        f"{module}.{name}": (arguments(getattr(import_module(module), name)), FACTS["modules"][module][name])
+        f"{module}.{name}": (arguments(getattr(import_module(module), name)), SHARED[module][name])
         for module, name in THERE
     }
     assert len(pairs) > 100
@@ -134,17 +149,40 @@ def test_members_take_deepspeeds_arguments_or_say_why_they_are_not_there(owner: 
     assert {name: (mine, members[name]) for name, mine in found.items() if not accepts(mine, members[name])} == {}
 
 
-def test_every_config_key_is_known() -> None:
-    known = {key.dotted for key in walk_keys(Config)} | {key for entry in ABSENT for key in entry.keys}
-    known |= {f"{key}{BELOW}" for key in refused_keys.REMOVED}
+def test_every_config_key_works_or_says_for_good_why_not() -> None:
+    known = answers()
+    found = {key: answer_to(key, known) for key in FACTS["keys"]}
+    assert [key for key, answer in found.items() if answer is None] == []
+    later = {key for key, answer in found.items() if answer and answer.outcome is Outcome.LATER}
+    assert later == {key for key in FACTS["keys"] if key.replace("bfloat16", "bf16").startswith(tuple(LATER))}
+    assert [key for key in LATER if not any(one.startswith(key) for one in FACTS["keys"])] == []
+    assert [
+        key for key, answer in found.items() if answer and answer.outcome is not Outcome.WORKS and not answer.why
+    ] == []
     assert sorted(DROP_IN_KEYS) == sorted(refused_keys.REMOVED)
-    tables = {key.removesuffix(BELOW) for key in known if key.endswith(BELOW)}
-    above = {".".join(key.split(".")[:length]) for key in known for length in range(1, key.count(".") + 1)}
 
-    def is_known(key: str) -> bool:
-        return key in known | tables | above or key.startswith(tuple(f"{table}." for table in tables))
 
-    assert [key for key in FACTS["keys"] if not is_known(key)] == [f"zero_optimization.{name}" for name in OTHER_NAMES]
+def test_constants_have_deepspeeds_values() -> None:
+    for module, wanted in FACTS["constants"].items():
+        assert {name: getattr(import_module(module), name) for name in wanted} == wanted
+
+
+def test_every_module_can_be_imported_or_says_why_not() -> None:
+    assert [name for name in FACTS["every_module"] if name not in MODULES and absent_module(name) is None] == []
+    assert [name for name in ABSENT_MODULES if not any(one.startswith(name) for one in FACTS["every_module"])] == []
+
+
+def test_every_option_of_the_launcher_is_taken() -> None:
+    taken = options_parser()._option_string_actions
+    assert [option for option in FACTS["options"] if option not in taken] == []
+
+
+def test_every_command_is_installed() -> None:
+    text = (Path(deepspeed.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    commands = {
+        line.partition(" = ")[0].strip('"') for line in text.splitlines() if "polyaccel_deepspeed.commands:" in line
+    }
+    assert [name for name in FACTS["scripts"] if name not in commands] == []
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)

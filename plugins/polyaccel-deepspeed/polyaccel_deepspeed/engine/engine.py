@@ -19,6 +19,7 @@ from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 from polyaccel_deepspeed.engine.adapters import FusesAdapters
+from polyaccel_deepspeed.engine.attributes import Attributes
 from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
 from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
@@ -46,7 +47,7 @@ def _settable_counter(name: str) -> Any:
     return property(read, write, doc=f"`{name}`, as `TorchEngine` counts it.")
 
 
-class DeepSpeedEngine(CallerAccumulates, Settings, FusesAdapters, TorchEngine):
+class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, TorchEngine):
     """An engine that `deepspeed.initialize` made. `config` is the raw config, as a dict."""
 
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -57,7 +58,7 @@ class DeepSpeedEngine(CallerAccumulates, Settings, FusesAdapters, TorchEngine):
         `collate_fn` are what `initialize` was given."""
         self.raw_config = raw_config
         self.config = dict(raw_config)  # type: ignore[assignment]  # clients read the raw dict here
-        self.collate_fn = collate_fn
+        self.collate_fn, self.client_optimizer = collate_fn, client
         # There parameters have no gradients under ZeRO, and scripts that clip them by hand clip nothing.
         self._passes.hides_scaled_gradients = self.zero_optimization_stage() > 0
         # There an autocast around the engine ends at its forward on CUDA, and stays in force on other devices.

@@ -23,7 +23,8 @@ def stand_along(mesh: Mesh) -> None:
     if len(mesh.axes) == 1 or not dist.is_initialized() or dist.get_world_size() != mesh.world_size:
         return
     rank = default_communicator().rank
-    for axes in dict.fromkeys((("data",), *((axis.name,) for axis in mesh.axes))):
+    both = [("data", "sequence")] if mesh.has_several("sequence") else []
+    for axes in dict.fromkeys((("data",), *((axis.name,) for axis in mesh.axes), *both)):
         for ranks in mesh.groups(axes):
             group = dist.new_group(list(ranks))
             if rank in ranks:
@@ -66,6 +67,12 @@ def get_data_parallel_world_size() -> int:
 
 def get_data_parallel_rank() -> int:
     return _rank("data")
+
+
+def get_sequence_data_parallel_group() -> Any:
+    """torch's group of the ranks with other batches or other parts of a sequence."""
+    axes = ("data", "sequence")
+    return _of_axes[axes] if axes in _of_axes else _group("data")
 
 
 def get_tensor_model_parallel_group() -> Any:

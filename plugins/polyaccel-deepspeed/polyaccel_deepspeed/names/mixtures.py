@@ -12,6 +12,9 @@ MIXTURES: dict[str, Module] = {
     "deepspeed.moe": Module("Mixtures of experts."),
     "deepspeed.moe.experts": Module("Experts of a layer.", yes(_LAYER, "Experts")),
     "deepspeed.moe.layer": Module("The layer.", yes(_LAYER, "MoE")),
+    "deepspeed.moe.mappings": Module(
+        "Tokens that tensor ranks share.", yes("polyaccel_deepspeed.experts.mappings", "drop_tokens", "gather_tokens")
+    ),
     "deepspeed.moe.sharded_moe": Module(
         "Gates, and what they are part of.",
         yes(

@@ -29,17 +29,35 @@ class _Made(ModuleType):
             super().__setattr__(name, value)
 
 
+RUNNABLE = {
+    "deepspeed.checkpoint.ds_to_universal": "universal",
+    "deepspeed.launcher.launch": "node_launch",
+    "deepspeed.launcher.runner": "launch",
+    "deepspeed.utils.zero_to_fp32": "zero_to_fp32",
+}
+"""Modules that `python -m` runs, and the function of `polyaccel_deepspeed.commands` that each calls."""
+_MAIN = ".__main__"
+
+
 class _Finder(MetaPathFinder, Loader):
     """Finds every module of the table below `deepspeed`, and makes it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname.endswith(_MAIN) and fullname.removesuffix(_MAIN) in RUNNABLE:
+            return ModuleSpec(fullname, self, origin="polyaccel_deepspeed.commands")
         if fullname not in MODULES or fullname == ROOT:
             return None
         spec = ModuleSpec(fullname, self, origin="polyaccel_deepspeed.names.surface", is_package=True)
         spec.submodule_search_locations = []
         return spec
+
+    def get_code(self, fullname: str) -> Any:
+        """Return what `python -m` runs of a module."""
+        name = RUNNABLE[fullname.removesuffix(_MAIN)]
+        text = f"from polyaccel_deepspeed.commands import {name} as run; raise SystemExit(run())"
+        return compile(text, fullname, "exec")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Made(spec.name)

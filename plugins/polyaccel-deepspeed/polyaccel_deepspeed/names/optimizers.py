@@ -25,6 +25,21 @@ WRAPPERS: dict[str, Module] = {
     "deepspeed.runtime.fp16.fused_optimizer": Module(
         "The engine's optimizer in 16 bits without ZeRO.", yes(_WRAPPERS, "FP16_Optimizer")
     ),
+    "deepspeed.runtime.fp16.loss_scaler": Module(
+        "Loss scales.",
+        yes(
+            "polyaccel_deepspeed.engine.loss_scalers",
+            "CreateLossScaler",
+            "DynamicLossScaler",
+            "LossScaler",
+            "LossScalerBase",
+            "to_python_float",
+            *("INITIAL_LOSS_SCALE", "SCALE_WINDOW", "DELAYED_SHIFT", "CONSECUTIVE_HYSTERESIS", "MIN_LOSS_SCALE"),
+        )
+        | never(
+            "DeepSpeed's reading of the section fp16", "LossScaleConfig", "LossScaleProfile", "LossScaleProfileDefaults"
+        ),
+    ),
     "deepspeed.runtime.fp16.unfused_optimizer": Module(
         "The engine's optimizer in 16 bits without ZeRO.", yes(_WRAPPERS, "FP16_UnfusedOptimizer")
     ),

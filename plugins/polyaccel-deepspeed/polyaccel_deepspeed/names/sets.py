@@ -178,3 +178,21 @@ CHECKPOINTING = yes(
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
 )
+TIMERS = yes(
+    "polyaccel_deepspeed.engine.timers",
+    "BACKWARD_GLOBAL_TIMER",
+    "BACKWARD_INNER_GLOBAL_TIMER",
+    "BACKWARD_INNER_MICRO_TIMER",
+    "BACKWARD_MICRO_TIMER",
+    "BACKWARD_REDUCE_GLOBAL_TIMER",
+    "BACKWARD_REDUCE_MICRO_TIMER",
+    "CudaEventTimer",
+    "FORWARD_GLOBAL_TIMER",
+    "FORWARD_MICRO_TIMER",
+    "NoopTimer",
+    "STEP_GLOBAL_TIMER",
+    "STEP_MICRO_TIMER",
+    "SynchronizedWallClockTimer",
+    "ThroughputTimer",
+    "trim_mean",
+)

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+from polyaccel_deepspeed.keys import constants
 from polyaccel_deepspeed.names import sets
+from polyaccel_deepspeed.names.devices import DEVICES
 from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, later, never, yes
 from polyaccel_deepspeed.names.internals import INTERNALS
 from polyaccel_deepspeed.names.mixtures import MIXTURES
@@ -54,10 +56,27 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.accelerator.real_accelerator": Module(
         "The device.", yes(sets.ACCELERATOR, "get_accelerator", "is_current_accelerator_supported")
     ),
+    **DEVICES,
     "deepspeed.accelerator.abstract_accelerator": Module("Its class.", yes(sets.ACCELERATOR, "DeepSpeedAccelerator")),
     "deepspeed.checkpoint": Module("Saved states."),
     "deepspeed.checkpoint.utils": Module(
         "What is copied to be saved.", yes(sets.UTILS, "clone_tensors_for_torch_save")
+    ),
+    "deepspeed.checkpoint.deepspeed_checkpoint": Module(
+        "DeepSpeed's files.",
+        never(
+            "polyaccel.checkpoint.CheckpointReader reads ours, `polyaccel ckpt import --from deepspeed` DeepSpeed's",
+            "DeepSpeedCheckpoint",
+        ),
+    ),
+    "deepspeed.checkpoint.ds_to_universal": Module(
+        "Universal checkpoints.",
+        yes("polyaccel_deepspeed.universal", "main", "parse_arguments")
+        | never(
+            "a step of the conversion, which is one call here",
+            *("atoi", "dp_index_to_str", "dump_param_fragment", "extract_zero_shards", "extract_zero_shards_stage3"),
+            *("merge_tp_slices", "merge_zero3_slices", "natural_keys"),
+        ),
     ),
     "deepspeed.checkpointing": Module(
         "Activation checkpointing.",
@@ -78,6 +97,10 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.elasticity.elastic_agent": Module("Their agent.", sets.ELASTIC_AGENT),
     "deepspeed.elasticity.elasticity": Module("Their computation.", sets.ELASTIC | sets.ELASTIC_ERRORS),
     "deepspeed.launcher": Module("The launcher."),
+    "deepspeed.launcher.launch": Module(
+        "The ranks of a host.",
+        yes("polyaccel_deepspeed.node_launcher", "main", "parse_args", "terminate_process_tree"),
+    ),
     "deepspeed.launcher.runner": Module(
         "The launcher.",
         yes("polyaccel_deepspeed.launcher", "DEEPSPEED_ENVIRONMENT_NAME") | yes(sets.COMMANDS, main="launch"),
@@ -101,9 +124,7 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.ops.adam": Module("Adam.", sets.ADAM),
     "deepspeed.ops.adam.cpu_adam": Module("Adam.", yes(sets.OPTIMIZERS, "DeepSpeedCPUAdam")),
     "deepspeed.ops.adam.fused_adam": Module("Adam.", yes(sets.OPTIMIZERS, "FusedAdam")),
-    "deepspeed.ops.aio": Module(
-        "Files.", never("offload_optimizer and offload_param with the device nvme", "AsyncIOBuilder")
-    ),
+    "deepspeed.ops.aio": Module("Files.", yes("polyaccel_deepspeed.op_builder", "AsyncIOBuilder")),
     "deepspeed.ops.lamb": Module("LAMB.", sets.LAMB),
     "deepspeed.ops.lamb.fused_lamb": Module("LAMB.", sets.LAMB),
     "deepspeed.ops.lion": Module("Lion.", sets.LION),
@@ -131,6 +152,10 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.config": Module(
         "The config.",
         yes("polyaccel_deepspeed.config", "DeepSpeedConfig") | yes("polyaccel", DeepSpeedConfigError="ConfigError"),
+    ),
+    "deepspeed.runtime.constants": Module(
+        "Names of config keys.",
+        yes("polyaccel_deepspeed.keys.constants", *filter(str.isupper, vars(constants))),
     ),
     "deepspeed.runtime.dataloader": Module(
         "Loaders.",
@@ -215,6 +240,7 @@ _PUBLIC: dict[str, Module] = {
         yes(sets.GROUPS, *sets.EXPERT_GROUPS, **sets.PARALLEL, **sets.PARALLEL_PRIVATE) | sets.GROUPS_BY_HAND,
     ),
     "deepspeed.utils.init_on_device": Module("Modules on a device.", yes(sets.UTILS, "OnDevice")),
+    "deepspeed.utils.timer": Module("Clocks.", sets.TIMERS),
     "deepspeed.utils.nvtx": Module("Ranges of a profiler.", yes(sets.UTILS, "instrument_w_nvtx")),
     "deepspeed.utils.tensor_fragment": Module("Parameters by the piece.", sets.FRAGMENTS),
     "deepspeed.utils.z3_leaf_module": Module("Modules gathered as one.", sets.LEAVES),

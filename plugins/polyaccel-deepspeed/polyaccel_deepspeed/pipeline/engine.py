@@ -72,6 +72,8 @@ class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self._micro_batches: int | None = None
 
+    pipeline_parallelism, enable_backward_allreduce = True, False
+
     # Data.
 
     def adopt(self, raw_config: Mapping[str, Any], client: Any, collate_fn: Any) -> None:
