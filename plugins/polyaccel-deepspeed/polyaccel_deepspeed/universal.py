@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from polyaccel.checkpoint.convert.exporting import chosen
+from polyaccel.checkpoint.convert.importing import imported
+from polyaccel.checkpoint.convert.locate import opened
 from polyaccel.errors import CheckpointError
+from polyaccel_deepspeed.exchange.exporting import write
+from polyaccel_deepspeed.exchange.importing import read
 
 _LATEST = "latest_universal"
 
@@ -26,9 +31,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the universal checkpoint, and its name into `latest_universal` next to it. Return an exit code.
+    """Write the universal checkpoint, and its name into `latest_universal` next to it. Return 0.
 
-    Raises CheckpointError if the output exists.
+    Raises CheckpointError if the output exists, and for what `polyaccel ckpt export` refuses.
     """
     source, out = Path(args.input_folder), Path(args.output_folder)
     if out.exists():
@@ -37,19 +42,18 @@ def main(args: argparse.Namespace) -> int:
     with TemporaryDirectory(dir=out.parent) as held:
         room = Path(held)
         if any(source.glob("*_model_states.pt")):
-            code = _run("import", source, room / "ours", "--from", "deepspeed")
+            imported(read(source), str(room / "ours"), "imported", f"deepspeed: {source}", _unseen)
             source = room / "ours"
-            if code:
-                return code
-        code = _run("export", source, room / "out", "--format", "deepspeed-universal")
-        if code == 0:
-            tag = (room / "out" / _LATEST).read_text(encoding="utf-8").strip()
-            (room / "out" / tag).rename(out)
-            (out.parent / _LATEST).write_text(out.name, encoding="utf-8")
-    return code
+        reader = opened(str(source), None)
+        kinds = sorted({tensor.kind for tensor in reader.tensors()})
+        tensors = tuple(tensor for kind in kinds for tensor in chosen(reader, [kind], None))
+        (room / "out").mkdir()
+        write(room / "out", reader, tensors, _unseen)
+        (room / "out" / reader.tag).rename(out)
+        (out.parent / _LATEST).write_text(out.name, encoding="utf-8")
+    print(f"{reader.tag}: {len(tensors)} tensors, in {out}")
+    return 0
 
 
-def _run(verb: str, *words: str | Path) -> int:
-    from polyaccel.cli.main import main as command
-
-    return command(["ckpt", verb, *map(str, words)])
+def _unseen(nbytes: int) -> None:
+    """Show no progress."""

@@ -144,10 +144,18 @@ def test_attributes_of_the_engine(engine: Any, tmp_path: Any) -> None:
     assert engine.basic_optimizer is optimizer
     assert set(engine.param_names.values()) == {name for name, _ in engine.module.named_parameters()}
     assert [type(one).__name__ for one in (*engine.gate_modules, *engine.moe_layers)] == ["TopKGate", "MOELayer"]
-    assert (engine.pipeline_parallelism, engine.enable_backward_allreduce, engine.gradient_average) == (False, True, True)
+    assert (engine.pipeline_parallelism, engine.enable_backward_allreduce, engine.gradient_average) == (
+        False,
+        True,
+        True,
+    )
     assert (engine.sequence_parallel_size, engine.seq_dp_world_size, engine.checkpoint_mp_rank) == (1, 1, 0)
     assert engine.data_parallel_group is engine.seq_data_parallel_group is torch.distributed.group.WORLD
-    assert (engine.expert_parallel_group, engine.expert_data_parallel_group, engine.seq_parallel_group) == ({}, {}, None)
+    assert (engine.expert_parallel_group, engine.expert_data_parallel_group, engine.seq_parallel_group) == (
+        {},
+        {},
+        None,
+    )
     assert (engine.local_all_to_all_group, engine.training_data, engine.client_lr_scheduler) == (None, None, None)
     assert (engine.losses, engine.gas_boundary_ctr, engine.inside_no_sync_ctxt) == (None, 0, False)
     for loss in (engine(torch.ones(4, 4)).sum(), engine(torch.ones(4, 4)).sum()):
