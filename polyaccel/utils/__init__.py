@@ -10,6 +10,7 @@ _FRAGMENTS = "polyaccel.torch.api.fragments"
 _LEAVES = "polyaccel.torch.sharding.leaf_modules"
 _HOMES = {
     "get_z3_leaf_modules": _LEAVES,
+    "main_process_first": "polyaccel.comm.api.main_first",
     "see_memory_usage": "polyaccel.observability.stats",
     "named_random_states": "polyaccel.accelerators.named_random",
     "safe_get_full_fp32_param": _FRAGMENTS,

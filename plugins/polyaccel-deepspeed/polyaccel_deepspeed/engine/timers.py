@@ -35,7 +35,7 @@ class CudaEventTimer:
         return float(self.start_event.elapsed_time(self.end_event))
 
 
-class Timer:
+class Clock:
     """A clock that may run several times; `elapsed` and `mean` are milliseconds."""
 
     def __init__(self, name: str) -> None:
@@ -93,18 +93,18 @@ class Timer:
 class SynchronizedWallClockTimer:
     """Clocks by name."""
 
-    Timer = Timer
+    Timer = Clock
 
     def __init__(self) -> None:
-        self.timers: dict[str, Timer] = {}
+        self.timers: dict[str, Clock] = {}
 
-    def get_timers(self) -> dict[str, Timer]:
+    def get_timers(self) -> dict[str, Clock]:
         """Return the clocks."""
         return self.timers
 
-    def __call__(self, name: str) -> Timer:
+    def __call__(self, name: str) -> Clock:
         """Return the clock of a name, made when it is first asked for."""
-        return self.timers.setdefault(name, Timer(name))
+        return self.timers.setdefault(name, Clock(name))
 
     @staticmethod
     def memory_usage() -> str:
