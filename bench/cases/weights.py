@@ -1,14 +1,18 @@
 """Weights from an engine to another process, and a plain copy of as many bytes.
 
-The receiver loads them into its own model, in a process of one thread, and compares every digest. `copy` is a copy by
-torch of all parameters into memory that has been touched, in the process of the engine.
+Receivers load them into their own models, each in a process of one thread, and compare every digest. `transfer` is
+over shared memory, `groups` over TCP and gloo. `copy` is a copy by torch of all parameters into memory that has been
+touched, in the process of the engine.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
@@ -43,32 +47,37 @@ def main(argv: Sequence[str]) -> int:
     params = [parameter.detach() for parameter in engine.module.parameters()]
     copies = [torch.zeros_like(one) for one in params]
     peaks: list[int] = []
-    cpu: dict[str, list[float]] = {"copy": [], "transfer": []}
-    with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
-        address = f"unix:{folder}/socket"
-        command = [sys.executable, "-m", "bench.cases.weights", args.size, address, str(args.rounds + _WARMUP)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=rank_environment()) as receiver:
-            assert receiver.stdout is not None  # it is a pipe
-            receiver.stdout.readline()  # it listens
+    cpu: dict[str, list[float]] = {"copy": [], "transfer": [], "groups": []}
+    os.environ["POLYACCEL_JOB_SECRET"] = secrets.token_hex(32)
+    with TemporaryDirectory(prefix="polyaccel-bench-") as folder, ExitStack() as stack:
+        times = args.rounds + _WARMUP
+        near = stack.enter_context(_receiver(args.size, f"unix:{folder}/socket", times))
+        far = stack.enter_context(_receiver(args.size, "tcp://127.0.0.1:0", times))
 
-            def copy() -> float:
-                began, spent = perf_counter(), process_time()
-                for target, one in zip(copies, params, strict=True):
-                    target.copy_(one)
-                cpu["copy"].append(process_time() - spent)
-                return perf_counter() - began
+        def copy() -> None:
+            for target, one in zip(copies, params, strict=True):
+                target.copy_(one)
 
-            def send() -> float:
+        def measured(name: str, action: Callable[[], object]) -> Callable[[], float]:
+            def measure() -> float:
                 before = read_memory()["VmRSS"]
                 reset_peak()
                 began, spent = perf_counter(), process_time()
-                engine.send_weights(address, bucket_nbytes=args.bucket_mib * MIB)
+                action()
                 took = perf_counter() - began
-                cpu["transfer"].append(process_time() - spent)
-                peaks.append(read_memory()["VmHWM"] - before)
+                cpu[name].append(process_time() - spent)
+                if name != "copy":
+                    peaks.append(read_memory()["VmHWM"] - before)
                 return took
 
-            seconds = interleave({"copy": copy, "transfer": send}, args.rounds, _WARMUP)
+            return measure
+
+        def send(address: str) -> None:
+            engine.send_weights(address, bucket_nbytes=args.bucket_mib * MIB)
+
+        ways: dict[str, Callable[[], object]] = {"copy": copy}
+        ways |= {"transfer": lambda: send(near), "groups": lambda: send(far)}
+        seconds = interleave({name: measured(name, way) for name, way in ways.items()}, args.rounds, _WARMUP)
     nbytes = sum(one.nbytes for one in params)
     rows = []
     for name, each in seconds.items():
@@ -76,11 +85,24 @@ def main(argv: Sequence[str]) -> int:
         rows.append((name, *times, f"{nbytes / median(each) / 1e9:.2f}"))
     title = f"Weights of {args.size}, {nbytes / MIB:.0f} MiB, to another process"
     table(title, ("way", "ms", "min ms", "CPU ms here", "GB/s"), rows)
-    ratio = median(first / second for first, second in zip(seconds["copy"], seconds["transfer"], strict=True))
+    ratio, over_groups = (
+        median(first / second for first, second in zip(seconds["copy"], seconds[name], strict=True))
+        for name in ("transfer", "groups")
+    )
     say(f"of the copy's rate: {ratio:.2f}, {'within' if ratio >= LIMIT else 'MISSES'} the goal of {LIMIT:g}")
+    say(f"over groups: {over_groups:.2f} of the copy's rate, by way of the loopback")
     say(f"more memory of the sender at most: {max(peaks) / MIB:.0f} MiB")
     record(args.out, "weights", seconds)
     return int(ratio < LIMIT)
+
+
+@contextmanager
+def _receiver(size: str, address: str, times: int) -> Iterator[str]:
+    """Start a process that receives so many times, and return its address."""
+    command = [sys.executable, "-m", "bench.cases.weights", size, address, str(times)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=rank_environment()) as process:
+        assert process.stdout is not None  # it is a pipe
+        yield process.stdout.readline().strip()
 
 
 def receive(size: str, address: str, times: int) -> None:
@@ -93,7 +115,7 @@ def receive(size: str, address: str, times: int) -> None:
     torch.set_num_threads(1)
     model = Gpt(size)
     with WeightReceiver(address) as receiver:
-        print("listening", flush=True)
+        print(receiver.address, flush=True)
         for _ in range(times):
             receiver.receive().load_into(model)
 

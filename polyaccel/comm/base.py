@@ -565,6 +565,23 @@ class CommBackend(ABC):
         """
         raise unusable_error(self.name, f"it does not join ranks that are already joined by {group.backend}")
 
+    def connect_apart(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
+        """Join a group next to the job's own, whose members may come from several jobs. Collective; blocks.
+
+        Args:
+            rendezvous: This process's rank in that group and the place where its members meet.
+            accelerator: Device of the buffers that will be sent.
+            timeout_s: Time limit of the joining and of each later collective, in seconds.
+
+        Returns:
+            The communicator of its members. It need not support `split`.
+
+        Raises:
+            CommTimeout: Members did not come in time.
+            CommError: The backend does not support it; the default raises it always. Or a member has ended.
+        """
+        raise unusable_error(self.name, "it does not join processes of several jobs")
+
     @classmethod
     def named(cls, name: str) -> type[CommBackend] | None:
         """Return a backend of another name that this plugin can stand for, such as one that a package registers with

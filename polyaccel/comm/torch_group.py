@@ -118,7 +118,7 @@ def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, e
         dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=limit)
 
     try:
-        store = deadline.run(f"the store of rank 0 at {where}", lambda: _open_store(rendezvous, deadline))
+        store = deadline.run(f"the store of rank 0 at {where}", lambda: open_store(rendezvous, deadline))
         if _is_agents(rendezvous):
             opened = store
             store = deadline.run("rank 0 of this start", lambda: own_part(opened, rank, world_size, deadline))
@@ -136,7 +136,7 @@ def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, e
         ) from error
 
 
-def _open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
+def open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
     """The store where the ranks meet; rank 0 serves it unless a file or torchrun's agent does. See
     [Note: Listen address of rank 0]."""
     from torch._C._distributed_c10d import TCPStore

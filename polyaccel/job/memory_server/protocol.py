@@ -54,20 +54,30 @@ def authenticate_client(connection: socket.socket, secret: bytes) -> None:
     """Prove the secret to a keeper, after it has proved it. Raises Refused."""
     if not is_own_user(connection):
         raise ProtocolError("another user's process has the keeper's name")
-    ours = secrets.token_bytes(_NONCE_NBYTES)
-    connection.sendall(ours)
-    answer = exactly(connection, _NONCE_NBYTES + MAC_NBYTES)
-    theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, _OF_KEEPER, ours + theirs)):
-        raise ProtocolError("what answers under the keeper's name does not have the job's secret")
-    connection.sendall(_proof(secret, _OF_RANK, theirs + ours))
+    prove_secret(connection, secret, server=_OF_KEEPER, client=_OF_RANK)
 
 
 def greet_as_keeper(connection: socket.socket, secret: bytes) -> None:
     """The keeper's side of `authenticate_client`. Raises Refused."""
+    check_secret(connection, secret, server=_OF_KEEPER, client=_OF_RANK)
+
+
+def prove_secret(connection: socket.socket, secret: bytes, *, server: str, client: str) -> None:
+    """Prove the secret to a server, after it has proved it. `server` and `client` name both roles. Raises Refused."""
+    ours = secrets.token_bytes(_NONCE_NBYTES)
+    connection.sendall(ours)
+    answer = exactly(connection, _NONCE_NBYTES + MAC_NBYTES)
+    theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, server, ours + theirs)):
+        raise ProtocolError("the server does not have the job's secret")
+    connection.sendall(_proof(secret, client, theirs + ours))
+
+
+def check_secret(connection: socket.socket, secret: bytes, *, server: str, client: str) -> None:
+    """The server's side of `prove_secret`. Raises Refused."""
     theirs, ours = exactly(connection, _NONCE_NBYTES), secrets.token_bytes(_NONCE_NBYTES)
-    connection.sendall(ours + _proof(secret, _OF_KEEPER, theirs + ours))
-    if not hmac.compare_digest(exactly(connection, MAC_NBYTES), _proof(secret, _OF_RANK, ours + theirs)):
+    connection.sendall(ours + _proof(secret, server, theirs + ours))
+    if not hmac.compare_digest(exactly(connection, MAC_NBYTES), _proof(secret, client, ours + theirs)):
         raise ProtocolError("a peer does not have the job's secret")
 
 

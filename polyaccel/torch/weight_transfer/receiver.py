@@ -1,4 +1,4 @@
-"""`WeightReceiver`: the end of a weight transfer over shared memory, in the process of an inference server."""
+"""`WeightReceiver`: the end of a weight transfer over shared memory or groups, in the process of a server."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ import socket
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from polyaccel.errors import CommError, CommTimeout, PolyaccelError
-from polyaccel.job.memory_server.protocol import ProtocolError, has_sealed_length, is_own_user, receive, send
+from polyaccel.job.memory_server.protocol import has_sealed_length, is_own_user, send
 from polyaccel.ops.native import crc32
+from polyaccel.torch.weight_transfer.group_update import begun, greeted, listen
 from polyaccel.torch.weight_transfer.manifest import Manifest, TensorInfo, parse_manifest
+from polyaccel.torch.weight_transfer.messages import gone, message, message_with_memory, wrong_digest
 from polyaccel.torch.weight_transfer.sender import ALIGNMENT_NBYTES, SEGMENTS
 from polyaccel.torch.weight_transfer.update import WeightPiece, WeightUpdate
 
-SCHEME = "unix:"
+SCHEME, TCP = "unix:", "tcp://"
 
 
 class WeightReceiver:
-    """Receives the weights of a training engine on this host, as often as it sends them. Without torch.distributed.
+    """Receives the weights of a training engine, as often as it sends them. Without torch's default group.
 
-    Processes of other users are refused.
+    Processes of other users, or without the secret, are refused.
 
     Args:
-        address: Path of a Unix socket, which is made here; `unix:` may stand before it.
-        timeout_s: Longest wait for the trainer within a transfer.
+        address: Path of a Unix socket, which is made here, for a trainer on this host; `unix:` may stand before it. Or
+            `tcp://HOST:PORT`, an address of this host that the trainer reaches. Both then need the same secret in
+            POLYACCEL_JOB_SECRET.
+        timeout_s: Longest wait for the trainer within a transfer. The trainer's own limit counts between messages of
+            `tcp://`.
 
     Raises:
-        CommError: The socket cannot be made.
+        CommError: The socket cannot be made, or there is no secret.
 
     Example:
         ```python
@@ -45,22 +51,21 @@ class WeightReceiver:
     """
 
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
-        self._path = Path(address.removeprefix(SCHEME))
+        self.address = address
+        """Where trainers send to."""
+        self._path = None if address.startswith(TCP) else Path(address.removeprefix(SCHEME))
         self._timeout_s = timeout_s
-        self._listener = socket.socket(socket.AF_UNIX)
         try:
-            if self._path.is_socket():
-                self._path.unlink()  # of a process that was killed
-            self._listener.bind(str(self._path))
-            self._path.chmod(0o600)
-            self._listener.listen()
+            self._listener = listen(address.removeprefix(TCP)) if self._path is None else _listen_here(self._path)
         except OSError as error:
-            self._listener.close()
             raise CommError(
-                f"no socket for weights can be made at {self._path}: {error}",
-                hint="name a path of at most 100 characters in a folder that exists",
-                value=str(self._path),
+                f"no socket for weights can be made at {address}: {error}",
+                hint="name a path of at most 100 characters in a folder that exists, or an own address and a free port",
+                value=address.removeprefix(SCHEME),
             ) from error
+        if self._path is None:
+            host, port = address.rpartition(":")[0], self._listener.getsockname()[1]
+            self.address = f"{host}:{port}"
 
     def receive(self, timeout_s: float | None = None) -> WeightUpdate:
         """Wait for the next transfer.
@@ -75,28 +80,39 @@ class WeightReceiver:
             CommTimeout: No trainer has sent.
             CommError: The trainer is another user's, has gone, or speaks another protocol.
         """
-        self._listener.settimeout(timeout_s)
+        deadline = None if timeout_s is None else monotonic() + timeout_s
+        while True:
+            connection = self._accepted(timeout_s, deadline)
+            if self._path is None and not greeted(connection):
+                connection.close()  # a stranger, who ends nothing
+                continue
+            connection.settimeout(self._timeout_s)
+            try:
+                if self._path is None:
+                    return begun(connection, self._timeout_s)
+                if not is_own_user(connection):
+                    raise CommError(f"another user's process sends weights to {self.address}", value=self.address)
+                return _begun(connection, self._timeout_s)
+            except BaseException:
+                connection.close()
+                raise
+
+    def _accepted(self, timeout_s: float | None, deadline: float | None) -> socket.socket:
+        self._listener.settimeout(None if deadline is None else max(0.0, deadline - monotonic()))
         try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
+            return self._listener.accept()[0]
+        except (TimeoutError, BlockingIOError):
             raise CommTimeout(
-                f"timed out after {timeout_s:g} s waiting for weights at {self._path}",
+                f"timed out after {timeout_s:g} s waiting for weights at {self.address}",
                 hint="call engine.send_weights with this address",
-                value=str(self._path),
+                value=self.address.removeprefix(SCHEME),
             ) from None
-        connection.settimeout(self._timeout_s)
-        try:
-            if not is_own_user(connection):
-                raise CommError(f"another user's process sends weights to {self._path}", value=str(self._path))
-            return _begun(connection, self._timeout_s)
-        except BaseException:
-            connection.close()
-            raise
 
     def close(self) -> None:
         """Remove the socket."""
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> WeightReceiver:
         return self
@@ -125,7 +141,7 @@ class SharedMemoryUpdate(WeightUpdate):
         try:
             self._answer({"type": "ready"})
             crc = 0
-            while (found := _message(self._connection, self._timeout_s))[0].get("type") == "bucket":
+            while (found := message(self._connection, self._timeout_s))[0].get("type") == "bucket":
                 head, note = found
                 segment = head.get("segment")
                 if not isinstance(segment, int) or segment not in range(SEGMENTS):
@@ -136,7 +152,7 @@ class SharedMemoryUpdate(WeightUpdate):
                         raise CommError(f"malformed weight transfer: a piece of {info.name!r} lies outside")
                     crc = crc32(self._views[segment][at:end], crc if start else 0)
                     if crc != digest:
-                        raise _wrong_digest(info.name)
+                        raise wrong_digest(info.name)
                     yield WeightPiece(place, start, self._segments[segment][at:end].view(info.dtype))
                 self._answer({"type": "done", "segment": segment})
             if found[0].get("type") == "abort":
@@ -160,11 +176,25 @@ class SharedMemoryUpdate(WeightUpdate):
         try:
             send(self._connection, head)
         except OSError as error:
-            raise _gone(str(error)) from error
+            raise gone(str(error)) from error
+
+
+def _listen_here(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            path.unlink()  # of a process that was killed
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _begun(connection: socket.socket, timeout_s: float) -> SharedMemoryUpdate:
-    head, note, memory = _message_with_memory(connection, timeout_s)
+    head, note, memory = message_with_memory(connection, timeout_s)
     try:
         if head.get("type") != "manifest" or memory is None:
             raise CommError(f"malformed weight transfer: it begins with {head.get('type')!r}"[:300])
@@ -185,40 +215,9 @@ def _begun(connection: socket.socket, timeout_s: float) -> SharedMemoryUpdate:
             os.close(memory)
 
 
-def _message_with_memory(connection: socket.socket, timeout_s: float) -> tuple[dict[str, Any], bytes, int | None]:
-    try:
-        found = receive(connection)
-    except TimeoutError:
-        raise CommTimeout(
-            f"timed out after {timeout_s:g} s waiting for the next bucket of a weight transfer",
-            hint="raise timeout_s of WeightReceiver if gathering takes longer",
-            value=timeout_s,
-        ) from None
-    except (OSError, EOFError, ProtocolError) as error:
-        raise _gone(str(error)) from error
-    if found is None:
-        raise _gone("it closed the connection")
-    return found
-
-
-def _message(connection: socket.socket, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-    head, note, memory = _message_with_memory(connection, timeout_s)
-    if memory is not None:
-        os.close(memory)
-    return head, note
-
-
 def _rows(note: bytes) -> list[tuple[int, int, int, int, int]]:
     try:
         rows = [(int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in json.loads(note)]
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise CommError(f"malformed pieces of a weight transfer: {error!r}"[:300]) from error
     return rows
-
-
-def _wrong_digest(name: str) -> CommError:
-    return CommError(f"weights of {name!r} have another digest than was sent", hint="send them again", value=name)
-
-
-def _gone(why: str) -> CommError:
-    return CommError(f"lost the trainer in a weight transfer: {why}", hint="wait for its next transfer", value=why)

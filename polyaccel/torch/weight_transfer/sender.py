@@ -14,16 +14,16 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from polyaccel.errors import CommError, CommTimeout, PolyaccelError
-from polyaccel.job.memory_server.protocol import ProtocolError, receive, seal_length, send
+from polyaccel.job.memory_server.protocol import seal_length
 from polyaccel.ops.native import crc32
 from polyaccel.torch.weight_transfer.manifest import Manifest
+from polyaccel.torch.weight_transfer.peers import Peers
 
 SEGMENTS = 2
 ALIGNMENT_NBYTES = 64
@@ -47,10 +47,11 @@ class SharedMemorySender:
     """
 
     def __init__(self, addresses: Sequence[str], manifest: Manifest, segment_nbytes: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self._addresses = addresses
         self._segment_nbytes = -(-segment_nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-        self._peers: dict[str, socket.socket] = {}
+        self._peers = Peers(timeout_s)
         self._resources = ExitStack()
+        self._resources.callback(self._peers.close)
         self._pieces: list[tuple[int, int, int, int, int]] = []
         self._at = self._filled = 0
         self.buckets = 0
@@ -72,18 +73,9 @@ class SharedMemorySender:
         head = {"type": "manifest", **manifest.head(), "segments": SEGMENTS, "segment_nbytes": self._segment_nbytes}
         tensors = manifest.encoded_tensors()
         for address in addresses:
-            self._peers[address] = peer = self._resources.enter_context(socket.socket(socket.AF_UNIX))
-            peer.settimeout(self._timeout_s)
-            try:
-                peer.connect(address)
-            except OSError as error:
-                raise CommError(
-                    f"no receiver of weights at {address}: {error}",
-                    hint="start a WeightReceiver there first, on the host of rank 0",
-                    value=address,
-                ) from error
-            self._send(address, head, tensors, memory)
-        self._expect("ready")
+            self._peers.connect(address, partial(_unix_connection, address))
+            self._peers.send(address, head, tensors, memory)
+        self._peers.expect("ready")
 
     def add(self, place: int, tensor: Tensor, dtype: torch.dtype) -> None:
         """Send a tensor as `dtype`: copy it into segments, and pass on those that are full."""
@@ -113,17 +105,14 @@ class SharedMemorySender:
         if self._pieces:
             self._flush()
         if self.buckets:
-            self._expect("done")
-        for address in self._peers:
-            self._send(address, {"type": "end"})
-        self._expect("complete")
+            self._peers.expect("done")
+        for address in self._addresses:
+            self._peers.send(address, {"type": "end"})
+        self._peers.expect("complete")
 
     def abort(self, problem: str) -> None:
         """Report to the receivers that the rest will not come."""
-        for peer in self._peers.values():
-            with suppress(OSError):
-                peer.setblocking(False)  # a stopped receiver does not keep the trainer once more
-                send(peer, {"type": "abort", "problem": problem})
+        self._peers.abort(problem)
 
     def close(self) -> None:
         """Close the connections."""
@@ -132,62 +121,21 @@ class SharedMemorySender:
     def _flush(self) -> None:
         """Pass the segment on, and wait until receivers have done with the other one."""
         note = json.dumps(self._pieces).encode()
-        for address in self._peers:
-            self._send(address, {"type": "bucket", "segment": self._filled % SEGMENTS}, note)
+        for address in self._addresses:
+            self._peers.send(address, {"type": "bucket", "segment": self._filled % SEGMENTS}, note)
         if self.buckets:
-            self._expect("done")
+            self._peers.expect("done")
         self._pieces, self._at = [], 0
         self._filled += 1
         self.buckets += 1
 
-    def _send(self, address: str, head: dict[str, Any], note: bytes = b"", memory: int | None = None) -> None:
-        try:
-            send(self._peers[address], head, note, memory)
-        except TimeoutError:
-            raise self._late(address, "read a message") from None
-        except OSError as error:
-            # A receiver that refuses says why before it leaves.
-            with suppress(OSError, EOFError, ProtocolError):
-                self._require_accepted(address, receive(self._peers[address]))
-            raise _lost(address, str(error)) from error
 
-    def _expect(self, kind: str) -> None:
-        """Wait for a message of this kind from each receiver."""
-        for address, peer in self._peers.items():
-            try:
-                found = receive(peer)
-            except TimeoutError:
-                raise self._late(address, f"answer {kind!r}") from None
-            except (OSError, EOFError, ProtocolError) as error:
-                raise _lost(address, str(error)) from error
-            if found is None:
-                raise _lost(address, "it closed the connection")
-            self._require_accepted(address, found)
-            if found[0].get("type") != kind:
-                raise _lost(address, f"it answered {found[0].get('type')!r} in place of {kind!r}")
-
-    def _require_accepted(self, address: str, found: tuple[dict[str, Any], bytes, int | None] | None) -> None:
-        if found is not None and found[2] is not None:
-            os.close(found[2])
-        if found is not None and found[0].get("type") == "refused":
-            problem = str(found[0].get("problem"))[:1000]
-            raise PolyaccelError(
-                f"the receiver at {address} refused the weights: {problem}",
-                hint="give the receiver the model that is trained",
-                value=address,
-            )
-
-    def _late(self, address: str, what: str) -> CommTimeout:
-        return CommTimeout(
-            f"timed out after {self._timeout_s:g} s waiting for the receiver at {address} to {what}",
-            hint="look at the receiver; training can continue, and the next transfer starts from the beginning",
-            value=address,
-        )
-
-
-def _lost(address: str, why: str) -> CommError:
-    return CommError(
-        f"lost the receiver of weights at {address}: {why}",
-        hint="start it again; training can continue, and the next transfer starts from the beginning",
-        value=address,
-    )
+def _unix_connection(address: str, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -14,12 +14,14 @@ from torch import nn
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.mesh import Mesh
-from polyaccel.errors import CheckpointError, CommError, CommTimeout, PolyaccelError
+from polyaccel.errors import PolyaccelError
 from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
+from polyaccel.torch.weight_transfer.failures import packed, unpacked
 from polyaccel.torch.weight_transfer.folder import FolderSender
+from polyaccel.torch.weight_transfer.groups import GroupTransfer
 from polyaccel.torch.weight_transfer.manifest import Manifest
-from polyaccel.torch.weight_transfer.receiver import SCHEME
+from polyaccel.torch.weight_transfer.receiver import SCHEME, TCP
 from polyaccel.torch.weight_transfer.sender import SharedMemorySender
 from polyaccel.torch.weight_transfer.source import WeightSource, active_adapter
 from polyaccel.zero.engine import ZeroEngine
@@ -28,8 +30,7 @@ log = getLogger(__name__)
 _FILE_NBYTES = 5 * 10**9
 _SEGMENT_NBYTES = 4 << 20
 """Two of them stay in a processor's cache."""
-_KINDS = (CommTimeout, CommError, CheckpointError, PolyaccelError)
-"""What a failed transfer may be, the narrower first."""
+_MESSAGE_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class SendsWeights:
         bucket_nbytes: int | None = None,
         timeout_s: float = 60.0,
     ) -> SentWeights:
-        """Send the weights of this step to inference servers, or write them for one. Collective; rank 0 sends.
+        """Send the weights of this step to inference servers, or write them for one. Collective. Rank 0 sends; over
+        `tcp://` each rank sends what it owns.
 
         Names and whole shapes are the model's own at every stage and with tensor ranks; tied parameters are sent once.
         No rank holds the whole model: sharded parameters are gathered bucket by bucket. Each tensor has a digest, which
@@ -86,12 +88,13 @@ class SendsWeights:
         continue.
 
         Args:
-            destination: `unix:PATH`, the address of a `WeightReceiver` on the host of rank 0; a sequence of these; or
-                else a new folder, which gets safetensors files in the layout of Hugging Face.
+            destination: `unix:PATH`, the address of a `WeightReceiver` on the host of rank 0; `tcp://HOST:PORT`, that
+                of one on any host; a sequence of either; or else a new folder, which gets safetensors files in the
+                layout of Hugging Face.
             dtype: Type of floating tensors. None sends each in the type that the module computes with.
             adapters_only: Send the active adapter of PEFT alone, under the names of its files.
             version: Number of the weights. None takes the engine's steps.
-            bucket_nbytes: Size of each of two buckets of shared memory (4 MiB), or most bytes of a file (5 GB).
+            bucket_nbytes: Size of each of two buckets (4 MiB), or most bytes of a file (5 GB).
             timeout_s: Longest wait for a receiver to take a bucket.
 
         Returns:
@@ -120,6 +123,13 @@ class SendsWeights:
             source = WeightSource(self.adapter, self.zero, dtype=dtype, adapter_name=adapter_name)
             number = self.global_steps if version is None else version
             manifest = Manifest(source.infos, number, adapters_only)
+            if receivers := addresses_of(destination, TCP):
+                groups = GroupTransfer(self.communicator, manifest, receivers, timeout_s)
+                try:
+                    count = groups.send(source, bucket_nbytes or _MESSAGE_NBYTES)
+                finally:
+                    groups.close()
+                return SentWeights(number, len(manifest.tensors), manifest.nbytes, count)
             transfer = _Transfer(self.communicator, manifest)
             try:
                 if self.communicator.rank == 0:
@@ -156,7 +166,7 @@ class _Transfer:
     ) -> None:
         """Reach the receivers, or make the folder."""
         try:
-            addresses = addresses_of(destination)
+            addresses = addresses_of(destination, SCHEME)
             if bucket_nbytes is not None and bucket_nbytes < 1:
                 raise PolyaccelError(f"no size of a bucket: {bucket_nbytes}", hint="use bytes", value=bucket_nbytes)
             if addresses:
@@ -194,18 +204,12 @@ class _Transfer:
     def agree(self) -> SentWeights:
         """Return what was sent so far. Collective; raises what failed on rank 0 on every rank."""
         failure = self._failure
-        found = None
-        if failure is not None:
-            kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), len(_KINDS) - 1)
-            found = (kind, f"weights were not sent: {type(failure).__name__}: {failure}", "look at the destination", "")
-            if isinstance(failure, PolyaccelError):
-                found = (kind, failure.message, failure.hint, str(failure.value))
         buckets = 0 if self._sender is None else self._sender.buckets
-        found, buckets = self._communicator.broadcast_object((found, buckets))
+        mine = None if failure is None else packed(failure)
+        found, buckets = self._communicator.broadcast_object((mine, buckets))
         if found is None:
             return SentWeights(self._manifest.version, len(self._manifest.tensors), self._manifest.nbytes, buckets)
-        kind, message, hint, value = found
-        raise _KINDS[kind](message, hint=hint, value=value) from failure
+        raise unpacked(found) from failure
 
     def close(self) -> None:
         """Close connections and files."""
@@ -213,14 +217,16 @@ class _Transfer:
             self._sender.close()
 
 
-def addresses_of(destination: str | os.PathLike[str] | Sequence[str]) -> list[str]:
-    """Return the paths of sockets that `destination` names; none for a folder. Raises PolyaccelError for a mixture."""
+def addresses_of(destination: str | os.PathLike[str] | Sequence[str], scheme: str) -> list[str]:
+    """Return what follows `scheme` in the addresses of `destination`; nothing for another kind of destination. Raises
+    PolyaccelError for a mixture."""
     several = [destination] if isinstance(destination, str | os.PathLike) else [*destination]
-    named = [str(one).removeprefix(SCHEME) for one in several if isinstance(one, str) and one.startswith(SCHEME)]
-    if len(named) != len(several) and (named or len(several) != 1 or not isinstance(destination, str | os.PathLike)):
+    named = [str(one).removeprefix(scheme) for one in several if isinstance(one, str) and one.startswith(scheme)]
+    schemes = {next((known for known in (SCHEME, TCP) if str(one).startswith(known)), "") for one in several}
+    if len(schemes) != 1 or ("" in schemes and not isinstance(destination, str | os.PathLike)):
         raise PolyaccelError(
             f"no destination of weights: {destination!r}",
-            hint="name unix:PATH of a receiver, several of these, or one folder",
+            hint="name unix:PATH or tcp://HOST:PORT of a receiver, several of one kind, or one folder",
             value=str(destination),
         )
     return named

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import torch_dtype
+from polyaccel.core.buffer import Buffer
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.torch.weight_transfer.manifest import TensorInfo
+from polyaccel.zero.buckets.bucket_params import BucketParams
 from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.plan.layout import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of a tensor from `start` on, which the rank `owner` of the engine's communicator sends.
+
+    Attributes:
+        owner: Rank that has the values.
+        place: Number of the tensor.
+        start: First element.
+        count: Elements.
+    """
+
+    owner: int
+    place: int
+    start: int
+    count: int
 
 
 class WeightSource:
@@ -85,6 +106,63 @@ class WeightSource:
         if is_sender:
             for place, buffer in enumerate(self._buffers.values(), len(self._places)):
                 yield place, buffer.detach()
+
+    def runs(self) -> list[Run]:
+        """Return who sends what, in the order of `infos`: owners of shards send these, rank 0 sends the rest. The same
+        on all ranks."""
+        found: list[Run] = []
+        for param in self._sent_params():
+            if self._is_owned(param):
+                found += [
+                    Run(owner, self._places[piece.fqn], piece.start, piece.length)
+                    for owner, part in self._holders(param)
+                    for piece in param.bucket.slices(part)
+                    if piece.fqn in self._places
+                ]
+            else:
+                places = [self._places[slot.param.fqn] for slot in param.bucket.slots if slot.param.fqn in self._places]
+                found += [Run(0, place, 0, self.infos[place].numel) for place in places]
+        for place in range(len(self._places), len(self.infos)):
+            found.append(Run(0, place, 0, self.infos[place].numel))
+        return found
+
+    def run_values(self) -> Iterator[Tensor | None]:
+        """Yield the flat values of each of `runs` on its owner, valid until the next; None elsewhere. Collective where
+        blocks of tensors are joined, or shards rest off the device."""
+        rank = self._zero.communicator.rank
+        for param in self._sent_params():
+            if self._is_owned(param):
+                for owner, part in self._holders(param):
+                    for piece in param.bucket.slices(part):
+                        if piece.fqn in self._places:
+                            own = param.own.view(piece.shard_offset, piece.length).raw.detach()
+                            yield own if owner == rank else None
+                continue
+            with self._zero.params.unsharded_view(param.bucket.index) as full:
+                for slot in param.bucket.slots:
+                    if slot.param.fqn in self._places:
+                        yield self._joined(slot, full) if rank == 0 or param.bucket.kind.cut else None
+        for buffer in self._buffers.values():
+            yield buffer.detach().reshape(-1) if rank == 0 else None
+
+    def _joined(self, slot: Slot, full: Buffer) -> Tensor:
+        flat = full.view(slot.offset, slot.param.numel).raw.detach()
+        return self._adapter.blocks.gather_full(slot.param.fqn, flat.view(slot.param.shape)).reshape(-1)
+
+    def _sent_params(self) -> list[BucketParams]:
+        needed = {*self._buckets}
+        return [param for param in self._zero.params if param.bucket.index in needed]
+
+    def _is_owned(self, param: BucketParams) -> bool:
+        """Whether ranks send their own shards: these are on the device, and rows of whole tensors."""
+        index = param.bucket.index
+        return param.is_sharded and not param.bucket.kind.cut and self._zero.params.gathered[index].source is None
+
+    def _holders(self, param: BucketParams) -> Iterator[tuple[int, int]]:
+        """Yield the rank and the number of the shard of all that share a bucket."""
+        everybody = self._zero.communicator.ranks
+        for part, rank in enumerate(self._zero.params.exact(param.bucket).ranks):
+            yield everybody.index(rank), part
 
 
 def own_name(key: str) -> str:

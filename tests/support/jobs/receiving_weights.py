@@ -12,6 +12,8 @@ from polyaccel.torch.weight_transfer import WeightReceiver
 def main(address: str, out: str, how: str) -> None:
     with WeightReceiver(address) as receiver:
         print("listening", flush=True)
+        if address.startswith("tcp://"):
+            print(receiver.address, flush=True)  # with the port that was chosen
         update = receiver.receive()
         found: dict[str, torch.Tensor] = {}
         for name, tensor in update:

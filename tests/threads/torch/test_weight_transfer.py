@@ -23,16 +23,22 @@ from polyaccel.torch.weight_transfer.folder import DIGESTS
 from polyaccel.torch.weight_transfer.sender import SharedMemorySender
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+ANY_PORT = "tcp://127.0.0.1:0"
 SMALL = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 30}
 TIED = "head.weight"
+
+
+@pytest.fixture
+def with_secret(monkeypatch):
+    monkeypatch.setenv("POLYACCEL_JOB_SECRET", "a secret of these tests")
 
 
 class Receiving:
     """A receiver in a thread, which calls `take` on each transfer until the context ends."""
 
-    def __init__(self, path, take, times=1):
-        self.address, self.results, self.errors = f"unix:{path}/socket", [], []
-        self._receiver = WeightReceiver(self.address)
+    def __init__(self, path, take, times=1, address=None):
+        self._receiver = WeightReceiver(address or f"unix:{path}/socket")
+        self.address, self.results, self.errors = self._receiver.address, [], []
         self._thread = Thread(target=self._run, args=(take, times))
 
     def _run(self, take, times):
@@ -253,7 +259,7 @@ def test_an_update_is_taken_once(tmp_path):
         dict(update)
 
 
-@pytest.mark.parametrize("destination", [["folder", "unix:/x"], [], ["folder"]])
+@pytest.mark.parametrize("destination", [["folder", "unix:/x"], ["tcp://a:1", "unix:/x"], [], ["folder"], "tcp://a"])
 def test_destinations_that_cannot_be_meant(destination):
     with pytest.raises(PolyaccelError):
         engine_of(parity_model(), 0).send_weights(destination)
@@ -331,9 +337,20 @@ def send_adapter(communicator, model, destinations):
     return engine.module_state_dict()
 
 
-def test_an_adapter_alone(tmp_path):
+def test_tensor_ranks_over_groups(tmp_path, with_secret):
+    """Blocks are joined one tensor at a time, and rank 0 sends them."""
+    model = transformer_model("llama")
+    with Receiving(tmp_path, lambda update: update.load_into(model), address=ANY_PORT) as receiving:
+        keys = {"tensor_parallel": {"autotp_size": 2}}
+        work = partial(send_transformer, folder=receiving.address, stage=2, keys=keys)
+        state = on_threads(2, work, partial(transformer_model, "llama"))[0]
+    assert_bitwise(model.state_dict(), state)
+
+
+@pytest.mark.parametrize("address", [None, ANY_PORT])
+def test_an_adapter_alone(tmp_path, with_secret, address):
     other = adapted()
-    with Receiving(tmp_path, lambda update: update.load_into(other)) as receiving:
+    with Receiving(tmp_path, lambda update: update.load_into(other), address=address) as receiving:
         work = partial(send_adapter, destinations=[receiving.address, tmp_path / "adapter"])
         state = on_threads(2, work, adapted)[0]
     assert not receiving.errors

@@ -124,7 +124,7 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 def test_the_store_is_reached_on_the_loopback_only() -> None:
     port = free_port()
-    store = torch_group._open_store(Rendezvous(0, 2, 0, 2, "127.0.0.1", port, "this test"), patient())
+    store = torch_group.open_store(Rendezvous(0, 2, 0, 2, "127.0.0.1", port, "this test"), patient())
     with socket.create_connection(("127.0.0.1", port)):
         pass
     with pytest.raises(ConnectionRefusedError):

@@ -149,6 +149,11 @@ class GlooBackend(TorchBackend):
 
     name: ClassVar[str] = "gloo"
 
+    def connect_apart(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
+        from polyaccel.comm.backends.torch.apart import connect_apart  # it imports torch
+
+        return connect_apart(rendezvous, accelerator, timeout_s)
+
 
 class NcclBackend(TorchBackend):
     """NVIDIA's library (and RCCL under the same name)."""
