@@ -9,7 +9,7 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_device import torch_device_of
@@ -17,6 +17,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.mesh import Mesh
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
+from polyaccel.observability.metrics import MetricSink
 from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.torch.checkpoint.offload_states import empty_cache
 from polyaccel.torch.data import cast_floats
@@ -24,7 +25,8 @@ from polyaccel.torch.generation.adapters import fused_adapters
 from polyaccel.torch.generation.decode.fast import generate as decoded
 from polyaccel.torch.generation.decode.prompts import is_list, padded, separated
 from polyaccel.torch.generation.exact_proof import ComparedRollout, ComparedRollouts, require_fixed_positions
-from polyaccel.torch.generation.rollout import Rollout
+from polyaccel.torch.generation.lengths import cache_nbytes, require_length
+from polyaccel.torch.generation.rollout import Rollout, RolloutTimes
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
@@ -32,8 +34,6 @@ from polyaccel.zero.engine import ZeroEngine
 log = getLogger(__name__)
 _OF_ONE_MODEL = ("tensor", "sequence", "expert")
 """Axes whose ranks compute one model together, in calls that all of them make."""
-_NEW_TOKENS = 20
-"""What transformers generates where nothing is stated."""
 
 
 class Generates:
@@ -47,7 +47,15 @@ class Generates:
     runtime: EngineBuilder
     _module_settings: ModuleSettings
     _autocast: Callable[[], AbstractContextManager[Any]]
+    monitor: MetricSink
     _compared_rollouts: ComparedRollouts | None = None
+    rollout_times: RolloutTimes | None = None
+    """How long the last `generate` took on this rank; None before it."""
+
+    @property
+    @abstractmethod
+    def global_steps(self) -> int:
+        """Updates since the start."""
 
     @property
     @abstractmethod
@@ -131,8 +139,9 @@ class Generates:
                 kernels = self.accelerator.decode_kernels()
                 return decoded(module, kernels, inputs, named, seed=seed, batch_size=batch_size)
 
+        cache = self._cache_nbytes(module, inputs, named, batch_size)
         with self.timer(OUTSIDE):
-            output = self._roll_out(generate)
+            output = self._roll_out(generate, cache)
             if policy.empties_cache:
                 empty_cache(torch_device_of(self.accelerator))
         return output if mask is None else separated(output, mask, module, named)
@@ -153,9 +162,23 @@ class Generates:
         known.add(rollout)
         return rollout.as_asked(output)
 
-    def _roll_out(self, generate: Callable[[bool], Any]) -> Any:
+    def _roll_out(self, generate: Callable[[bool], Any], cache_nbytes: int) -> Any:
         """Run `generate` with the weights of this step; its argument is whether all of them are whole."""
-        return Rollout(self.zero, self.adapter, self._module_settings.generation).run(generate)
+        rollout = Rollout(self.zero, self.adapter, self._module_settings.generation, cache_nbytes)
+        output = rollout.run(generate)
+        self.rollout_times = times = rollout.times
+        if self.monitor.enabled:
+            figures = {"rollout/hand_over_s": times.hand_over_s, "rollout/generate_s": times.generate_s}
+            self.monitor.write_events([(tag, value, self.global_steps) for tag, value in figures.items()])
+        return output
+
+    def _cache_nbytes(
+        self, module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], batch_size: int | None
+    ) -> int:
+        """The bytes of keys and values that this rank keeps in a rollout."""
+        dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+        whole = cache_nbytes(module, inputs, named, batch_size=batch_size, dtype=dtype)
+        return whole // self.mesh.size_of(("tensor",))
 
     def _tensor_ranks(self) -> Communicator | None:
         """The ranks that share each layer with this one, which must draw the same tokens; None without others."""
@@ -192,25 +215,3 @@ def seeded(accelerator: Accelerator, seed: int | None, together: Communicator | 
         yield
     finally:
         accelerator.set_rng_state(before)
-
-
-def require_length(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], most: int) -> None:
-    """Raise PolyaccelError if sequences may become longer than `most` tokens, by the arguments of `generate`."""
-    config = named.get("generation_config") or getattr(module, "generation_config", None)
-
-    def stated(name: str) -> int | None:
-        value = named.get(name)
-        return getattr(config, name, None) if value is None else value
-
-    is_decoder_alone = not getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-    names = ("inputs", "input_ids", "inputs_embeds") if is_decoder_alone else ("decoder_input_ids",)
-    given = [*(inputs[:1] if is_decoder_alone else ()), *(named.get(name) for name in names)]
-    length = max((one.shape[1] for one in given if isinstance(one, Tensor) and one.dim() > 1), default=1)
-    new = stated("max_new_tokens")
-    total = length + new if new is not None else (stated("max_length") or length + _NEW_TOKENS)
-    if total > most:
-        raise PolyaccelError(
-            f"prompt and new tokens may exceed max_out_tokens = {most}: {length} + {total - length}",
-            hint='raise "max_out_tokens", or ask for fewer new tokens',
-            value=total,
-        )

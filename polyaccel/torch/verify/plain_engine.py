@@ -145,7 +145,7 @@ class PlainEngine(TorchEngine):
                     leaf.register_hook(self._on_users_pass)  # type: ignore[no-untyped-call]
         return outputs
 
-    def _roll_out(self, generate: Callable[[bool], Any]) -> Any:
+    def _roll_out(self, generate: Callable[[bool], Any], cache_nbytes: int) -> Any:
         return generate(False)
 
     def _tensor_ranks(self) -> None:
