@@ -63,21 +63,21 @@ def train(steps: int, run_dir: str) -> None:
         )
         for step in range(1, steps + 1):
             prompts = draw_prompts(prompts_of_a_step, generator).repeat_interleave(ANSWERS, 0).to(engine.device)
-            begin = perf_counter()
             sequences, sampled = roll_out(engine, prompts)
-            rolled_out = perf_counter()
+            begin = perf_counter()
             earned = rewards(prompts, sequences[:, -LENGTH:])
             differs = update(engine, sequences, sampled, earned)
-            took = {"rollout_s": rolled_out - begin, "update_s": perf_counter() - rolled_out}
+            times = engine.rollout_times
+            assert times is not None
+            assert engine.metrics is not None
+            took = {"rollout": times.generate_s, "hand-over": times.hand_over_s, "update": perf_counter() - begin}
             reward = mean_over_ranks(earned.mean())
-            assert engine.metrics is not None  # after an optimizer step
             progress.step(engine.metrics)
-            figures = {"reward": reward, "log_probability_difference": differs, **took}
+            figures = {"reward": reward, "log_probability_difference": differs, "update_s": took["update"]}
             engine.monitor.write_events([(name, value, step) for name, value in figures.items()])
             if step % 50 == 0 or step in (1, steps):
-                progress.say(
-                    f"step {step}: reward {reward:.3f}, {took['rollout_s'] / sum(took.values()):.0%} in rollouts"
-                )
+                shares = ", ".join(f"{name} {value / sum(took.values()):.0%}" for name, value in took.items())
+                progress.say(f"step {step}: reward {reward:.3f}; time: {shares}")
         progress.say(f"right answers: {accuracy(engine):.1%}; report: {folder}/report.html")
     engine.destroy()  # writes the report
 

@@ -112,3 +112,17 @@ def test_answers_are_rewarded(
     rewards = [event["value"] for event in events if event["tag"] == "reward"]
     assert sum(rewards[-5:]) > 1.2 * sum(rewards[:5])
     assert {event["value"] for event in events if event["tag"] == "log_probability_difference"} == {0.0}
+    assert {"rollout/generate_s", "rollout/hand_over_s", "update_s"} <= {event["tag"] for event in events}
+
+
+def test_a_student_comes_nearer_to_its_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On its own answers."""
+    pytest.importorskip("transformers")
+    run(EXAMPLES / "rl" / "distill.py", tmp_path, monkeypatch, "--steps", "30", "--teacher-steps", "60")
+    assert "right answers: " in capsys.readouterr().out
+    lines = (tmp_path / "runs" / "distill" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [record for record in map(json.loads, lines) if "tag" in record]
+    divergences = [event["value"] for event in events if event["tag"] == "reverse_kl"]
+    assert sum(divergences[-5:]) < 0.7 * sum(divergences[:5])
