@@ -2,8 +2,8 @@
 
 [Note: Messages of a transfer over groups]
 A message has pieces of tensors, each from a multiple of 64 bytes on, and after them the CRC-32 of each piece. Pieces
-follow each other in the order of the manifest, whoever sends them. Each message comes from one rank: the one that owns
-the values. No rank gathers what another one sends, so ranks need two buckets of memory and no more.
+follow each other in the order of the manifest, from one sender or several. Each message comes from one rank: the one
+that owns the values. No rank gathers what another one sends, so ranks need two buckets of memory and no more.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 [Note: Groups apart]
 torch makes groups of ranks of the default group only. A group with processes of another job is therefore gloo's own
-object, with a store of its own, and its messages are called on that object. Ranks count inside the group.
+object with a separate store, and its messages are called on that object. Ranks count inside the group.
 """
 
 from __future__ import annotations
