@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from polyaccel.observability.progress_view import open_progress as open_progress
     from polyaccel.torch.engine.inference_engine import InferenceEngine as InferenceEngine
     from polyaccel.torch.engine.torch_engine import TorchEngine as TorchEngine
+    from polyaccel.torch.quantized.models import dequantize_frozen as dequantize_frozen
+    from polyaccel.torch.quantized.models import quantize_frozen as quantize_frozen
 
 _HOMES = {
     "Config": "polyaccel.config",
@@ -42,12 +44,14 @@ _HOMES = {
     "TorchEngine": "polyaccel.torch.engine.torch_engine",
     "add_config_arguments": "polyaccel.frontend",
     "begin_run": "polyaccel.engine.run_folder",
+    "dequantize_frozen": "polyaccel.torch.quantized.models",
     "get_accelerator": "polyaccel.accelerators",
     "init_distributed": "polyaccel.comm",
     "init_inference": "polyaccel.frontend",
     "initialize": "polyaccel.frontend",
     "load_config": "polyaccel.config",
     "open_progress": "polyaccel.observability.progress_view",
+    "quantize_frozen": "polyaccel.torch.quantized.models",
     "set_accelerator": "polyaccel.accelerators",
 }
 _ROOMS = ("checkpointing", "comm", "jax", "torch", "utils", "zero")
@@ -63,6 +67,7 @@ __all__ = [
     "begin_run",
     "checkpointing",
     "comm",
+    "dequantize_frozen",
     "get_accelerator",
     "init_distributed",
     "init_inference",
@@ -70,6 +75,7 @@ __all__ = [
     "jax",
     "load_config",
     "open_progress",
+    "quantize_frozen",
     "set_accelerator",
     "torch",
     "utils",

@@ -12,9 +12,20 @@ from torch import Tensor, nn
 
 
 def fusable_layers(module: nn.Module) -> list[Any]:
-    """Return the layers with active adapters that can be fused now."""
+    """Return the layers with active adapters that can be fused now. A quantised weight cannot take them: their layer
+    stays as it is."""
     layers: list[Any] = [part for part in module.modules() if _is_tuner_layer(part)]
-    return [one for one in layers if not one.merged and not one.disable_adapters]
+    return [one for one in layers if not one.merged and not one.disable_adapters and _has_plain_weights(one)]
+
+
+def _has_plain_weights(layer: Any) -> bool:
+    weights = [*layer.get_base_layer().parameters(recurse=False)]
+    return all(one.is_floating_point() and isinstance(one, nn.Parameter) and _is_dense(one) for one in weights)
+
+
+def _is_dense(parameter: nn.Parameter) -> bool:
+    """Whether it is in memory as torch's own tensors are: torchao's classes only look as if they were."""
+    return not hasattr(parameter, "__tensor_flatten__")
 
 
 def _is_tuner_layer(part: nn.Module) -> bool:

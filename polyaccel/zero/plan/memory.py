@@ -229,9 +229,11 @@ def _gathered_nbytes(plan: StepPlan) -> int:
     is_there = plan.offload.is_device_memory
     # Where the only shard is the bucket, and is there, nothing is gathered.
     gathered = [each for each in plan.sharded if each.bucket.world_size > 1 or not is_there(each.params.place)]
-    largest_itemsize = max((each.params.dtype.itemsize for each in gathered), default=0)
-    everything = sum(each.bucket.numel * each.params.dtype.itemsize for each in gathered)
-    return min(everything, plan.policy.gathering.max_live_numel * largest_itemsize)
+    left, most = plan.policy.gathering.max_live_numel, 0
+    for each in sorted(gathered, key=lambda each: -each.params.dtype.itemsize):  # the bound is one of elements
+        numel = min(each.bucket.numel, left)
+        left, most = left - numel, most + numel * each.params.dtype.itemsize
+    return most
 
 
 def _codes_nbytes(plan: StepPlan) -> int:
