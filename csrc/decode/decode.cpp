@@ -7,17 +7,35 @@
 
 namespace {
 
-enum { COLUMNS_IN_PART = 192 };
+enum { COLUMNS_IN_PART = 192, PACKED_OUTPUTS = 16, BLOCKS_IN_PART = 8 };
 
 struct Linear {
     const isa_kernels* isa;
     const pa_linear* layer;
 };
 
+struct Grouped {
+    const isa_kernels* isa;
+    const pa_grouped* layer;
+    int64_t blocks;
+};
+
 void linear_some(void* context, int64_t part) {
     const Linear& all = *static_cast<Linear*>(context);
     const int64_t start = part * COLUMNS_IN_PART;
     all.isa->linear_part(all.layer, start, smaller(start + COLUMNS_IN_PART, all.layer->columns));
+}
+
+// The rows' integers have to be whole before a product begins.
+void steps_some(void* context, int64_t row) {
+    const Grouped& all = *static_cast<Grouped*>(context);
+    all.isa->grouped_steps(all.layer, row);
+}
+
+void grouped_some(void* context, int64_t part) {
+    const Grouped& all = *static_cast<Grouped*>(context);
+    const int64_t start = part * BLOCKS_IN_PART;
+    all.isa->grouped_part(all.layer, start, smaller(start + BLOCKS_IN_PART, all.blocks));
 }
 
 struct Attention {
@@ -48,6 +66,24 @@ int32_t pa_linear_rows(const pa_linear* layer, int32_t threads) {
         all.isa->linear_part(layer, 0, layer->columns);
     else
         parallel_for((layer->columns + COLUMNS_IN_PART - 1) / COLUMNS_IN_PART, threads, linear_some, &all);
+    return 0;
+}
+
+int32_t pa_grouped_rows(const pa_grouped* layer, int32_t threads) {
+    if (!is_decoded(layer->type)) return PA_BAD_TYPE;
+    if (layer->rows < 0 || layer->inner < 1 || layer->columns < 1 || layer->group < 1 || (layer->bits != 8 && layer->bits != 4))
+        return PA_BAD_COUNT;
+    Grouped all{isa_current(), layer, (layer->columns + PACKED_OUTPUTS - 1) / PACKED_OUTPUTS};
+    if (threads < 2) {
+        for (int64_t row = 0; row < layer->rows; row++) all.isa->grouped_steps(layer, row);
+        all.isa->grouped_part(layer, 0, all.blocks);
+        return 0;
+    }
+    if (layer->rows < threads)
+        for (int64_t row = 0; row < layer->rows; row++) all.isa->grouped_steps(layer, row);
+    else
+        parallel_for(layer->rows, threads, steps_some, &all);
+    parallel_for((all.blocks + BLOCKS_IN_PART - 1) / BLOCKS_IN_PART, threads, grouped_some, &all);
     return 0;
 }
 

@@ -28,6 +28,8 @@ typedef struct {
     void (*product_columns)(const pa_product* product, const int64_t* segments, const float* rows, int64_t start,
                             const float* next, float* scratch);
     void (*linear_part)(const pa_linear* layer, int64_t start, int64_t end);
+    void (*grouped_steps)(const pa_grouped* layer, int64_t row);
+    void (*grouped_part)(const pa_grouped* layer, int64_t start, int64_t end);
     void (*attention_part)(const pa_attention* call, int64_t sequence, int64_t head, float* scratch);
 } isa_kernels;
 

@@ -3,10 +3,12 @@
 #include "blocks.h"
 #include "isa.h"
 #include "../decode/attention.h"
+#include "../decode/grouped.h"
 #include "../products/tiles.h"
 #include "sums.h"
 #include "sweep.h"
 
 extern const isa_kernels ISA_TABLE = {ISA_NAME,    shape,          sweep,           square_sum_block,
                                      combine_any, quantize_block, dequantize_block,
-                                     TILE_COLUMNS, pack_rows,      product_columns, linear_part,   attention_part};
+                                     TILE_COLUMNS, pack_rows,      product_columns, linear_part,
+                                     grouped_steps, grouped_part,   attention_part};

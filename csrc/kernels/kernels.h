@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PA_ABI_VERSION 7
+#define PA_ABI_VERSION 8
 
 #if defined(__GNUC__)
 #define PA_EXPORT __attribute__((visibility("default")))
@@ -111,6 +111,23 @@ typedef struct {
 } pa_linear;
 
 PA_EXPORT int32_t pa_linear_rows(const pa_linear* layer, int32_t threads);
+
+// y = x @ w' + bias for weights of 8 or 4 `bits` in groups of so many inputs, as [Note: Packed groups] in
+// csrc/decode/grouped.h has them. x, y and bias are PA_FLOAT32 or PA_BFLOAT16; `bias` may be null. `steps` is scratch memory
+// for rows * groups * (group up to a multiple of four) integers, the other two for rows * groups each.
+typedef struct {
+    const void *x, *bias;
+    void* y;
+    const uint8_t* codes;
+    const float* scales;
+    int16_t* steps;
+    float* step_scales;
+    int32_t* step_sums;
+    int64_t rows, inner, columns, group, x_row, y_row;
+    int32_t bits, type;
+} pa_grouped;
+
+PA_EXPORT int32_t pa_grouped_rows(const pa_grouped* layer, int32_t threads);
 
 // Attention of one new token of each sequence. Its key, turned by its position, and its value are written into the cache
 // (slots, key heads, capacity, head) first. The first `rotated` elements of a head are turned by rows of the tables

@@ -13,6 +13,8 @@ from polyaccel.errors import ConfigError, Problem
 
 InferenceSource = str | Path | Mapping[str, Any]
 _SOURCE = "init_inference"
+INTEGER_BITS = {"int8": 8, "int4": 4}
+"""Bits of the types of `dtype` that are integers."""
 
 
 class InferenceTensorParallelConfig(Section):
@@ -25,11 +27,11 @@ class InferenceTensorParallelConfig(Section):
 class InferenceConfig(Section):
     """Keys of `polyaccel.init_inference`."""
 
-    dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
-    """The type of the parameters; null leaves them. "int8" holds weights of linear layers as int8 with a scale a group,
-    and leaves the other parameters."""
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
+    """The type of the parameters; null leaves them. "int8" and "int4" hold weights of linear layers as integers with a
+    scale a group, and leave the other parameters."""
     group_size: PositiveInt = 128
-    """Weights in a row that share a scale, with `"dtype": "int8"`."""
+    """Weights in a row that share a scale, with integers."""
     tensor_parallel: InferenceTensorParallelConfig = InferenceTensorParallelConfig()
     """Layers over several ranks."""
     checkpoint: str | None = None

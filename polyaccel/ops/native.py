@@ -42,7 +42,7 @@ from polyaccel.ops.base import (
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.rounding import halves
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 VARIABLE = "POLYACCEL_NATIVE"
 """Environment variable: "off", or the instruction set to use instead of this processor's best one."""
 
@@ -83,6 +83,7 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "pa_products_scratch": (c_int64, c_void_p, c_int32),
     "pa_products": (c_int64, c_void_p, c_void_p, c_void_p, c_int32),
     "pa_linear_rows": (c_void_p, c_int32),
+    "pa_grouped_rows": (c_void_p, c_int32),
     "pa_attend": (c_void_p, c_void_p, c_int32),
 }
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from polyaccel.config.inference import InferenceConfig, engine_config
+from polyaccel.config.inference import INTEGER_BITS, InferenceConfig, engine_config
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.checkpoint.weights import load_weights
 from polyaccel.torch.engine.inference_engine import InferenceEngine
@@ -34,8 +34,9 @@ def init_inference(model: Any, config: InferenceConfig, engine_class: type[E]) -
         one.is_floating_point() and one.dtype != torch.float32 for one in _tensors(model)
     ):
         model.float()
-    if config.dtype == "int8":
-        engine_class = type(engine_class.__name__, (engine_class,), {"group_size": config.group_size})
+    if config.dtype in INTEGER_BITS:
+        held = {"group_size": config.group_size, "weight_bits": INTEGER_BITS[config.dtype]}
+        engine_class = type(engine_class.__name__, (engine_class,), held)
     nothing: dict[str, Any] = dict.fromkeys(
         ("optimizer", "model_parameters", "training_data", "lr_scheduler", "collate_fn", "distributed_port")
     )

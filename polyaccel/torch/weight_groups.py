@@ -1,10 +1,11 @@
-"""Weights of linear layers as int8 with a scale for each group of a row: half the memory of 16 bits.
+"""Weights of linear layers as int8 or int4 with a scale for each group of a row.
 
 [Note: Weights in groups]
 A row has one scale for every `group_size` inputs; its last group may be shorter. The scale is the largest magnitude of
-the group over 127, in float32, so that a weight differs from its original by half a scale at most. The layer keeps its
+the group over 127 (7 with 4 bits), in float32, so that a weight differs from its original by half a scale at most. The layer keeps its
 class and its forward, which finds the weight of a product under the old name, computed again in each pass. Groups are
-plain attributes: the engine neither shards nor saves them. A weight that another module has too stays as it is.
+plain attributes: the engine neither shards nor saves them. A weight that another module has too stays as it is. The
+bytes lie as the decoder's kernel reads them, which [Note: Packed groups] in csrc/decode/grouped.h describes.
 """
 
 from __future__ import annotations
@@ -16,37 +17,74 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polyaccel.ops.decode import PackedWeight
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
 from polyaccel.torch.tensor_parallel.layers import become
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
-_LARGEST = 127
+_LARGEST = {8: 127, 4: 7}
+_PACKED = 16
+_IN_UNIT = 4
 _MATRIX = 2
 
 
 class GroupedWeight:
-    """A matrix as int8 and scales. `is_transposed`: its first dimension are the inputs. See [Note: Weights in
+    """A matrix as integers and scales. `is_transposed`: its first dimension are the inputs. See [Note: Weights in
     groups]."""
 
-    def __init__(self, weight: Tensor, group_size: int, *, is_transposed: bool = False) -> None:
+    def __init__(self, weight: Tensor, group_size: int, *, bits: int = 8, is_transposed: bool = False) -> None:
         rows = (weight.detach().t() if is_transposed else weight.detach()).float()
-        self._is_transposed, self._inputs, self._dtype = is_transposed, rows.shape[1], weight.dtype
-        size = min(group_size, self._inputs)
-        padded = functional.pad(rows, (0, -self._inputs % size))
-        groups = padded.view(rows.shape[0], -1, size)
-        self.scales = groups.abs().amax(-1, keepdim=True) / _LARGEST
-        steps = groups / torch.where(self.scales == 0, 1.0, self.scales)
-        self.values = steps.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+        self._is_transposed, self._dtype = is_transposed, weight.dtype
+        outputs, inputs = rows.shape
+        size = min(group_size, inputs)
+        groups = functional.pad(rows, (0, -inputs % size, 0, -outputs % _PACKED)).view(-1, -(-inputs // size), size)
+        scales = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
+        steps = groups / torch.where(scales == 0, 1.0, scales)
+        values = steps.round_().clamp_(-_LARGEST[bits], _LARGEST[bits]).to(torch.int8)
+        by_block = scales.view(-1, _PACKED, groups.shape[1]).transpose(1, 2).contiguous()
+        self.packed = PackedWeight(_packed(values, bits), by_block, outputs, inputs, size, bits)
 
     @property
     def nbytes(self) -> int:
         """Bytes of values and scales."""
-        return self.values.nbytes + self.scales.nbytes
+        return int(self.packed.codes.nbytes + self.packed.scales.nbytes)
+
+    @property
+    def values(self) -> Tensor:
+        """The integers (outputs, groups, inputs of a group) as int8."""
+        found = self.packed
+        return _unpacked(found.codes, found.bits)[: found.outputs, :, : found.group_size]
+
+    @property
+    def scales(self) -> Tensor:
+        """The scales (outputs, groups, 1)."""
+        return self.packed.scales.transpose(1, 2).flatten(0, 1)[: self.packed.outputs, :, None]
 
     def weight(self) -> Tensor:
         """The matrix in its own type."""
-        rows = (self.values * self.scales).flatten(1)[:, : self._inputs].to(self._dtype)
+        rows = (self.values * self.scales).flatten(1)[:, : self.packed.inputs].to(self._dtype)
         return rows.t() if self._is_transposed else rows
+
+
+def _packed(values: Tensor, bits: int) -> Tensor:
+    """Integers (outputs, groups, inputs of a group), outputs in sixteens, as bytes (blocks, groups, bytes)."""
+    values = functional.pad(values, (0, -values.shape[2] % _IN_UNIT))
+    _, groups, size = values.shape
+    pairs = values.view(-1, _PACKED, groups, size // 2, 2).permute(0, 2, 3, 1, 4)
+    if bits == 4:  # noqa: PLR2004
+        pairs = pairs + 8
+        pairs = pairs[:, :, ::2] + 16 * pairs[:, :, 1::2]
+    return pairs.contiguous().view(torch.uint8).view(pairs.shape[0], groups, -1)
+
+
+def _unpacked(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `_packed`, whose groups are filled up."""
+    blocks, groups, _ = codes.shape
+    if bits == 4:  # noqa: PLR2004
+        both = codes.view(blocks, groups, -1, 1, _PACKED * 2)
+        codes = torch.cat((both & 15, both >> 4), dim=3) - 8
+    pairs = codes.view(torch.int16).view(blocks, groups, -1, _PACKED).permute(0, 3, 1, 2)
+    return pairs.reshape(blocks * _PACKED, groups, -1).contiguous().view(torch.int8)
 
 
 class GroupedLayer(nn.Module):
@@ -60,13 +98,22 @@ class GroupedLayer(nn.Module):
         return self.grouped.weight()
 
 
+def has_weights(module: nn.Module) -> bool:
+    """Whether a module or a part of it has parameters or grouped weights."""
+    return any(
+        isinstance(part, GroupedLayer) or any(one is not None for one in part._parameters.values())
+        for part in module.modules()
+    )
+
+
 class WeightGroups(Rewrite):
-    """Weights of linear layers in groups of int8. Data ranks get those of the first one."""
+    """Weights of linear layers in groups of integers. Data ranks get those of the first one."""
 
     name = "dtype"
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self, group_size: int, bits: int) -> None:
         self._group_size = group_size
+        self._bits = bits
 
     def is_on(self, context: RewriteContext) -> bool:
         return True
@@ -79,9 +126,8 @@ class WeightGroups(Rewrite):
             assert weight is not None  # it is a linear layer's
             values = weight.detach().contiguous()
             first.broadcast(values)
-            become(
-                layer, GroupedLayer, grouped=GroupedWeight(values, self._group_size, is_transposed=_is_conv1d(layer))
-            )
+            grouped = GroupedWeight(values, self._group_size, bits=self._bits, is_transposed=_is_conv1d(layer))
+            become(layer, GroupedLayer, grouped=grouped)
         names = tuple(layers)
         return AppliedRewrite(name=self.name, modules=names, parameters=tuple(f"{name}.weight" for name in names))
 

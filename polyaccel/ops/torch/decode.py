@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_LINEAR
+from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, PackedWeight
 from polyaccel.ops.native import Native, native
 
 MOST_ROWS = 48
@@ -31,6 +31,17 @@ class _CLinear(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "w", "bias", "y")),
         *((name, c_int64) for name in ("rows", "inner", "columns", "x_row", "y_row", "w_column", "w_row")),
+        ("type", c_int32),
+    )
+
+
+class _CGrouped(ctypes.Structure):
+    """`pa_grouped`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "bias", "y", "codes", "scales", "steps", "step_scales", "step_sums")),
+        *((name, c_int64) for name in ("rows", "inner", "columns", "group", "x_row", "y_row")),
+        ("bits", c_int32),
         ("type", c_int32),
     )
 
@@ -60,6 +71,7 @@ def decode_kernels() -> KernelTable:
         f"csrc {found.isa}",
         {
             DECODE_LINEAR: lambda weight, bias: _RowsLinear(found, weight, bias),
+            DECODE_GROUPED: lambda weight, bias: _GroupedLinear(found, weight, bias),
             DECODE_ATTENTION: lambda *arguments: _CachedAttention(found, *arguments),
         },
     )
@@ -94,6 +106,37 @@ class _RowsLinear:
         call = self._call
         call.rows, call.x_row, call.x, call.y = rows, x.stride(0), x.data_ptr(), y.data_ptr()
         self._library.call("pa_linear_rows", byref(call), torch.get_num_threads())
+        return y
+
+
+class _GroupedLinear:
+    """See `DecodeGroupedFn`. Rows of other types are computed as float32."""
+
+    def __init__(self, library: Native, weight: PackedWeight, bias: Tensor | None) -> None:
+        self._library = library
+        self._weight = weight
+        self._bias = bias
+        self._groups = -(-weight.inputs // weight.group_size)
+        self._padded = -(-weight.group_size // 4) * 4
+        sizes = (0, weight.inputs, weight.outputs, weight.group_size, 0, weight.outputs, weight.bits, 0)
+        memory = (None, None, None, weight.codes.data_ptr(), weight.scales.data_ptr(), None, None, None)
+        self._call = _CGrouped(*memory, *sizes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype not in _TYPES:
+            return self(x.float()).to(x.dtype)
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        rows, groups, call = x.shape[0], self._groups, self._call
+        y = x.new_empty(rows, self._weight.outputs)
+        scratch = torch.empty(rows * groups * (self._padded // 2 + 2))
+        bias = self._bias if self._bias is None else self._bias.to(x.dtype)
+        call.x, call.x_row, call.rows, call.type = x.data_ptr(), x.stride(0), rows, _TYPES[x.dtype]
+        call.bias, call.y = None if bias is None else bias.data_ptr(), y.data_ptr()
+        call.step_scales = scratch.data_ptr()
+        call.step_sums = call.step_scales + 4 * rows * groups
+        call.steps = call.step_sums + 4 * rows * groups
+        self._library.call("pa_grouped_rows", byref(call), torch.get_num_threads())
         return y
 
 

@@ -23,11 +23,13 @@ class InferenceEngine(TorchEngine):
     """
 
     group_size: int | None = None
-    """Weights of a group that share a scale, of a class whose linear layers are held as int8."""
+    """Weights of a group that share a scale, of a class whose linear layers are held as integers."""
+    weight_bits: int = 8
+    """Bits of those integers, 8 or 4."""
 
     def __init__(self, rewrites: RewriteContext) -> None:
         if self.group_size is not None:
-            rewrites.apply([WeightGroups(self.group_size)])
+            rewrites.apply([WeightGroups(self.group_size, self.weight_bits)])
         super().__init__(rewrites)
         self.eval()
 

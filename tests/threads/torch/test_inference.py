@@ -14,6 +14,7 @@ import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, ConfigError, PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.torch.generation.decode.model import Decoder
 from polyaccel.torch.weight_groups import GroupedWeight
 
 pytest.importorskip("transformers")
@@ -80,9 +81,12 @@ def test_tensor_ranks_have_the_logits_of_the_model(kind: str, dtype: str, copies
             assert torch.equal(texts, tokens)
 
 
+@pytest.mark.parametrize("largest", [127, 7], ids=["int8", "int4"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_int8_weights_are_those_of_a_reference(kind: str, ranks: int) -> None:
+def test_weights_in_integers_are_those_of_a_reference(
+    kind: str, ranks: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model whose weights were rounded before, by the formula in float64."""
     changes = {"intermediate_size": 40} if kind == "llama" else {}
     models = [transformer_model(kind, **changes) for _ in range(ranks)]
@@ -97,7 +101,7 @@ def test_int8_weights_are_those_of_a_reference(kind: str, ranks: int) -> None:
             rows = weight.data.double()
             rows = rows.t() if type(part).__name__ == "Conv1D" else rows
             groups = rows.reshape(rows.shape[0], -1, size)
-            scales = (groups.abs().amax(-1, keepdim=True).float() / 127).double()
+            scales = (groups.abs().amax(-1, keepdim=True).float() / largest).double()
             back = ((groups / scales).round() * scales).reshape(rows.shape)
             weight.data = (back.t() if type(part).__name__ == "Conv1D" else back).float().contiguous()
             rounded += 1
@@ -106,27 +110,37 @@ def test_int8_weights_are_those_of_a_reference(kind: str, ranks: int) -> None:
 
     def body(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         mine = models[communicator.rank]
-        keys = {"dtype": "int8", "group_size": size, "tensor_parallel": {"tp_size": ranks}}
+        keys = {
+            "dtype": "int8" if largest == 127 else "int4",
+            "group_size": size,
+            "tensor_parallel": {"tp_size": ranks},
+        }
         return compute(mine, kind, **keys)
 
+    prefills = []
+    prefill = Decoder.prefill
+    monkeypatch.setattr(Decoder, "prefill", lambda *given: prefills.append(1) or prefill(*given))
     assert rounded > 7
     for found, texts in run_threads(ranks, body):
         torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
         assert torch.equal(texts, tokens)
+    assert bool(prefills) == (ranks == 1)  # by the decoder, on integers; tensor ranks by the module
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize(("shape", "size"), [((5, 12), 4), ((3, 10), 4), ((2, 3), 128), ((4, 1), 1)])
-def test_groups_round_by_half_a_scale(shape: tuple[int, int], size: int, is_transposed: bool) -> None:
+@pytest.mark.parametrize(("shape", "size"), [((5, 12), 4), ((3, 10), 4), ((2, 3), 128), ((4, 1), 1), ((40, 9), 3)])
+def test_groups_round_by_half_a_scale(shape: tuple[int, int], size: int, is_transposed: bool, bits: int) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     weight[0] = 0.0
     weight = weight.t().contiguous() if is_transposed else weight
-    grouped = GroupedWeight(weight, size, is_transposed=is_transposed)
+    grouped = GroupedWeight(weight, size, bits=bits, is_transposed=is_transposed)
     error = (grouped.weight().double() - weight.double()).abs()
     assert grouped.weight().shape == weight.shape
     assert error.max() <= grouped.scales.double().max() * 0.5001
     assert torch.equal(grouped.weight() == 0, (grouped.weight() == 0) & torch.isfinite(grouped.weight()))
     assert grouped.values.dtype is torch.int8
+    assert grouped.values.abs().max() == (127 if bits == 8 else 7)
 
 
 def trained_checkpoint(kind: str, folder: Path) -> nn.Module:

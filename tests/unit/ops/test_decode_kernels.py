@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_LINEAR, DECODE_OPS
+from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, DECODE_OPS
 from polyaccel.ops.torch.decode import decode_kernels
+from polyaccel.torch.weight_groups import GroupedWeight
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
@@ -48,6 +49,42 @@ def test_a_linear_layer_is_that_of_float64_and_a_row_depends_on_no_other(table, 
             assert (found.double() - wanted).abs().max() <= bound
             for row in range(rows):
                 assert torch.equal(call(x[row : row + 1])[0], found[row])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size"), [(1, 1, 1), (33, 70, 5), (130, 200, 64), (600, 33, 600), (96, 16, 128)], ids=str
+)
+def test_grouped_weights_are_those_of_float64_and_a_row_depends_on_no_other(table, inputs, outputs, size, dtype, bits):
+    torch.manual_seed(inputs)
+    grouped = GroupedWeight(torch.randn(outputs, inputs), size, bits=bits)
+    weight, bias = grouped.weight().double(), torch.randn(outputs).to(dtype)
+    for given in (bias, None):
+        call = table[DECODE_GROUPED](grouped.packed, given)
+        for rows in (1, 2, 5, 17, 100):
+            x = torch.randn(rows, inputs).to(dtype)
+            found = call(x)
+            wanted = x.double() @ weight.T + (0 if given is None else bias.double())
+            bound = max(TOLERANCE[dtype], 2e-4) * (1 + wanted.abs().max())  # inputs are rounded to 16 bits
+            assert (found.double() - wanted).abs().max() <= bound
+            for row in range(0, rows, 7):
+                assert torch.equal(call(x[row : row + 1])[0], found[row])
+
+
+def test_grouped_rows_have_the_same_bits_by_threads_strides_and_types(table, threads):
+    grouped = GroupedWeight(torch.randn(300, 40), 16, bits=4)
+    call, x = table[DECODE_GROUPED](grouped.packed, None), torch.randn(5, 80).half()
+    x[1], x[2, 0], x[3, 1] = 0, float("inf"), float("nan")
+    found = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        found += [call(x[:, :40].float()), call(x[:, :40].float().contiguous()), call(x.float()[:, :40])]
+    assert all(torch.equal(one.nan_to_num(7), found[0].nan_to_num(7)) for one in found)
+    assert found[0][2:4].isnan().all()
+    assert (found[0][1] == 0).all()
+    assert not found[0][4].isnan().any()
+    assert torch.equal(call(x[:, :40])[4], found[0][4].half())
 
 
 def test_threads_and_strides_change_no_bit(table, threads):

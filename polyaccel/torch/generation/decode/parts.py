@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_LINEAR
+from polyaccel.ops.decode import DECODE_GROUPED, DECODE_LINEAR
 from polyaccel.torch.generation.decode.errors import Unsupported
+from polyaccel.torch.weight_groups import GroupedLayer, has_weights
 
 Rowwise = Callable[[Tensor], Tensor]
 
@@ -28,12 +29,25 @@ def values(parameter: Any) -> Any:
 def is_plain(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     """Whether a module is of that class, by type or name, and computes as its class does."""
     named = type(module).__name__ == kind if isinstance(kind, str) else type(module) is kind
+    return named and _has_forward_of_class(module)
+
+
+def _has_forward_of_class(module: nn.Module) -> bool:
     own = module.__dict__.get("forward")
-    return named and (own is None or type(own).__module__.startswith("polyaccel"))
+    return own is None or type(own).__module__.startswith("polyaccel")
+
+
+def _is_plain_grouped(module: nn.Module) -> bool:
+    """Whether a layer of grouped weights is otherwise one that `is_plain` knows."""
+    first, *others = type(module).__bases__
+    is_known = len(others) == 1 and (others[0] is nn.Linear or others[0].__name__ == "Conv1D")
+    return first is GroupedLayer and is_known and _has_forward_of_class(module)
 
 
 def linear(module: nn.Module, kernels: KernelTable) -> Rowwise:
     """Return a linear layer as a function; with adapters or quantised, it is the module."""
+    if DECODE_GROUPED in kernels and isinstance(module, GroupedLayer) and _is_plain_grouped(module):
+        return kernels[DECODE_GROUPED](module.grouped.packed, values(module.bias))
     if is_plain(module, nn.Linear):
         weight = values(module.weight)
     elif is_plain(module, "Conv1D"):
@@ -71,7 +85,7 @@ def embedding(module: nn.Module) -> Rowwise:
 
 def mlp(module: Any, kernels: KernelTable) -> Rowwise:
     """Return a feed-forward part as a function of rows; what is not a known form is the module."""
-    children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    children = {name for name, child in module.named_children() if has_weights(child)}
     activation = _activation(module)
     if activation is None:
         return partial(_as_sequence, module)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from polyaccel.torch.generation.decode.errors import Unsupported
+from polyaccel.torch.weight_groups import has_weights
 
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _POSITIONS = ("wpe", "embed_positions")
@@ -97,7 +98,7 @@ def structure_of(model: nn.Module) -> Structure:
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     if head is None:
         raise Unsupported(f"{type(model).__name__} has no output embedding")
-    named = {name: child for name, child in body.named_children() if _has_parameters(child) or name == "rotary_emb"}
+    named = {name: child for name, child in body.named_children() if has_weights(child) or name == "rotary_emb"}
     embedding = _take(named, _EMBEDDINGS, "embedding")
     positions = _take(named, _POSITIONS)
     final = _take(named, _FINAL_NORMS)
@@ -156,7 +157,7 @@ def _attention(block: nn.Module) -> nn.Module:
 
 
 def _layer(block: nn.Module, head_numel: int) -> Layer:
-    named = {name: child for name, child in block.named_children() if _has_parameters(child)}
+    named = {name: child for name, child in block.named_children() if has_weights(child)}
     attention = _take(named, _ATTENTIONS, "attention")
     first = _take(named, _FIRST_NORMS, "norm before its attention")
     second, mlp = _take(named, _SECOND_NORMS), _take(named, _MLPS)
@@ -165,7 +166,7 @@ def _layer(block: nn.Module, head_numel: int) -> Layer:
         fc = (named.pop("fc1"), getattr(block, "activation_fn", None), named.pop("fc2"))
     if named or (mlp is None and (fc is None or fc[1] is None)):
         raise Unsupported(f"{type(block).__name__} has {', '.join(sorted(named)) or 'no feed-forward part'}")
-    parts = {name: child for name, child in attention.named_children() if _has_parameters(child)}
+    parts = {name: child for name, child in attention.named_children() if has_weights(child)}
     fused = _take(parts, _FUSED)
     inputs = (fused,) if fused is not None else tuple(_take(parts, (f"{n}_proj",), f"{n}_proj") for n in "qkv")
     output = _take(parts, _OUTPUTS, "output projection")
@@ -174,10 +175,6 @@ def _layer(block: nn.Module, head_numel: int) -> Layer:
         raise Unsupported(f"{type(attention).__name__} has {', '.join(sorted(parts)) or 'parameters'}")
     scale = float(getattr(attention, "scaling", head_numel**-0.5))
     return Layer(attention, first, second, mlp, fc, inputs, output, norms, scale)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _take(named: dict[str, nn.Module], names: tuple[str, ...], needed: str = "") -> Any:
