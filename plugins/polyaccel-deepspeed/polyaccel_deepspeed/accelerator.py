@@ -93,7 +93,9 @@ class DeepSpeedAccelerator:
         return self.device_name(None if self._module is None else self.current_device())
 
     def device_count(self) -> int:
-        return self._accelerator.device_count()
+        """On a CPU, the ranks of this host that a launcher has put into LOCAL_SIZE, as DeepSpeed counts."""
+        ranks = int(os.environ.get("LOCAL_SIZE", "0")) if self._name == "cpu" else 0
+        return ranks if ranks > 0 else self._accelerator.device_count()
 
     def synchronize(self, device_index: int | None = None) -> None:
         self._accelerator.synchronize()

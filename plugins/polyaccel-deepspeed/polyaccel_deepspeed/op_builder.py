@@ -56,7 +56,11 @@ def builder_class(name: str) -> type[OpBuilder]:
     if name not in BUILDERS:
         raise PolyaccelError(f"polyaccel has no {name}", hint=f"there are {', '.join(BUILDERS)}", value=name)
     base = _FilesBuilder if name == "AsyncIOBuilder" else OpBuilder
-    return type(name, (base,), {"NAME": name.removesuffix("Builder"), "__module__": __name__})
+    return type(name, (base,), {"NAME": BUILDERS[name], "__module__": __name__})
+
+
+COMPATIBLE_OPS = dict.fromkeys(BUILDERS.values(), True)
+"""`deepspeed.ops.__compatible_ops__`, which scripts ask before they use an op."""
 
 
 def __getattr__(name: str) -> type[OpBuilder]:

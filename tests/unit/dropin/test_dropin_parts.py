@@ -6,6 +6,7 @@ import io
 import pickle
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed import init_distributed
@@ -77,6 +78,20 @@ def test_the_device_has_deepspeeds_names() -> None:
         device.range_pop()
 
 
+@pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="devices of other kinds can be counted")
+def test_a_cpu_counts_as_many_devices_as_a_launcher_has_ranks_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    alone = get_accelerator().device_count()
+    assert alone >= 1
+    monkeypatch.setenv("LOCAL_SIZE", str(alone + 3))
+    assert get_accelerator().device_count() == alone + 3
+
+
+def test_versions_that_scripts_compare_are_unknown_where_nothing_was_compiled() -> None:
+    assert deepspeed.git_version_info.version == deepspeed.__version__
+    assert deepspeed.git_version_info.torch_info["version"] == "0.0"
+
+
 def test_what_is_copied_to_be_saved_stays_tied_and_leaves_the_rest_behind() -> None:
     whole = torch.arange(1000.0)
     copied = clone_tensors_for_torch_save({"a": whole[:10], "tied": [whole[:10]], "b": whole[10:20], "step": 3})
@@ -93,7 +108,8 @@ def test_there_is_nothing_to_build() -> None:
     assert builder.is_compatible()
     with pytest.raises(PolyaccelError) as caught:
         builder.load()
-    assert caught.value.value == "CPUAdam"
+    assert caught.value.value == "cpu_adam"
+    assert deepspeed.ops.__compatible_ops__[op_builder.CPUAdamBuilder.NAME]
     assert get_accelerator().get_op_builder("CPUAdamBuilder") is op_builder.CPUAdamBuilder
 
 

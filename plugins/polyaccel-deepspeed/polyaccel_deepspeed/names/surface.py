@@ -12,19 +12,20 @@ from polyaccel_deepspeed.names.internals import INTERNALS
 from polyaccel_deepspeed.names.mixtures import MIXTURES
 from polyaccel_deepspeed.names.optimizers import DEEPSPEED_OPTIMIZER, STAGE_3_OPTIMIZER, WRAPPERS, ZERO_OPTIMIZER
 
-BUILDERS = (
-    "AsyncIOBuilder",
-    "CCLCommBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "PinMemoryBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "ShareMemCommBuilder",
-    "UtilsBuilder",
-)
+BUILDERS = {
+    "AsyncIOBuilder": "async_io",
+    "CCLCommBuilder": "deepspeed_ccl_comm",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPUAdamBuilder": "cpu_adam",
+    "CPULionBuilder": "cpu_lion",
+    "PinMemoryBuilder": "pin_memory",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+    "ShareMemCommBuilder": "deepspeed_shm_comm",
+    "UtilsBuilder": "utils",
+}
+"""The `NAME` of each builder."""
 
 _PUBLIC: dict[str, Module] = {
     "deepspeed": Module(
@@ -96,6 +97,11 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.elasticity.constants": Module("Their names.", sets.ELASTIC_CONSTANTS),
     "deepspeed.elasticity.elastic_agent": Module("Their agent.", sets.ELASTIC_AGENT),
     "deepspeed.elasticity.elasticity": Module("Their computation.", sets.ELASTIC | sets.ELASTIC_ERRORS),
+    "deepspeed.git_version_info": Module(
+        "What was installed.",
+        yes("polyaccel_deepspeed.version", "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info")
+        | yes("polyaccel_deepspeed.version", version="__version__"),
+    ),
     "deepspeed.launcher": Module("The launcher."),
     "deepspeed.launcher.launch": Module(
         "The ranks of a host.",
@@ -118,7 +124,9 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.monitor.monitor": Module(
         "Figures of a run.", yes("polyaccel_deepspeed.engine.monitor", "MonitorMaster")
     ),
-    "deepspeed.ops": Module("Optimizers and kernels."),
+    "deepspeed.ops": Module(
+        "Optimizers and kernels.", yes("polyaccel_deepspeed.op_builder", __compatible_ops__="COMPATIBLE_OPS")
+    ),
     "deepspeed.ops.adagrad": Module("Adagrad.", sets.ADAGRAD),
     "deepspeed.ops.adagrad.cpu_adagrad": Module("Adagrad.", sets.ADAGRAD),
     "deepspeed.ops.adam": Module("Adam.", sets.ADAM),
