@@ -7,8 +7,11 @@ machine does not report them (anything but Linux), each logical CPU is a core an
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterable, Sequence
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +54,34 @@ def split_cores(cores: Sequence[Core], ranks: int) -> tuple[tuple[Core, ...], ..
 def node_count(cores: Iterable[Core]) -> int:
     """How many NUMA nodes `cores` are on."""
     return len({core.node for core in cores})
+
+
+def memory_binding(cpus: Iterable[int], sysfs: Path = SYSFS) -> Callable[[], None] | None:
+    """Return a function that binds the memory of this process, and of programs that it becomes, to the NUMA node of
+    `cpus`; None where they are on several nodes, or the system has no call for it.
+
+    The call is prepared here, for a child between fork and exec should do little. A refusal has no effect.
+    """
+    number = _SET_MEMPOLICY.get(platform.machine()) if sys.platform == "linux" else None
+    nodes = {core.node for core in find_cores(cpus, sysfs)}
+    if number is None or len(nodes) != 1:
+        return None
+    (node,) = nodes
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[-1] = 1 << node % _WORD_BITS
+    call = ctypes.CDLL(None).syscall
+
+    def bind() -> None:
+        call(number, _MPOL_BIND, mask, ctypes.c_ulong(words * _WORD_BITS + 1))
+
+    return bind
+
+
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 270}
+"""The number of the system call by machine."""
+_MPOL_BIND = 2
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def parse_cpulist(text: str) -> frozenset[int]:

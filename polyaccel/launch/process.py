@@ -14,6 +14,7 @@ from typing import IO
 
 from polyaccel.errors import LaunchError
 from polyaccel.job.readiness import READY_FD_VARIABLE, ReadinessPipe
+from polyaccel.launch.affinity import memory_binding
 from polyaccel.launch.base import RankSpec
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -205,14 +206,17 @@ def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], N
 
 
 def _child_setup(spec: RankSpec) -> Callable[[], None] | None:
-    """Return the child's setup: bind cores, and die with the launcher's main thread on Linux."""
+    """Return the child's setup: bind cores and their memory, and die with the launcher's main thread on Linux."""
     ask = end_with_parent(os.getpid())
+    bind = None if spec.cores is None else memory_binding(spec.cores)
     if ask is None and spec.cores is None:
         return None
 
     def setup() -> None:
         if spec.cores is not None:
             os.sched_setaffinity(0, spec.cores)
+        if bind is not None:
+            bind()
         if ask is not None:
             ask()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from polyaccel import comm
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.initialize import initialize as initialize_torch
+from polyaccel_deepspeed.accelerator import get_accelerator
 from polyaccel_deepspeed.config import log_changes, read_config, read_text
 from polyaccel_deepspeed.config_rules import whole_batch
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
@@ -27,6 +31,8 @@ from polyaccel_deepspeed.keys.translated import UNMANAGED
 from polyaccel_deepspeed.origin import refuse_another, refuse_uncounted, tell_whose
 from polyaccel_deepspeed.pipeline.engine import PipelineEngine
 from polyaccel_deepspeed.utils import keep_lines_from_root
+
+log = getLogger("polyaccel.deepspeed")
 
 
 def initialize(
@@ -125,8 +131,21 @@ def init_distributed(
         rank,
         world_size,
     )
+    if get_accelerator().communication_backend_name() == "nccl":
+        log_nccl_variables(os.environ)
     if not dist.is_initialized() and comm.get_world_size() == 1:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def log_nccl_variables(environment: Mapping[str, str]) -> None:
+    """Log NCCL's variables of every node on rank 0, where nodes may have others. Collective."""
+    mine = {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+    first_of_node = mine if comm.get_local_rank() == 0 else None
+    found: list[Any] = [None] * comm.get_world_size()
+    comm.all_gather_object(found, (socket.gethostname(), first_of_node))
+    for host, variables in found if comm.get_rank() == 0 else ():
+        if variables:
+            log.info("%s: %s", host, " ".join(f"{name}={value}" for name, value in sorted(variables.items())))
 
 
 _USUAL_PORT = 29500

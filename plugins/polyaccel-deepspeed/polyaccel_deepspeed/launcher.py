@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,12 @@ _OPTIONS = (
     *("--bind_cores_to_rank", "--bind_core_list", "--ssh_port", "--venv_script", "--log_level", "--quiet"),
 )
 """DeepSpeed's own, of which a beginning is enough."""
+EXCLUDED = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
+"""Variables that other hosts do not get where the first one is set, for each host there has its own."""
+DLTS_POD_ENV_PATH = "/dlts-runtime/env/pod.env"
+"""Where a pod of DLTS has its variables; another place in the variable of the same name."""
+_POD_VARIABLE = "DLTS_POD_ENV_PATH"
+_POD_NAMES = ("FC_TASKROLE_NAME", "FC_TASK_INDEX")
 _LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 """DeepSpeed's, which are for several hosts: ranks of this one alone are started by its own launcher."""
 _PROGRAM = "from polyaccel_deepspeed.commands import launch; raise SystemExit(launch())"
@@ -85,7 +91,7 @@ def launch_ranks(given: argparse.Namespace) -> int:
 
 def job(given: argparse.Namespace) -> Job:
     """What the options describe. Raises LaunchError."""
-    from polyaccel.cli.job import job_of, variables_of_files
+    from polyaccel.cli.job import is_far, job_of, variables_of_files
     from polyaccel.cli.run import count_ranks
 
     if given.hostfile is None and given.hosts is None and DEFAULT_HOSTFILE.is_file():
@@ -99,7 +105,27 @@ def job(given: argparse.Namespace) -> Job:
     named = [int(slot) for slot in re.findall(r"\d+", (given.include or "").partition(":")[2])]
     variables = variables_of_files(os.environ.get(_ENVIRONMENT_VARIABLE, DEEPSPEED_ENVIRONMENT_NAME), os.environ)
     made = job_of(given, os.environ, lambda: max(count_ranks(), 1 + max(named, default=0)), variables=variables)
-    return replace(made, names_local_rank=not given.no_local_rank)
+    exports = exports_of(made, os.environ, is_far=is_far(dict(made.hosts), made.node, force=given.force_multi))
+    return replace(made, names_local_rank=not given.no_local_rank, exports=exports)
+
+
+def exports_of(made: Job, environment: Mapping[str, str], *, is_far: bool) -> dict[str, str]:
+    """Return the variables that ranks get as DeepSpeed gives them: those of the job, but those that a cluster's own
+    settings replace; on other hosts this folder as a place of modules; and what a DLTS pod says of itself."""
+    left_out = {name for switch, names in EXCLUDED.items() if switch in environment for name in names}
+    found = {name: value for name, value in made.exports.items() if name not in left_out}
+    if is_far:
+        found["PYTHONPATH"] = ":".join(filter(None, (os.getcwd(), found.get("PYTHONPATH", ""))))
+    file = Path(environment.get(_POD_VARIABLE, DLTS_POD_ENV_PATH))
+    if file.is_file():
+        found |= pod_variables(file.read_text(encoding="utf-8"))
+    return found
+
+
+def pod_variables(text: str) -> dict[str, str]:
+    """Return the role and number of a task from the lines `export NAME=VALUE` of a DLTS pod."""
+    lines = (line.strip().removeprefix("export ").partition("=") for line in text.splitlines())
+    return {name: value for name, mark, value in lines if mark and name in _POD_NAMES}
 
 
 def _count_of_hosts(text: str) -> int | None:

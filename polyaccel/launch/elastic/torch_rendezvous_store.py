@@ -15,6 +15,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from polyaccel.job.ports import free_port
 from polyaccel.launch.base import ElasticHosts, Job
 
+RUN_ID_VARIABLE = "ELASTIC_RUN_ID"
+"""Names the job to torch's rendezvous, the same on every host."""
 _RUN_ID = "polyaccel"
 _LOOPBACK = "127.0.0.1"
 _LAST_CALL_S = 3
@@ -57,7 +59,7 @@ class RendezvousStore:
             RendezvousParameters(
                 backend="c10d",
                 endpoint=f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}",
-                run_id=_RUN_ID,
+                run_id=os.environ.get(RUN_ID_VARIABLE) or _RUN_ID,
                 min_nodes=hosts.least,
                 max_nodes=hosts.most,
                 local_addr=self.own,

@@ -166,3 +166,35 @@ def test_options_of_a_launcher_with_an_open_quote_are_one_error(script: str) -> 
     with pytest.raises(LaunchError) as raised:
         job(launch_arguments(["--launcher_args", "'-F x", "--num_gpus", "1", script]))
     assert raised.value.value == "'-F x"
+
+
+def test_other_hosts_find_modules_of_this_folder(
+    hostfile: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/of/mine")
+    made = job(launch_arguments(["--hostfile", hostfile, script]))
+    assert made.exports["PYTHONPATH"] == f"{tmp_path}:/of/mine"
+    assert "PYTHONPATH" not in job(launch_arguments(["--num_gpus", "1", script])).exports
+
+
+@pytest.mark.parametrize("on_cluster", [False, True])
+def test_a_clusters_own_devices_of_the_network_stay(
+    hostfile: str, script: str, monkeypatch: pytest.MonkeyPatch, on_cluster: bool
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0")
+    if on_cluster:
+        monkeypatch.setenv("AISC_JOB_NAME", "x")
+    exports = job(launch_arguments(["--hostfile", hostfile, script])).exports
+    assert ("UCX_NET_DEVICES" in exports) is not on_cluster
+
+
+def test_a_pod_of_dlts_names_its_task(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pod.env"
+    file.write_text("export FC_TASKROLE_NAME=worker\nexport FC_TASK_INDEX=3\nexport OTHER=1\n# x\n")
+    monkeypatch.setenv("DLTS_POD_ENV_PATH", str(file))
+    exports = job(launch_arguments([script])).exports
+    assert {name: exports[name] for name in exports if name in ("FC_TASKROLE_NAME", "FC_TASK_INDEX", "OTHER")} == {
+        "FC_TASKROLE_NAME": "worker",
+        "FC_TASK_INDEX": "3",
+    }

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.launch.affinity import Core, find_cores, node_count, parse_cpulist, split_cores, usable_cpus
+from polyaccel.launch.affinity import (
+    Core,
+    find_cores,
+    memory_binding,
+    node_count,
+    parse_cpulist,
+    split_cores,
+    usable_cpus,
+)
 
 
 def make_sysfs(root: Path, siblings: dict[int, str], nodes: dict[int, str]) -> Path:
@@ -81,3 +91,16 @@ def test_nonsense_is_no_cpulist() -> None:
     with pytest.raises(ValueError) as caught:
         parse_cpulist("nonsense")
     assert "nonsense" in str(caught.value)
+
+
+def test_memory_is_bound_to_the_node_of_the_cores(two_sockets: Path) -> None:
+    """A program that a child becomes has the policy, where the kernel shows it; cores of two nodes bind nothing."""
+    assert memory_binding(range(8), two_sockets) is None
+    bind = memory_binding(usable_cpus())
+    maps = Path("/proc/self/numa_maps")
+    if bind is None or not maps.exists():
+        assert sys.platform != "linux" or not maps.exists() or node_count(find_cores(usable_cpus())) > 1
+        return
+    code = f"print(open({str(maps)!r}).readline())"
+    line = subprocess.check_output([sys.executable, "-c", code], preexec_fn=bind, text=True)
+    assert line.split()[1].startswith("bind:")
