@@ -80,7 +80,7 @@ def _tuning() -> Iterator[str]:
 
 
 def _absent() -> Iterator[str]:
-    yield "## Keys whose feature does not exist yet { #absent }\n"
+    yield "## Keys whose feature does not exist { #absent }\n"
     yield (
         "They may stand in a config as long as they ask for nothing, which DeepSpeed's defaults do, and so does every "
         "option of a feature that is not enabled. Any other value is an error that names the feature.\n"

@@ -223,8 +223,7 @@ ABSENT: tuple[Absent, ...] = (
             preset_model=None,
             use_grouped_mm=True,
             comm_backend="comm",
-        )
-        | {f"expert_parallel.patterns{BELOW}": None},
+        ),
         "leave it out: experts are found by the model's own attributes",
     ),
     Absent(

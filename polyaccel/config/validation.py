@@ -106,7 +106,7 @@ def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Itera
         expected = "true or false" if isinstance(harmless, bool) else "a number"
         yield Problem(key, value, f"should be {expected}", "leave the key out, for it has no effect")
     elif entry.switch in (None, key) and not is_harmless:
-        yield Problem(key, value, f"belongs to {entry.feature}, which does not exist yet", entry.hint)
+        yield Problem(key, value, f"belongs to {entry.feature}, which polyaccel does not have", entry.hint)
 
 
 def _is_equal(value: Any, usual: Any) -> bool:

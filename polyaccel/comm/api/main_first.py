@@ -11,12 +11,15 @@ from polyaccel.comm.default import is_initialized
 
 @contextmanager
 def main_process_first(*, local: bool = False) -> Iterator[None]:
-    """Run a block on rank 0, and then on the other ranks, which wait until it has ended there.
+    """Return a context whose block runs on rank 0, and then on the other ranks, which wait until it has ended there.
 
     Before `init_distributed` every rank runs it at once. An error in the block of rank 0 does not keep the others.
 
     Args:
         local: Let the first rank of each host begin, for files that hosts do not share.
+
+    Returns:
+        Context manager, to be entered by every rank.
     """
     if not is_initialized():
         yield

@@ -69,7 +69,7 @@ def test_a_value_that_asks_for_an_absent_feature_is_refused(entry: Absent, key: 
         load_config(_tree(key, _asking(harmless)))
     assert [(problem.key, problem.value) for problem in caught.value.problems] == [(key, _asking(harmless))]
     problem = caught.value.problems[0]
-    assert problem.expected == f"belongs to {entry.feature}, which does not exist yet"
+    assert problem.expected == f"belongs to {entry.feature}, which polyaccel does not have"
     assert problem.hint
 
 

@@ -74,7 +74,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "should be a valid list, or should be 'auto'",
     ),
     # features that do not exist
-    ({"pipeline": {"seed_layers": True}}, "pipeline.seed_layers", "which does not exist yet"),
+    ({"pipeline": {"seed_layers": True}}, "pipeline.seed_layers", "which polyaccel does not have"),
     ({"pipline": {"stages": 2}}, "pipline", "did you mean 'pipeline'?"),
     ({"wandb": {"porject": "mine"}}, "wandb.porject", "did you mean 'wandb.project'?"),
     ({"wandb": True}, "wandb", "should be an object"),

@@ -128,6 +128,10 @@ class Attributes(TorchEngine):
         """Clocks for the script's own use."""
         return SynchronizedWallClockTimer()
 
+    def get_wall_clock_timers(self) -> dict[str, Any]:
+        """Return the script's clocks by name, in milliseconds."""
+        return {name: clock.elapsed(reset=False) for name, clock in self.timers.get_timers().items()}
+
     @cached_property
     def flops_profiler(self) -> Any:
         """The counter of operations, which has not been started."""

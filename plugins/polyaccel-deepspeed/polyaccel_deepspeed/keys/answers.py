@@ -105,7 +105,7 @@ def answers() -> dict[str, Answer]:
 
 
 def answer_to(key: str, known: Mapping[str, Answer]) -> Answer | None:
-    """Return the answer to a key of DeepSpeed, or to a table above it; None for one that nobody knows."""
+    """Return the answer to a key of DeepSpeed, or to a table above it; None for an unknown key."""
     for spelling, other in _TABLES.items():
         if key.startswith(spelling):
             key = key.replace(spelling, other, 1)

@@ -1,6 +1,6 @@
 """The routing that a config states for a mixture, compared with the model, whose own router computes.
 
-DeepSpeed's AutoEP puts a router of its own in place of the model's, so its config states how to route. Here the model
+DeepSpeed's AutoEP puts its router in place of the model's, so its config states how to route. Here the model
 routes. A stated value must be the model's.
 """
 

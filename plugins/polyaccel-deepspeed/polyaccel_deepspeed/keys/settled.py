@@ -35,7 +35,7 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """Keys in the table `section` that are refused for good, but for the value that asks for nothing. With a `switch`
+    """Keys in the table `section` that are refused for good, except for the value that asks for nothing. With a `switch`
     only that key asks, and the others are options of it."""
 
     section: str
@@ -59,7 +59,7 @@ IGNORED: tuple[Ignored, ...] = (
     ),
     Ignored(
         "autotuning",
-        "the tuner reads shapes from the model, and has no files of its own for them",
+        "the tuner reads shapes from the model, and writes no files about them",
         {
             "metric_path": (None, str | None),
             "model_info": (None, _Table),
@@ -231,7 +231,7 @@ def settle(tree: Tree) -> tuple[list[Change], list[Problem]]:
     for ignored in IGNORED:
         for key, value, (default, kind) in _written(tree, ignored.section, ignored.keys):
             if not _is_one(value, kind):
-                problems.append(Problem(key, value, "is no value of this key", "leave it out: it has no effect"))
+                problems.append(Problem(key, value, "is not a value of this key", "leave it out: it has no effect"))
             elif value not in (default, None):
                 changes.append(Change(key, f"= {value!r} has no effect: {ignored.why}"))
     for never in NEVER:

@@ -124,7 +124,7 @@ def _sparse_gradients(tree: Tree) -> Iterator[Change]:
 
 
 def _unmanaged(tree: Tree) -> Iterator[Change]:
-    """`initialize` tells the engine. Micro-batches that nobody counts are added up in float32."""
+    """`initialize` passes it to the engine. Micro-batches that are not counted are added up in float32."""
     if isinstance(tree.get(UNMANAGED), bool) and tree.pop(UNMANAGED) is False:
         types = tree.setdefault("data_types", {})
         if isinstance(types, dict):

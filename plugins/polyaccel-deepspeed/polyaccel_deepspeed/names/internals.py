@@ -75,8 +75,8 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
-        "Muon's flags on parameters; torch.optim.Muon is an optimizer like any other",
+        Status.LATER,
+        "Muon, which issue 52 brings",
         {
             "deepspeed": "resolve_per_head_muon_after_sharding set_optimizer_flags",
         },
@@ -255,7 +255,7 @@ for _status, _why, _modules in _TABLE:
     for _module, _names in _modules.items():
         INTERNALS.setdefault(_module, {}).update({name: Name(_status, why=_why) for name in _names.split()})
 
-_SPARSE = "sparse gradients, which DeepSpeed has removed from its config; layers have sparse=False"
+_SPARSE = "a step inside DeepSpeed's engine; sparse gradients travel in their bucket, as dense ones"
 _DATA = "the data efficiency library; a sampler of torch's"
 _COMPILE = "DeepCompile; engine.compile is torch.compile"
 _MEMBERS: dict[str, dict[str, str]] = {
@@ -269,7 +269,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "compile_zero_optimization_stage get_autosp_backend get_autotp_backend get_deepcompile_backend "
         "get_deepspeed_compile_backend register_compile_pass": _COMPILE,
         "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain": _SPARSE,
-        "get_wall_clock_timers print_forward_breakdown": "timers of DeepSpeed's own; engine.metrics has the phases",
+        "print_forward_breakdown": "timers of DeepSpeed's own; engine.metrics has the phases",
         "load_moe_state_dict": "files of DeepSpeed's experts; checkpoints here have whole stacks of experts",
         "torch_autocast_lower_precision_safe_modules": "communication_data_type chooses the type for all",
     },

@@ -54,7 +54,7 @@ ABSENT_MODULES = {prefix: Name(Status.NEVER, why=why) for prefix, why in _NEVER.
 
 
 def absent_module(module: str) -> Name | None:
-    """Return what stands for a module of DeepSpeed that is not in the table of names; None for one of nobody's."""
+    """Return what stands for a module of DeepSpeed that is not in the table of names; None for an unknown one."""
     parts = module.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
     return next((ABSENT_MODULES[one] for one in prefixes if one in ABSENT_MODULES), None)
