@@ -214,11 +214,12 @@ class Source:
             return given[0] if given else NONE
         if name in self.classes and (any(given) or any(named.values())):
             return self._make(name, given, named)
-        said: dict[str | int, list[str]] = {
-            place: words
-            for place, value in (*enumerate(node.args), *((one.arg or "**", one.value) for one in node.keywords))
-            if (words := self._constant(value, scope))
-        }
+        said: dict[str | int, list[str]] = {}
+        for place, value in enumerate(node.args):
+            said[place] = self._constant(value, scope)
+        for one in node.keywords:
+            said[one.arg or "**"] = self._constant(one.value, scope)
+        said = {place: words for place, words in said.items() if words}
         return self._enter(scope.module, name, given, named, said)
 
     def _make(self, name: str, given: list[Paths], named: Mapping[str, Paths]) -> Paths:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyaccel.accelerators.detect import choose_accelerator
 from polyaccel.errors import OffloadError, PolyaccelError
-from polyaccel.offload.transfers import Transfer, open_transfers, write_all
+from polyaccel.offload.transfers import Transfer, memory_of, open_transfers, write_all
 from polyaccel_deepspeed.accelerator import get_accelerator
 
 _ALIGNMENT = 4096
@@ -103,7 +103,7 @@ class aio_handle:  # noqa: N801 - DeepSpeed's name
         _require_contiguous(buffer)
         host = _bytes_of(buffer.cpu())
         if isinstance(filename, int):
-            write_all(filename, memoryview(host.numpy()), file_offset)
+            write_all(filename, memory_of(self._host.wrap(host)), file_offset)
             self._under_way.append(([], host, None))
         else:
             os.close(os.open(filename, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
