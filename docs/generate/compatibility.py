@@ -82,7 +82,8 @@ def _counts() -> Iterator[str]:
     modules = Counter(one.status.value for one in absent if one is not None)
     modules["yes"] = len(FACTS["every_module"]) - len(absent)
     yield "## Counts { #counts }\n"
-    yield f"Of DeepSpeed {FACTS['version']} and polyaccel {__version__.partition('+')[2].removeprefix('polyaccel.')}.\n"
+    ours = __version__.partition("+polyaccel.")[2]
+    yield f"DeepSpeed {FACTS['version']}, whose source was read on {FACTS['read_on']}, and polyaccel {ours}.\n"
     yield "| | all | " + " | ".join(STATES) + " |\n|---|---|" + "---|" * len(STATES)
     for what, counted in (("config keys", keys), ("names", names), ("modules", modules)):
         yield f"| {what} | {counted.total()} | " + " | ".join(str(counted[one]) for one in STATES) + " |"

@@ -10,6 +10,7 @@ import ast
 import json
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
     """Return all that is read from source, as JSON has it."""
     source = Source(folder)
     return {
+        "read_on": date.today().isoformat(),
         "keys": config_keys(source),
         "options": launcher_options(source),
         "scripts": scripts_of(folder),

@@ -324,5 +324,13 @@ def get_accelerator() -> DeepSpeedAccelerator:
     return _seen_as(polyaccel.get_accelerator())
 
 
+def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
+    """Let this device train from now on. Raises PolyaccelError for one that polyaccel did not make."""
+    if not isinstance(accel_obj, DeepSpeedAccelerator):
+        hint = "pass CUDA_Accelerator() and its like; another device is a plugin: `polyaccel plugins new`"
+        raise PolyaccelError(f"{type(accel_obj).__name__} is not an accelerator", hint=hint, value=accel_obj)
+    polyaccel.set_accelerator(accel_obj._accelerator)
+
+
 def is_current_accelerator_supported() -> bool:
     return True

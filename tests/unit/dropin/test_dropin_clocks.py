@@ -171,3 +171,40 @@ def test_attributes_of_the_engine(engine: Any, tmp_path: Any) -> None:
     files.save({"a": torch.ones(2)}, str(tmp_path / "a.pt"))
     assert files.load(str(tmp_path / "a.pt"))["a"].tolist() == [1.0, 1.0]
     assert (files.is_decoupled(), files.commit("tag"), engine.save_zero_checkpoint) == (False, True, True)
+
+
+def test_tensor_ranks_are_those_of_an_mpu_or_none() -> None:
+    from deepspeed.checkpointing import bwc_tensor_model_parallel_rank
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+    from deepspeed.utils import bwc_tensor_model_parallel_world_size
+
+    class Mpu:
+        def get_model_parallel_rank(self) -> int:
+            return 1
+
+        def get_model_parallel_world_size(self) -> int:
+            return 2
+
+    assert (bwc_tensor_model_parallel_rank(), bwc_tensor_model_parallel_world_size()) == (0, 1)
+    assert (bwc_tensor_model_parallel_rank(Mpu()), bwc_tensor_model_parallel_world_size(mpu=Mpu())) == (1, 2)
+    weight = nn.Parameter(torch.ones(1))
+    assert not is_model_parallel_parameter(weight)
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    assert is_model_parallel_parameter(weight)
+
+
+def test_a_device_is_set_by_its_class() -> None:
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    import polyaccel
+
+    before = polyaccel.get_accelerator()
+    chosen = CPU_Accelerator()
+    try:
+        set_accelerator(chosen)
+        assert polyaccel.get_accelerator() is chosen._accelerator
+        assert get_accelerator().device_name() == "cpu"
+        with pytest.raises(PolyaccelError):
+            set_accelerator(3)
+    finally:
+        polyaccel.set_accelerator(before)

@@ -88,6 +88,34 @@ def get_tensor_model_parallel_rank() -> int:
     return _rank("tensor")
 
 
+def get_tensor_model_parallel_src_rank() -> int:
+    """The number of the first of the ranks that share layers with this one."""
+    return dist.get_rank() if _mesh is None else _mesh.group(("tensor",), dist.get_rank())[0]
+
+
+def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+    """The place of this rank among those that share layers, by a `mpu` as Megatron has it; 0 without one."""
+    return int(_asked_of(mpu, "rank", 0))
+
+
+def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
+    """How many ranks share layers, by a `mpu` as Megatron has it; 1 without one."""
+    return int(_asked_of(mpu, "world_size", 1))
+
+
+def _asked_of(mpu: Any, what: str, otherwise: int) -> int:
+    for kind in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
+        ask = getattr(mpu, f"get_{kind}_{what}", None)
+        if ask is not None:
+            return int(ask())
+    return otherwise
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    """Whether a parameter is one rank's part of a layer's, as Megatron marks it."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
 def get_sequence_parallel_group() -> Any:
     """torch's group of the ranks that share sequences."""
     return _group("sequence")

@@ -35,8 +35,10 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """Keys in the table `section` that are refused for good, except for the value that asks for nothing. With a `switch`
-    only that key asks, and the others are options of it."""
+    """Keys in the table `section` that are refused for good, except for the value that asks for nothing.
+
+    With a `switch` only that key asks, and the others are options of it.
+    """
 
     section: str
     why: str

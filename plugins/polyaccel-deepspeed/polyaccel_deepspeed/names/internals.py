@@ -9,7 +9,7 @@ from polyaccel_deepspeed.names.entry import Name, Status
 _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     (
         Status.LATER,
-        "DualPipeV's own classes; a PipelineModule trains by the schedule dualpipe-v",
+        "DualPipeV's own classes: issue 49; a PipelineModule trains by the schedule dualpipe-v",
         {
             "deepspeed": "DualPipeVEngine DualPipeVModule",
             "deepspeed.pipe": "DualPipeVModule",
@@ -17,7 +17,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.LATER,
-        "DeepSpeed's adapters and losses for sequences on several ranks; sequence_parallel_size cuts sequences",
+        "DeepSpeed's adapters and losses for sequences: issue 49; sequence_parallel_size cuts sequences",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP",
             "deepspeed.sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter "
@@ -29,23 +29,17 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.LATER,
-        "DeepSpeed's own functions of tensor parallelism; tensor_parallel.autotp_size cuts the weights",
+        Status.NEVER,
+        "sizes and places of ranks are the mesh's; tensor_parallel.autotp_size cuts the weights",
         {
             "deepspeed": "merge_tp_model_init_into_config record_tp_model_init_args",
-            "deepspeed.checkpointing": "bwc_tensor_model_parallel_rank",
-            "deepspeed.runtime.utils": "is_model_parallel_parameter",
-            "deepspeed.utils": "bwc_tensor_model_parallel_world_size get_model_parallel_group "
-            "get_tensor_model_parallel_group get_tensor_model_parallel_src_rank "
-            "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size",
-            "deepspeed.utils.groups": "get_model_parallel_group get_tensor_model_parallel_group "
-            "get_tensor_model_parallel_src_rank set_tensor_model_parallel_rank "
-            "set_tensor_model_parallel_world_size",
+            "deepspeed.utils": "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size",
+            "deepspeed.utils.groups": "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size",
         },
     ),
     (
         Status.LATER,
-        "estimates from Python; `polyaccel plan` prints them for every stage",
+        "estimates from Python: issue 50; `polyaccel plan` prints them for every stage",
         {
             "deepspeed.runtime.zero.stage3": "estimate_zero3_model_states_mem_needs",
             "deepspeed.runtime.zero.stage_1_and_2": "estimate_zero2_model_states_mem_needs",
@@ -93,7 +87,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.LATER,
+        Status.NEVER,
         "parts of DeepSpeed's profiler; FlopsProfiler and get_model_profile count and print",
         {
             "deepspeed.profiling.flops_profiler": "MoE bytes_to_string duration_to_string flops_to_string "
@@ -135,7 +129,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.LATER,
+        Status.NEVER,
         "the log of collectives by call; `comms_logger` in the config records the engine's",
         {
             "deepspeed.comm": "CommsLogger get_caller_func get_comm_operation_count get_debug_log_name "
@@ -145,7 +139,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.LATER,
+        Status.NEVER,
         "schedules by command-line arguments",
         {
             "deepspeed.runtime.lr_schedules": "get_lr_from_config get_torch_optimizer override_1cycle_params "
@@ -239,13 +233,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
             "deepspeed.utils.logging": "LoggerFactory get_dist_msg print_configuration",
             "deepspeed.utils.z3_leaf_module": "apply_zero_leaf_module_config z3_leaf_parameter",
             "deepspeed.zero": "DeepSpeedTensorOverride DeepSpeedZeRoOffload",
-        },
-    ),
-    (
-        Status.LATER,
-        "replacing the device in a process; DS_ACCELERATOR names a plugin",
-        {
-            "deepspeed.accelerator.real_accelerator": "set_accelerator",
         },
     ),
 )

@@ -31,14 +31,14 @@ LION = yes(OPTIMIZERS, "DeepSpeedCPULion", "FusedLion")
 LAMB = yes(OPTIMIZERS, "FusedLamb")
 EXTERNAL = yes("polyaccel.zero", "register_external_parameter")
 NO_EXTERNAL = yes("polyaccel.zero", "unregister_external_parameter")
-PLAN = "estimates from Python; `polyaccel plan` prints them for every stage"
+PLAN = "estimates from Python: issue 50; `polyaccel plan` prints them for every stage"
 ESTIMATES_2 = later(
     PLAN, "estimate_zero2_model_states_mem_needs_all_cold", "estimate_zero2_model_states_mem_needs_all_live"
 )
 ESTIMATES_3 = later(
     PLAN, "estimate_zero3_model_states_mem_needs_all_cold", "estimate_zero3_model_states_mem_needs_all_live"
 )
-TILES = later("linear layers in tiles; stage 3 gathers them whole", "TiledLinear", "TiledLinearReturnBias")
+TILES = later("linear layers in tiles: issue 50; stage 3 gathers them whole", "TiledLinear", "TiledLinearReturnBias")
 ELASTIC_AGENT = never("the agent is torch's own: `polyaccel run --launcher torchelastic`", "DSElasticAgent")
 ELASTIC_ERRORS = yes(ELASTICITY, "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize") | yes(
     "polyaccel.config.sections.elasticity", "ElasticityConfig"
@@ -105,6 +105,7 @@ PARALLEL_PRIVATE = {
     **{f"_get_sequence_parallel_{what}": f"get_sequence_parallel_{what}" for what in ("group", "rank", "world_size")},
     "_get_model_parallel_world_size": "get_tensor_model_parallel_world_size",
 }
+TENSOR_GROUPS = ("get_tensor_model_parallel_src_rank",)
 EXPERT_GROUPS = (
     *(
         f"_get_expert_{kind}parallel_{what}"

@@ -52,10 +52,10 @@ _PUBLIC: dict[str, Module] = {
         "The device.",
         yes(sets.ACCELERATOR, "get_accelerator", "is_current_accelerator_supported")
         | yes(sets.ACCELERATOR, "DeepSpeedAccelerator")
-        | later("replacing the device in a process; DS_ACCELERATOR names a plugin", "set_accelerator"),
+        | yes(sets.ACCELERATOR, "set_accelerator"),
     ),
     "deepspeed.accelerator.real_accelerator": Module(
-        "The device.", yes(sets.ACCELERATOR, "get_accelerator", "is_current_accelerator_supported")
+        "The device.", yes(sets.ACCELERATOR, "get_accelerator", "is_current_accelerator_supported", "set_accelerator")
     ),
     **DEVICES,
     "deepspeed.accelerator.abstract_accelerator": Module("Its class.", yes(sets.ACCELERATOR, "DeepSpeedAccelerator")),
@@ -85,7 +85,8 @@ _PUBLIC: dict[str, Module] = {
         | yes("polyaccel_deepspeed.config", "DeepSpeedConfig")
         | yes(sets.ACCELERATOR, "get_accelerator")
         | yes(sets.UTILS, "move_to_device")
-        | yes("polyaccel.utils", "see_memory_usage"),
+        | yes("polyaccel.utils", "see_memory_usage")
+        | yes(sets.GROUPS, "bwc_tensor_model_parallel_rank"),
     ),
     "deepspeed.comm": Module("Collectives.", sets.COLLECTIVES | yes(sets.ACCELERATOR, "get_accelerator")),
     "deepspeed.comm.comm": Module("Collectives.", sets.COLLECTIVES),
@@ -178,7 +179,7 @@ _PUBLIC: dict[str, Module] = {
         "Learning rates.",
         yes("polyaccel.engine.lr_schedules", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
         | yes("polyaccel_deepspeed.config", "VALID_LR_SCHEDULES")
-        | later("schedules by command-line arguments", "add_tuning_arguments", "get_config_from_args"),
+        | never("schedules by command-line arguments", "add_tuning_arguments", "get_config_from_args"),
     ),
     "deepspeed.runtime.pipe": Module("Pipelines."),
     "deepspeed.runtime.pipe.engine": Module(
@@ -212,7 +213,8 @@ _PUBLIC: dict[str, Module] = {
             "move_to_device",
             "set_random_seed",
         )
-        | yes("polyaccel.utils", "see_memory_usage"),
+        | yes("polyaccel.utils", "see_memory_usage")
+        | yes(sets.GROUPS, "is_model_parallel_parameter"),
     ),
     "deepspeed.runtime.zero": Module("ZeRO.", sets.ZERO_NAMES),
     "deepspeed.runtime.zero.config": Module("Its config.", yes("polyaccel_deepspeed.config", "ZeroStageEnum")),
@@ -238,14 +240,15 @@ _PUBLIC: dict[str, Module] = {
         | sets.LEAVES
         | yes(sets.LOADER, "RepeatingLoader")
         | yes(sets.UTILS, "OnDevice", "instrument_w_nvtx", "recursive_getattr", "recursive_setattr")
-        | yes(sets.GROUPS, **sets.PARALLEL)
+        | yes(sets.GROUPS, *sets.TENSOR_GROUPS, "bwc_tensor_model_parallel_world_size", **sets.PARALLEL)
         | yes(sets.GRID, "bwc_pipeline_parallel_world_size")
         | yes(sets.ACCELERATOR, "get_accelerator")
         | sets.GROUPS_BY_HAND,
     ),
     "deepspeed.utils.groups": Module(
         "Groups of ranks along the axes of the mesh.",
-        yes(sets.GROUPS, *sets.EXPERT_GROUPS, **sets.PARALLEL, **sets.PARALLEL_PRIVATE) | sets.GROUPS_BY_HAND,
+        yes(sets.GROUPS, *sets.EXPERT_GROUPS, *sets.TENSOR_GROUPS, **sets.PARALLEL, **sets.PARALLEL_PRIVATE)
+        | sets.GROUPS_BY_HAND,
     ),
     "deepspeed.utils.init_on_device": Module("Modules on a device.", yes(sets.UTILS, "OnDevice")),
     "deepspeed.utils.timer": Module("Clocks.", sets.TIMERS),
