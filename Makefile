@@ -113,6 +113,11 @@ test-dropin: ## run the trainers that people use with DeepSpeed over plugins/pol
 	$(VENV)-dropin/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
 	$(VENV)-dropin/bin/python -m pytest plugins/polyaccel-deepspeed/tests $(ARGS)
 
+test-verl: ## compare SFT by verl's engine for FSDP2 with plugins/polyaccel-verl, on CPU ranks in a separate environment (2 GB)
+	$(MAKE) environment VENV=$(VENV)-verl EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools'
+	$(VENV)-verl/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation --editable plugins/polyaccel-verl
+	$(VENV)-verl/bin/python -m pytest plugins/polyaccel-verl/tests $(ARGS)
+
 test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitors wrote, in a separate environment (1 GB), offline
 	$(MAKE) environment VENV=$(VENV)-monitors EXTRAS=torch,tensorboard,wandb,comet PACKAGES='pytest pytest-timeout setuptools'
 	$(VENV)-monitors/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation --editable plugins/polyaccel-mlflow
