@@ -36,7 +36,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-quantized test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -122,6 +122,10 @@ test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitor
 	$(MAKE) environment VENV=$(VENV)-monitors EXTRAS=torch,tensorboard,wandb,comet PACKAGES='pytest pytest-timeout setuptools'
 	$(VENV)-monitors/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation --editable plugins/polyaccel-mlflow
 	$(VENV)-monitors/bin/python -m pytest tests/procs/monitors plugins/polyaccel-mlflow/tests $(ARGS)
+
+test-quantized: ## train over weights that bitsandbytes and torchao have quantised, in a separate environment
+	$(MAKE) environment VENV=$(VENV)-quantized EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers peft bitsandbytes torchao'
+	$(VENV)-quantized/bin/python -m pytest tests/threads/quantized $(ARGS)
 
 test-page: $(STAMP) ## look at the page of `polyaccel watch` in a headless Chromium (apt-get install chromium); PICTURES=docs/guide/pictures renews the guide's
 	TESTS_PAGE=1 PAGE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/procs/dashboard $(ARGS)

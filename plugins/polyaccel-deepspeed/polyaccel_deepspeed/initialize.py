@@ -21,6 +21,7 @@ from polyaccel_deepspeed.config import log_changes, read_config, read_text
 from polyaccel_deepspeed.config_rules import whole_batch
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
 from polyaccel_deepspeed.engine.groups import stand_along
+from polyaccel_deepspeed.engine.hybrid import DeepSpeedHybridEngine
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_layer_specs, with_tensor_ranks
@@ -83,7 +84,7 @@ def initialize(
         distributed_port=None,
         dist_init_required=dist_init_required,
         config=tree,
-        engine_class=DeepSpeedEngine,
+        engine_class=_engine_class(tree),
         pipeline_engine_class=PipelineEngine,
         slice_optimizers=SLICE_OPTIMIZERS,
     )
@@ -101,6 +102,11 @@ def initialize(
     if engine.zero_optimization_partition_weights():
         describe(model, engine.world_size)
     return engine, own_optimizer, loader, schedule
+
+
+def _engine_class(tree: Mapping[str, Any]) -> type[DeepSpeedEngine]:
+    section = tree.get("hybrid_engine") or {}
+    return DeepSpeedHybridEngine if section.get("enabled") else DeepSpeedEngine
 
 
 def init_distributed(

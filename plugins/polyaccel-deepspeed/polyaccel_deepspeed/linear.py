@@ -1,7 +1,8 @@
 """`deepspeed.linear`: linear layers with a frozen weight and trained adapters (LoRA; Hu et al. 2021).
 
 The frozen weight is a parameter like any other: at stage 3 the engine shards it, whatever `base_weight_sharding` says.
-Under a `QuantizationConfig` it is int8 with a float32 scale a group of a row. DeepSpeed has floats of 8 bits.
+Under a `QuantizationConfig` it is int8, or NF4 at 4 bits, with a float32 scale a group of a row, and each pass computes
+it again. DeepSpeed has floats of 4, 6, 8 and 12 bits.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.weight_groups import GroupedWeight
+from polyaccel.torch.quantized.codes import CodeFormat
+from polyaccel.torch.quantized.layers import present, product
 
 log = getLogger("polyaccel.deepspeed")
 _NAME = "lora"
+_TYPES = {4: "nf4", 8: "int8"}
+"""The type of a frozen weight by its bits."""
 
 
 @dataclass
@@ -40,7 +44,7 @@ class LoRAConfig:
 
 @dataclass
 class QuantizationConfig:
-    """A frozen weight in 8 bits; `mantissa_bits` and `q_dtype` have no effect."""
+    """A frozen weight in 4 or 8 bits; `mantissa_bits` and `q_dtype` have no effect."""
 
     q_bits: int = 8
     mantissa_bits: int = 3
@@ -88,16 +92,15 @@ class LoRAOptimizedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: Any = nn.Linear,
     ) -> None:
-        """Raises PolyaccelError without a LoRA config, with a bias, and for other than 8 bits."""
+        """Raises PolyaccelError without a LoRA config, with a bias, and for other than 4 or 8 bits."""
         super().__init__()
         if lora_config is None or bias:
             value = "bias" if bias else "lora_config"
             raise PolyaccelError(
                 f"LoRAOptimizedLinear was called with {value} = {bias or None}", hint="give lora_config and no bias"
             )
-        if quantization_config is not None and quantization_config.q_bits != 8:
-            bits = quantization_config.q_bits
-            raise PolyaccelError(f"q_bits = {bits} does not exist here", hint="use q_bits=8", value=bits)
+        if quantization_config is not None and (bits := quantization_config.q_bits) not in _TYPES:
+            raise PolyaccelError(f"q_bits = {bits} does not exist here", hint="use q_bits=4 or q_bits=8", value=bits)
         self.input_dim, self.output_dim, self.dtype = input_dim, output_dim, dtype
         self.lora_config, self.quantization_config = lora_config, quantization_config
         self._make, self._device = linear_cls, device
@@ -127,20 +130,24 @@ class LoRAOptimizedLinear(nn.Module):
         """The frozen weight in its own type."""
         if self.quantization_config is None or self.disabled:
             return self.weight
-        scales = self.weight_scales.view(torch.float32)
-        groups = functional.pad(self.weight, (0, -self.input_dim % self._group_size))
-        rows = groups.view(self.output_dim, -1, self._group_size) * scales.unsqueeze(-1)
-        return rows.flatten(1)[:, : self.input_dim].to(self.dtype)
+        return self._format.decode((present(self.weight), present(self.weight_scales)), self.dtype)
 
     def forward(self, input_tensor: Tensor) -> Tensor:
         """The product with the weight, and that of the adapters. Raises PolyaccelError before `init_lora`."""
-        out = functional.linear(input_tensor, self.full_weight())
+        out = self._frozen_product(input_tensor)
         if self.disabled or self.merged_adapters:
             return out
         if not self._is_initialized:
             raise PolyaccelError("init_lora was never called", hint="call deepspeed.linear.init_lora(model)")
         added: Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
         return out + self.lora_scaling_factor * added
+
+    def _frozen_product(self, x: Tensor) -> Tensor:
+        if self.quantization_config is None or self.disabled:
+            return functional.linear(x, self.weight)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return product(x.to(dtype), None, self._format, present(self.weight), present(self.weight_scales))
 
     # What `polyaccel.torch.generation.adapters` asks of a layer with adapters.
 
@@ -151,7 +158,7 @@ class LoRAOptimizedLinear(nn.Module):
 
     @property
     def disable_adapters(self) -> bool:
-        """Whether there are none to add: a weight in 8 bits stays as it is."""
+        """Whether there are none to add: a quantised weight stays as it is."""
         return self.disabled or not self._is_initialized or self.quantization_config is not None
 
     def get_base_layer(self) -> nn.Module:
@@ -169,12 +176,11 @@ class LoRAOptimizedLinear(nn.Module):
         if self.quantization_config is None or self.disabled:
             self.weight = nn.Parameter(weight, requires_grad=False)
             return
-        grouped = GroupedWeight(weight, self.quantization_config.group_size)
-        self._group_size = min(self.quantization_config.group_size, self.input_dim)
-        values = grouped.values.flatten(1)[:, : self.input_dim].contiguous()
-        self.weight = nn.Parameter(values, requires_grad=False)
-        # As integers, which no engine converts to the type of its parameters.
-        self.weight_scales = nn.Parameter(grouped.scales.squeeze(-1).view(torch.int32), requires_grad=False)
+        settings = self.quantization_config
+        self._format = CodeFormat(_TYPES[settings.q_bits], settings.group_size, False, self.output_dim, self.input_dim)
+        codes, scales = self._format.encode(weight)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scales = nn.Parameter(scales, requires_grad=False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Take a plain layer's weight too: rounded, or by a plain layer where `target_mods` does not name this one."""

@@ -23,14 +23,16 @@ from polyaccel.torch.quantized.weight import QuantizedWeight
 from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
 
-_NAMES = ("weight_codes", "weight_scales", "weight_spans")
+NAMES = ("weight_codes", "weight_scales", "weight_spans", "weight_part_3", "weight_part_4", "weight_part_5")
+"""Parameters of a layer, of which a format has some."""
 _ABSENT = (ShardedParameter, PendingParameter)
 
 
 class QuantizedLayer(nn.Module):
     """A linear layer with a frozen weight in codes. See [Note: Quantised layers]."""
 
-    quantization: CodeFormat
+    quantization: Any
+    """A `CodeFormat`, or what has its `decode`, `rows` and `columns`."""
     is_transposed: bool
     """Whether the weight is (inputs, outputs), as that of transformers' Conv1D; its codes are not."""
     bias: Tensor | None
@@ -45,27 +47,26 @@ class QuantizedLayer(nn.Module):
 
         def values() -> Tensor:
             with torch.no_grad():
-                matrix = found.decode(self._stored(), dtype)
+                matrix: Tensor = found.decode(self.stored(), dtype)
             return matrix.t() if self.is_transposed else matrix
 
         return QuantizedWeight(shape, dtype, self.weight_codes.device, values)
 
-    def _stored(self) -> tuple[Tensor, ...]:
-        return tuple(_present(self._parameters[name]) for name in _NAMES if name in self._parameters)
+    def stored(self) -> tuple[Tensor, ...]:
+        return tuple(present(self._parameters[name]) for name in NAMES if name in self._parameters)
 
     @outside_graphs
     def forward(self, x: Tensor) -> Tensor:
         """The product with the matrix, and the bias added."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        bias = None if self.bias is None else _present(self.bias).to(dtype)
-        out: Tensor = _Product.apply(x.to(dtype), bias, self.quantization, *self._stored())  # type: ignore[no-untyped-call]
-        return out
+        bias = None if self.bias is None else present(self.bias).to(dtype)
+        return product(x.to(dtype), bias, self.quantization, *self.stored())
 
     def store(self, weight: Tensor) -> None:
         """Take the values of `weight`, as the layer's class has it."""
         stored = self.quantization.encode(weight.t() if self.is_transposed else weight)
-        for name, value in zip(_NAMES, stored, strict=False):
+        for name, value in zip(NAMES, stored, strict=False):
             self._parameters[name] = nn.Parameter(value, requires_grad=False)
 
     def reset_parameters(self) -> None:
@@ -78,7 +79,7 @@ class QuantizedLayer(nn.Module):
         weight = state_dict.get(f"{prefix}weight")
         if isinstance(weight, Tensor) and f"{prefix}weight_codes" not in state_dict:
             stored = self.quantization.encode(weight.t() if self.is_transposed else weight)
-            state_dict.update({f"{prefix}{name}": value for name, value in zip(_NAMES, stored, strict=False)})
+            state_dict.update({f"{prefix}{name}": value for name, value in zip(NAMES, stored, strict=False)})
             del state_dict[f"{prefix}weight"]
         super()._load_from_state_dict(state_dict, prefix, *others)
 
@@ -95,10 +96,11 @@ class _Product(torch.autograd.Function):
     """A product with a matrix in codes, which is computed in both directions and kept in neither."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, found: CodeFormat, *stored: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, found: Any, *stored: Tensor) -> Tensor:
         ctx.found = found
         ctx.save_for_backward(*stored)
-        return functional.linear(x, found.decode(stored, x.dtype), bias)
+        with torch.autocast(x.device.type, enabled=False):  # the caller has cast what is to be cast
+            return functional.linear(x, found.decode(stored, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -110,12 +112,18 @@ class _Product(torch.autograd.Function):
         return (of_x, of_bias, None, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
+def product(x: Tensor, bias: Tensor | None, found: Any, *stored: Tensor) -> Tensor:
+    """Return the product with the matrix that `found.decode` makes of `stored`, in the type of `x`."""
+    out: Tensor = _Product.apply(x, bias, found, *stored)  # type: ignore[no-untyped-call]
+    return out
+
+
 def quantize_layer(layer: nn.Module, weight: Tensor, dtype: str, group_size: int, *, double_quant: bool) -> None:
     """Make `layer`, whose weight has the values `weight`, a `QuantizedLayer`, in place."""
     is_transposed = not isinstance(layer, nn.Linear)
     rows, columns = reversed(weight.shape) if is_transposed else weight.shape
     del layer._parameters["weight"]
-    layer.__class__ = _class_of(type(layer))
+    layer.__class__ = quantized_class(type(layer))
     assert isinstance(layer, QuantizedLayer)  # just made
     layer.quantization = CodeFormat(dtype, group_size, double_quant, rows, columns)
     layer.is_transposed = is_transposed
@@ -127,13 +135,18 @@ def quantize_layer(layer: nn.Module, weight: Tensor, dtype: str, group_size: int
 def dequantize_layer(layer: QuantizedLayer) -> None:
     """Give `layer` its class and a frozen parameter `weight` again, in place."""
     weight = nn.Parameter(layer.weight.data.contiguous(), requires_grad=False)
-    for name in _NAMES:
+    plain_class(layer)
+    layer.register_parameter("weight", weight)
+
+
+def plain_class(layer: QuantizedLayer) -> None:
+    """Give `layer` its own class, without a weight."""
+    for name in NAMES:
         layer._parameters.pop(name, None)
     del layer._buffers["_type_of_weight"], layer.quantization, layer.is_transposed
     layer._non_persistent_buffers_set.discard("_type_of_weight")
     own: Any = next(kind for kind in type(layer).__mro__ if not issubclass(kind, QuantizedLayer))
     layer.__class__ = own
-    layer.register_parameter("weight", weight)
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -148,13 +161,13 @@ def is_linear(layer: nn.Module) -> bool:
 _CLASSES: dict[type, type] = {nn.Linear: QuantizedLinear}
 
 
-def _class_of(own: type) -> type:
+def quantized_class(own: type) -> type:
     if own not in _CLASSES:
         _CLASSES[own] = type(f"Quantized{own.__name__}", (QuantizedLayer, own), {"__module__": __name__})
     return _CLASSES[own]
 
 
-def _present(parameter: Any) -> Any:
+def present(parameter: Any) -> Any:
     """The parameter, whose values have been brought here: a function of autograd would take an empty one."""
     if type(parameter) in _ABSENT:
         Tensor.detach(parameter)

@@ -20,12 +20,14 @@ from polyaccel.torch.rewrites.engine import (
 )
 from polyaccel.torch.rewrites.forwards import BufferTypes, SequenceParallel, TiledCompute
 from polyaccel.torch.rewrites.placement import DevicePlacement, ReadyModel
+from polyaccel.torch.rewrites.quantized import QuantizedWeights
 from polyaccel.torch.rewrites.stages import PipelineBlocks, PipelineLayers
 
 __all__ = ["REWRITES", "AppliedRewrite", "Rewrite", "RewriteContext"]
 
 REWRITES: tuple[Rewrite, ...] = (
     PipelineLayers(),
+    QuantizedWeights(),
     ReadyModel(),
     MegatronCuts(),
     TensorParallel(),

@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from transformer_models import transformer_batch, transformer_model
 
 from polyaccel.comm.base import Communicator
@@ -36,6 +37,7 @@ def test_an_engine_generates_what_its_module_does(stage: int, trains: bool) -> N
         if trains:
             config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
         engine = deepspeed.initialize(model=models[communicator.rank], config=config)[0]
+        assert type(engine) is DeepSpeedHybridEngine
         assert torch.equal(engine.generate(prompt, **asked), wanted)
         with pytest.raises(PolyaccelError) as caught:
             engine.generate(prompt, max_new_tokens=8)

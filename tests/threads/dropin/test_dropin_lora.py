@@ -35,9 +35,9 @@ class Plain(nn.Module):
         return functional.linear(x, self.weight) + ALPHA / RANK * added
 
 
-def layers(quantised: bool = False) -> nn.Sequential:
+def layers(bits: int | None = None) -> nn.Sequential:
     torch.manual_seed(3)
-    of_bits = QuantizationConfig(group_size=5) if quantised else None
+    of_bits = None if bits is None else QuantizationConfig(q_bits=bits, group_size=5)
     settings = {"lora_config": LoRAConfig(lora_r=RANK, lora_alpha=ALPHA), "quantization_config": of_bits}
     made = nn.Sequential(
         OptimizedLinear(12, 7, dtype=torch.float32, **settings),
@@ -78,11 +78,11 @@ def plain_losses(model: nn.Module, ranks: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_training_is_that_of_plain_torch(stage: int, is_quantised: bool) -> None:
-    """A frozen weight in 8 bits rests as it is at every stage."""
-    model = layers(is_quantised)
+def test_training_is_that_of_plain_torch(stage: int, bits: int | None) -> None:
+    """A frozen weight in 4 or 8 bits rests as it is at every stage."""
+    model = layers(bits)
     models = [copy.deepcopy(model) for _ in range(2)]
     frozen = {name: one.clone() for name, one in model.named_parameters() if not one.requires_grad}
     wanted = plain_losses(plain_twin(model), 2)
@@ -105,7 +105,7 @@ def test_training_is_that_of_plain_torch(stage: int, is_quantised: bool) -> None
         if name in frozen:
             assert one.dtype is frozen[name].dtype
             assert torch.equal(one, frozen[name])
-    assert len(frozen) == (4 if is_quantised else 2)
+    assert len(frozen) == (2 if bits is None else 4)
 
 
 def test_a_layer_computes_what_pefts_does() -> None:
@@ -168,7 +168,11 @@ def test_sharded_weights_are_not_fused() -> None:
 def test_weights_of_plain_layers_are_loaded() -> None:
     """Rounded under a config of quantisation; and by plain layers where `target_mods` does not name them."""
     plain = nn.ModuleDict({"q_proj": nn.Linear(12, 8, bias=False), "head": nn.Linear(12, 3, bias=False)})
-    for of_bits in (None, QuantizationConfig(group_size=4)):
+    for of_bits, bound in (
+        (None, 1e-6),
+        (QuantizationConfig(group_size=4), 0.02),
+        (QuantizationConfig(q_bits=4, group_size=4), 0.3),
+    ):
         config = LoRAConfig(lora_r=RANK, delay_lora_init=True)
         sizes = {"q_proj": 8, "head": 3}
         model = nn.ModuleDict(
@@ -187,7 +191,7 @@ def test_weights_of_plain_layers_are_loaded() -> None:
         ]
         assert torch.equal(model["head"](batch(0, 0)), plain["head"](batch(0, 0)))
         error = (model["q_proj"](batch(0, 0)) - plain["q_proj"](batch(0, 0))).abs().max()
-        assert error < (0.02 if of_bits else 1e-6)
+        assert error < bound
         copied = copy.deepcopy(model)
         copied.load_state_dict(model.state_dict())
         assert torch.equal(copied["q_proj"](batch(0, 0)), model["q_proj"](batch(0, 0)))

@@ -35,6 +35,7 @@ OURS = {
 }
 MADE_ELSEWHERE = {
     "DeepSpeedEngine": "initialize makes it",
+    "DeepSpeedHybridEngine": "initialize makes it",
     "PipelineEngine": "initialize makes it",
     "InferenceEngine": "init_inference makes it",
     "DeepSpeedZeroOptimizer": "initialize makes it",

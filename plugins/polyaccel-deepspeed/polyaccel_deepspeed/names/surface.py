@@ -41,7 +41,7 @@ _PUBLIC: dict[str, Module] = {
         | {"dist": Name(Status.YES, sets.COMM)}
         | sets.PIPE_ENGINE
         | yes("polyaccel_deepspeed.pipeline.module", "PipelineModule")
-        | later("the class; every engine has generate", "DeepSpeedHybridEngine")
+        | yes("polyaccel_deepspeed.engine.hybrid", "DeepSpeedHybridEngine")
         | yes("polyaccel_deepspeed.engine.tensors", "set_autotp_mode", "tp_model_init")
         | yes(sets.UTILS, "OnDevice")
         | yes(sets.LOADER, "DeepSpeedDataLoader")
@@ -173,7 +173,7 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.engine": Module("The engine.", yes(sets.ENGINE, "DeepSpeedEngine")),
     "deepspeed.runtime.hybrid_engine": Module(
         "Training and generation.",
-        later("the class; every engine has generate", "DeepSpeedHybridEngine"),
+        yes("polyaccel_deepspeed.engine.hybrid", "DeepSpeedHybridEngine"),
     ),
     "deepspeed.runtime.lr_schedules": Module(
         "Learning rates.",
