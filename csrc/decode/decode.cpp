@@ -1,4 +1,4 @@
-// pa_linear and pa_attention: one new token of each sequence, shared out by columns and by heads.
+// Linear layers, attention and whole steps for one new token of each sequence, shared out by columns and by heads.
 
 #include <atomic>
 
@@ -96,5 +96,34 @@ int32_t pa_attend(const pa_attention* call, float* scratch, int32_t threads) {
     Attention all{isa_current(), call, scratch};
     const int32_t workers = threads > 1 ? threads : 1;
     parallel_for(workers, workers, attend_some, &all);
+    return 0;
+}
+
+int32_t pa_steps(int64_t count, const pa_step* steps, int64_t rows, float* scratch, int32_t threads) {
+    const isa_kernels* const isa = isa_current();
+    for (int64_t i = 0; i < count; i++) {
+        int32_t code = 0;
+        if (steps[i].kind == PA_STEP_LINEAR) {
+            pa_linear call = *static_cast<const pa_linear*>(steps[i].call);
+            call.rows = rows;
+            code = pa_linear_rows(&call, threads);
+        } else if (steps[i].kind == PA_STEP_GROUPED) {
+            pa_grouped call = *static_cast<const pa_grouped*>(steps[i].call);
+            call.rows = rows;
+            code = pa_grouped_rows(&call, threads);
+        } else if (steps[i].kind == PA_STEP_ATTENTION) {
+            pa_attention call = *static_cast<const pa_attention*>(steps[i].call);
+            call.sequences = rows;
+            code = pa_attend(&call, scratch, threads);
+        } else if (steps[i].kind == PA_STEP_ROWWISE) {
+            const pa_rowwise* const call = static_cast<const pa_rowwise*>(steps[i].call);
+            if (!is_decoded(call->type)) return PA_BAD_TYPE;
+            if (call->kind < 0 || call->kind >= PA_ROWWISE_COUNT) return PA_BAD_KIND;
+            for (int64_t row = 0; row < rows; row++) isa->rowwise_part(call, row);
+        } else {
+            code = PA_BAD_KIND;
+        }
+        if (code) return code;
+    }
     return 0;
 }

@@ -30,6 +30,7 @@ typedef struct {
     void (*linear_part)(const pa_linear* layer, int64_t start, int64_t end);
     void (*grouped_steps)(const pa_grouped* layer, int64_t row);
     void (*grouped_part)(const pa_grouped* layer, int64_t start, int64_t end);
+    void (*rowwise_part)(const pa_rowwise* call, int64_t row);
     void (*attention_part)(const pa_attention* call, int64_t sequence, int64_t head, float* scratch);
 } isa_kernels;
 

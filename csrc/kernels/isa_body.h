@@ -4,6 +4,7 @@
 #include "isa.h"
 #include "../decode/attention.h"
 #include "../decode/grouped.h"
+#include "../decode/rowwise.h"
 #include "../products/tiles.h"
 #include "sums.h"
 #include "sweep.h"
@@ -11,4 +12,4 @@
 extern const isa_kernels ISA_TABLE = {ISA_NAME,    shape,          sweep,           square_sum_block,
                                      combine_any, quantize_block, dequantize_block,
                                      TILE_COLUMNS, pack_rows,      product_columns, linear_part,
-                                     grouped_steps, grouped_part,   attention_part};
+                                     grouped_steps, grouped_part,   rowwise_part, attention_part};

@@ -144,6 +144,30 @@ typedef struct {
 
 PA_EXPORT int32_t pa_attend(const pa_attention* call, float* scratch, int32_t threads);
 
+// Operations on the `width` neighbours of each row, a row in `per_row` parts: y = norm(x) * weight + bias, y = act(x) * other
+// (`other` may be null), and y = x + other. All of one type, PA_FLOAT32 or PA_BFLOAT16; each operation that torch has is rounded
+// by itself.
+enum pa_rowwise_kind { PA_RMS_NORM, PA_LAYER_NORM, PA_SILU, PA_GELU, PA_GELU_TANH, PA_RELU, PA_ADD, PA_ROWWISE_COUNT };
+
+typedef struct {
+    const void *x, *other, *weight, *bias;
+    void* y;
+    int64_t width, per_row, x_row, other_row, y_row;
+    float eps;
+    int32_t kind, type;
+} pa_rowwise;
+
+// A model's operations on a token of each sequence, in their order. `call` is a pa_linear, pa_grouped, pa_attention or
+// pa_rowwise by `kind`, whose count of rows is that of the function.
+enum pa_step_kind { PA_STEP_LINEAR, PA_STEP_GROUPED, PA_STEP_ATTENTION, PA_STEP_ROWWISE };
+
+typedef struct {
+    const void* call;
+    int64_t kind;
+} pa_step;
+
+PA_EXPORT int32_t pa_steps(int64_t count, const pa_step* steps, int64_t rows, float* scratch, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

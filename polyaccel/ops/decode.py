@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,9 +70,67 @@ class DecodeAttentionFn(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class LinearStep:
+    """`y = x @ weight.T + bias`; a weight may be packed."""
+
+    weight: Any
+    bias: Any | None
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """Attention as `DecodeAttentionFn` has it."""
+
+    keys: Any
+    values: Any
+    turns: tuple[Any, Any] | None
+    heads: int
+    scale: float
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    slots: Any
+    positions: Any
+
+
+@dataclass(frozen=True)
+class RowwiseStep:
+    """`y` of each row in `per_row` parts, by `kind`: "rms_norm" and "layer_norm" with weight and bias; "silu", "gelu",
+    "gelu_tanh" and "relu", times `other` where there is one; "add" for x + other."""
+
+    kind: str
+    x: Any
+    y: Any
+    other: Any | None = None
+    weight: Any | None = None
+    bias: Any | None = None
+    eps: float = 0.0
+    per_row: int = 1
+
+
+DecodeStep = LinearStep | AttentionStep | RowwiseStep
+
+
+class DecodeStepsFn(Protocol):
+    def __call__(self, steps: Sequence[DecodeStep]) -> Callable[[int], None]:
+        """Prepare operations over fixed memory as one call.
+
+        Args:
+            steps: Operations of one element type. Their arrays have a row for each sequence that there may be.
+
+        Returns:
+            A function that runs them for so many rows, the first ones.
+        """
+
+
+DECODE_STEPS: Op[DecodeStepsFn] = Op("decode_steps", "a token of each sequence in one call")
 DECODE_LINEAR: Op[DecodeLinearFn] = Op("decode_linear", "a linear layer's output for few rows")
 DECODE_GROUPED: Op[DecodeGroupedFn] = Op("decode_grouped", "a linear layer of grouped weights for few rows")
 DECODE_ATTENTION: Op[DecodeAttentionFn] = Op("decode_attention", "attention of new tokens over a cache")
 
-DECODE_OPS: tuple[Op[Any], ...] = (DECODE_LINEAR, DECODE_GROUPED, DECODE_ATTENTION)
+DECODE_OPS: tuple[Op[Any], ...] = (DECODE_LINEAR, DECODE_GROUPED, DECODE_ATTENTION, DECODE_STEPS)
 """Ops of `Accelerator.decode_kernels`: what it lacks is computed by the framework."""

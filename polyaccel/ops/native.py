@@ -84,6 +84,7 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "pa_products": (c_int64, c_void_p, c_void_p, c_void_p, c_int32),
     "pa_linear_rows": (c_void_p, c_int32),
     "pa_grouped_rows": (c_void_p, c_int32),
+    "pa_steps": (c_int64, c_void_p, c_int64, c_void_p, c_int32),
     "pa_attend": (c_void_p, c_void_p, c_int32),
 }
 

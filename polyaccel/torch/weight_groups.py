@@ -2,10 +2,11 @@
 
 [Note: Weights in groups]
 A row has one scale for every `group_size` inputs; its last group may be shorter. The scale is the largest magnitude of
-the group over 127 (7 with 4 bits), in float32, so that a weight differs from its original by half a scale at most. The layer keeps its
-class and its forward, which finds the weight of a product under the old name, computed again in each pass. Groups are
-plain attributes: the engine neither shards nor saves them. A weight that another module has too stays as it is. The
-bytes lie as the decoder's kernel reads them, which [Note: Packed groups] in csrc/decode/grouped.h describes.
+the group over 127 (7 with 4 bits), in float32, so that a weight differs from its original by half a scale at most. The
+layer keeps its class and its forward, which finds the weight of a product under the old name, computed again in each
+pass. Groups are plain attributes: the engine neither shards nor saves them. A weight that another module has too stays
+as it is. The bytes lie as the decoder's kernel reads them, which [Note: Packed groups] in csrc/decode/grouped.h
+describes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _packed(values: Tensor, bits: int) -> Tensor:
     values = functional.pad(values, (0, -values.shape[2] % _IN_UNIT))
     _, groups, size = values.shape
     pairs = values.view(-1, _PACKED, groups, size // 2, 2).permute(0, 2, 3, 1, 4)
-    if bits == 4:  # noqa: PLR2004
+    if bits == 4:
         pairs = pairs + 8
         pairs = pairs[:, :, ::2] + 16 * pairs[:, :, 1::2]
     return pairs.contiguous().view(torch.uint8).view(pairs.shape[0], groups, -1)
@@ -80,7 +81,7 @@ def _packed(values: Tensor, bits: int) -> Tensor:
 def _unpacked(codes: Tensor, bits: int) -> Tensor:
     """The inverse of `_packed`, whose groups are filled up."""
     blocks, groups, _ = codes.shape
-    if bits == 4:  # noqa: PLR2004
+    if bits == 4:
         both = codes.view(blocks, groups, -1, 1, _PACKED * 2)
         codes = torch.cat((both & 15, both >> 4), dim=3) - 8
     pairs = codes.view(torch.int16).view(blocks, groups, -1, _PACKED).permute(0, 3, 1, 2)

@@ -6,8 +6,7 @@ csrc/decode/linear.h).
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import byref
 from typing import Any
 
 import torch
@@ -15,51 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, PackedWeight
+from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, DECODE_STEPS, PackedWeight
 from polyaccel.ops.native import Native, native
+from polyaccel.ops.torch import decode_calls as calls
+from polyaccel.ops.torch.decode_calls import TYPES, address
+from polyaccel.ops.torch.decode_steps import Steps
 
 MOST_ROWS = 48
 """Above it torch's products are faster: they pack weights, which pays for many rows."""
-
-_TYPES = {torch.float32: 1, torch.bfloat16: 2}
-"""PA_FLOAT32 and PA_BFLOAT16 of csrc/kernels/kernels.h."""
-
-
-class _CLinear(ctypes.Structure):
-    """`pa_linear`."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "w", "bias", "y")),
-        *((name, c_int64) for name in ("rows", "inner", "columns", "x_row", "y_row", "w_column", "w_row")),
-        ("type", c_int32),
-    )
-
-
-class _CGrouped(ctypes.Structure):
-    """`pa_grouped`."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "bias", "y", "codes", "scales", "steps", "step_scales", "step_sums")),
-        *((name, c_int64) for name in ("rows", "inner", "columns", "group", "x_row", "y_row")),
-        ("bits", c_int32),
-        ("type", c_int32),
-    )
-
-
-_SIZES = ("sequences", "heads", "key_heads", "head", "capacity", "rotated")
-_STRIDES = ("q_row", "k_row", "v_row", "out_row", "q_head", "k_head", "v_head")
-_MEMORY = ("q", "k", "v", "out", "keys", "values", "cosines", "sines", "positions", "slots")
-
-
-class _CAttention(ctypes.Structure):
-    """`pa_attention`."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in _MEMORY),
-        *((name, c_int64) for name in (*_SIZES, *_STRIDES)),
-        ("scale", c_float),
-        ("type", c_int32),
-    )
 
 
 def decode_kernels() -> KernelTable:
@@ -73,6 +35,7 @@ def decode_kernels() -> KernelTable:
             DECODE_LINEAR: lambda weight, bias: _RowsLinear(found, weight, bias),
             DECODE_GROUPED: lambda weight, bias: _GroupedLinear(found, weight, bias),
             DECODE_ATTENTION: lambda *arguments: _CachedAttention(found, *arguments),
+            DECODE_STEPS: lambda steps: Steps(found, steps),
         },
     )
 
@@ -84,17 +47,11 @@ class _RowsLinear:
         self._library = library
         self._weight = weight
         self._bias = bias
-        columns, inner = weight.shape
-        w_column, w_row = weight.stride()
-        self._columns = columns
+        self._columns = weight.shape[0]
         self._dtype = weight.dtype
-        self._fits = self._dtype in _TYPES and 1 in (w_row, w_column) and weight.device.type == "cpu"
-        self._fits = self._fits and (bias is None or (bias.dtype is self._dtype and bias.is_contiguous()))
+        self._fits = calls.fits(weight, bias)
         if self._fits:
-            memory = (None, weight.data_ptr(), None if bias is None else bias.data_ptr(), None)
-            sizes = (0, inner, columns, inner, columns, w_column, w_row)
-            self._call = _CLinear(*memory, *sizes, _TYPES[self._dtype])
-            self._inner = inner
+            self._call = calls.linear_call(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -116,26 +73,20 @@ class _GroupedLinear:
         self._library = library
         self._weight = weight
         self._bias = bias
-        self._groups = -(-weight.inputs // weight.group_size)
-        self._padded = -(-weight.group_size // 4) * 4
-        sizes = (0, weight.inputs, weight.outputs, weight.group_size, 0, weight.outputs, weight.bits, 0)
-        memory = (None, None, None, weight.codes.data_ptr(), weight.scales.data_ptr(), None, None, None)
-        self._call = _CGrouped(*memory, *sizes)
+        self._call = calls.grouped_call(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype not in _TYPES:
+        if x.dtype not in TYPES:
             return self(x.float()).to(x.dtype)
         if x.stride(-1) != 1:
             x = x.contiguous()
-        rows, groups, call = x.shape[0], self._groups, self._call
+        rows, call = x.shape[0], self._call
         y = x.new_empty(rows, self._weight.outputs)
-        scratch = torch.empty(rows * groups * (self._padded // 2 + 2))
+        scratch = torch.empty(calls.scratch_numel(self._weight, rows))
         bias = self._bias if self._bias is None else self._bias.to(x.dtype)
-        call.x, call.x_row, call.rows, call.type = x.data_ptr(), x.stride(0), rows, _TYPES[x.dtype]
-        call.bias, call.y = None if bias is None else bias.data_ptr(), y.data_ptr()
-        call.step_scales = scratch.data_ptr()
-        call.step_sums = call.step_scales + 4 * rows * groups
-        call.steps = call.step_sums + 4 * rows * groups
+        call.x, call.x_row, call.rows, call.type = x.data_ptr(), x.stride(0), rows, TYPES[x.dtype]
+        call.bias, call.y = address(bias), y.data_ptr()
+        calls.set_scratch(call, self._weight, rows, scratch)
         self._library.call("pa_grouped_rows", byref(call), torch.get_num_threads())
         return y
 
@@ -154,25 +105,14 @@ class _CachedAttention:
     ) -> None:
         self._library = library
         self._kept: Any = (keys, values, turns)
-        _, key_heads, capacity, head = keys.shape
-        rotated = 0 if turns is None else turns[0].shape[-1]
-        self._call = _CAttention(type=_TYPES[keys.dtype], scale=scale)
-        for name, value in zip(_SIZES, (0, heads, key_heads, head, capacity, rotated), strict=True):
-            setattr(self._call, name, value)
-        self._call.keys, self._call.values = keys.data_ptr(), values.data_ptr()
-        if turns is not None:
-            self._call.cosines, self._call.sines = turns[0].data_ptr(), turns[1].data_ptr()
-        self._head, self._heads = head, heads
-        self._scratch_numel = head + capacity
+        self._call = calls.attention_call(keys, values, turns, heads, scale)
+        self._columns = heads * keys.shape[3]
+        self._scratch_numel = keys.shape[2] + keys.shape[3]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        rows, threads, call = len(q), torch.get_num_threads(), self._call
-        out = q.new_empty(rows, self._heads * self._head)
+        threads = torch.get_num_threads()
+        out = q.new_empty(len(q), self._columns)
         scratch = torch.empty(threads * self._scratch_numel)
-        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.sequences, call.out_row = rows, self._heads * self._head
-        (call.q_row, call.q_head, _), (call.k_row, call.k_head, _) = q.stride(), k.stride()
-        call.v_row, call.v_head, _ = v.stride()
-        call.slots, call.positions = slots.data_ptr(), positions.data_ptr()
-        self._library.call("pa_attend", byref(call), scratch.data_ptr(), threads)
+        self._call.set_tokens(q, k, v, out, slots, positions)
+        self._library.call("pa_attend", byref(self._call), scratch.data_ptr(), threads)
         return out

@@ -14,7 +14,11 @@ import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.errors import PolyaccelError
 from polyaccel.ops.base import KernelTable
+from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_LINEAR
 from polyaccel.torch.generation.decode import fast
+from polyaccel.torch.generation.decode.model import Decoder
+from polyaccel.torch.generation.decode.proof import proved
+from polyaccel.torch.generation.decode.structure import structure_of
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -94,6 +98,28 @@ def test_tokens_are_those_of_the_module(kind, steps):
                     wanted, found = compared(model, table, **prompts(), max_new_tokens=9, **choice)
                 assert torch.equal(found, wanted)
     assert bool(steps) == (kind in KNOWN)
+
+
+@pytest.mark.parametrize("kind", sorted(KNOWN))
+def test_a_step_is_one_call_where_all_parts_are_known(kind):
+    """And it has the logits of single calls."""
+    table = CpuAccelerator("torch").decode_kernels()
+    single = KernelTable("single", {op: table[op] for op in (DECODE_LINEAR, DECODE_ATTENTION)})
+    for changes in CHANGES.get(kind, ({},)):
+        model = model_of(kind, **changes)
+        found = []
+        with torch.no_grad():
+            structure = proved(model, structure_of(model), table)
+            for kernels in (table, single):
+                decoder = Decoder(structure, kernels, 4, 12)
+                decoder.prefill([torch.tensor([5, 3, 9]), torch.tensor([8])], [2, 0])
+                places = torch.tensor([2, 0]), torch.tensor([3, 1])
+                found.append(decoder.step(torch.tensor([7, 4]), *places))
+                found.append(decoder.step(torch.tensor([11]), torch.tensor([0]), torch.tensor([2])))
+                is_whole = decoder._whole is not None
+                assert is_whole == (kernels is table and kind not in ("mixtral", "qwen3_moe"))
+        for one, other in zip(found[:2], found[2:], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @combinations(

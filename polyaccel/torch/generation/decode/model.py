@@ -20,8 +20,10 @@ from torch.nn import functional
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.decode import DECODE_ATTENTION
 from polyaccel.torch.generation.decode import parts
+from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.parts import Rowwise
 from polyaccel.torch.generation.decode.structure import Layer, Structure
+from polyaccel.torch.generation.decode.whole_step import MOST_ROWS, WholeStep
 
 _COMPILED = (torch.float32, torch.bfloat16)
 
@@ -57,6 +59,17 @@ class Decoder:
         self.device = like.device
         self._turns = self._tables(like)
         self._blocks = [self._block(layer, kernels, slots, like) for layer in structure.layers]
+        self._whole = self._whole_step(kernels, min(slots, MOST_ROWS))
+
+    def _whole_step(self, kernels: KernelTable, rows: int) -> WholeStep | None:
+        """A token of each sequence as one call; None where a part is not known."""
+        if any(block.attend is None for block in self._blocks):
+            return None
+        try:
+            caches = [(block.keys, block.values) for block in self._blocks]
+            return WholeStep(self._structure, kernels, caches, self._turns, rows)
+        except Unsupported:
+            return None
 
     def _tables(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
         rotary = self._structure.rotary
@@ -105,9 +118,9 @@ class Decoder:
         ends = torch.tensor(lengths, device=tokens.device).cumsum(0)
         x = self._embedded(tokens, places)
         turns = None if self._turns is None else (self._turns[0][places], self._turns[1][places])
-        for block in self._blocks:
+        for block in self._blocks[:-1]:
             x = self._residual(block, x, partial(self._seen, block, lengths, slots, turns))
-        return self._logits(x[ends - 1])
+        return self._logits(self._ended(self._blocks[-1], lengths, slots, turns, x, ends - 1))
 
     def step(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Compute one new token of each sequence and return logits (sequences, vocabulary).
@@ -118,6 +131,8 @@ class Decoder:
             positions: Position of each token in its sequence (int64, contiguous).
         """
         x = self._embedded(tokens, positions)
+        if self._whole is not None and len(x) <= MOST_ROWS:
+            return self._whole(x, slots, positions)
         for block in self._blocks:
             x = self._residual(block, x, partial(self._next, block, slots, positions))
         return self._logits(x)
@@ -142,8 +157,9 @@ class Decoder:
         x = block.first_norm(attend(x) + x)
         return block.second_norm(block.mlp(x) + x)
 
-    def _heads(self, block: _Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of rows: (rows, their heads, head)."""
+    def _heads(self, block: _Block, x: Tensor, *, with_queries: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of rows: (rows, their heads, head). Without queries, those are
+        anything."""
         found = self._structure
         rows, head = len(x), found.head_numel
         if len(block.inputs) == 1:
@@ -154,9 +170,10 @@ class Decoder:
                 sizes = [found.heads * head, found.key_heads * head, found.key_heads * head]
                 q, k, v = (one.view(rows, -1, head) for one in torch.split(both, sizes, dim=-1))
         else:
-            q, k, v = (project(x).view(rows, -1, head) for project in block.inputs)
+            k, v = (project(x).view(rows, -1, head) for project in block.inputs[1:])
+            q = block.inputs[0](x).view(rows, -1, head) if with_queries else k
         if block.head_norms is not None:
-            q, k = block.head_norms[0](q), block.head_norms[1](k)
+            q, k = block.head_norms[0](q) if with_queries else q, block.head_norms[1](k)
         return q, k, v
 
     def _seen(
@@ -180,6 +197,30 @@ class Decoder:
             outputs.append(found[0].transpose(0, 1).reshape(length, -1))
             start += length
         return block.output(torch.cat(outputs))
+
+    def _ended(
+        self,
+        block: _Block,
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        turns: tuple[Tensor, Tensor] | None,
+        x: Tensor,
+        last: Tensor,
+    ) -> Tensor:
+        """The last block, whose other tokens matter by their keys and values only."""
+        choice = self._structure.choice
+        inputs = block.first_norm(x) if choice.is_parallel or choice.norms_first else x
+        k, v = self._heads(block, inputs, with_queries=False)[1:]
+        if turns is not None:
+            k = parts.turned(k, *turns)
+        for length, slot, key, value in zip(
+            lengths, slots, k.split(list(lengths)), v.split(list(lengths)), strict=True
+        ):
+            block.keys[slot, :, :length] = key.transpose(0, 1)
+            block.values[slot, :, :length] = value.transpose(0, 1)
+        places = torch.tensor(lengths, device=x.device) - 1
+        used = torch.tensor(list(slots), device=x.device)
+        return self._residual(block, x[last], partial(self._next, block, used, places))
 
     def _next(self, block: _Block, slots: Tensor, positions: Tensor, x: Tensor) -> Tensor:
         q, k, v = self._heads(block, x)

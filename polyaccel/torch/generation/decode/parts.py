@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_GROUPED, DECODE_LINEAR
+from polyaccel.ops.decode import DECODE_GROUPED, DECODE_LINEAR, PackedWeight
 from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.weight_groups import GroupedLayer, has_weights
 
@@ -29,10 +29,11 @@ def values(parameter: Any) -> Any:
 def is_plain(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     """Whether a module is of that class, by type or name, and computes as its class does."""
     named = type(module).__name__ == kind if isinstance(kind, str) else type(module) is kind
-    return named and _has_forward_of_class(module)
+    return named and has_forward_of_class(module)
 
 
-def _has_forward_of_class(module: nn.Module) -> bool:
+def has_forward_of_class(module: nn.Module) -> bool:
+    """Whether no `forward` stands on the module itself, except this package's."""
     own = module.__dict__.get("forward")
     return own is None or type(own).__module__.startswith("polyaccel")
 
@@ -41,23 +42,26 @@ def _is_plain_grouped(module: nn.Module) -> bool:
     """Whether a layer of grouped weights is otherwise one that `is_plain` knows."""
     first, *others = type(module).__bases__
     is_known = len(others) == 1 and (others[0] is nn.Linear or others[0].__name__ == "Conv1D")
-    return first is GroupedLayer and is_known and _has_forward_of_class(module)
+    return first is GroupedLayer and is_known and has_forward_of_class(module)
+
+
+def weights_of(module: nn.Module) -> tuple[Any, Any] | None:
+    """Return weight (outputs, inputs), which may be packed, and bias of a linear layer; None for one with adapters."""
+    if isinstance(module, GroupedLayer):
+        return (module.grouped.packed, values(module.bias)) if _is_plain_grouped(module) else None
+    if is_plain(module, nn.Linear):
+        return values(module.weight), values(module.bias)
+    return (values(module.weight).t(), values(module.bias)) if is_plain(module, "Conv1D") else None
 
 
 def linear(module: nn.Module, kernels: KernelTable) -> Rowwise:
-    """Return a linear layer as a function; with adapters or quantised, it is the module."""
-    if DECODE_GROUPED in kernels and isinstance(module, GroupedLayer) and _is_plain_grouped(module):
-        return kernels[DECODE_GROUPED](module.grouped.packed, values(module.bias))
-    if is_plain(module, nn.Linear):
-        weight = values(module.weight)
-    elif is_plain(module, "Conv1D"):
-        weight = values(module.weight).t()
-    else:
+    """Return a linear layer as a function; with adapters or without kernels for its weights, it is the module."""
+    found = weights_of(module)
+    if found is None:
         return module
-    bias = values(module.bias)
-    if DECODE_LINEAR in kernels:
-        return kernels[DECODE_LINEAR](weight, bias)
-    return partial(_linear, weight, bias)
+    if isinstance(found[0], PackedWeight):
+        return kernels[DECODE_GROUPED](*found) if DECODE_GROUPED in kernels else module
+    return kernels[DECODE_LINEAR](*found) if DECODE_LINEAR in kernels else partial(_linear, *found)
 
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -83,22 +87,36 @@ def embedding(module: nn.Module) -> Rowwise:
     return lambda indices: functional.embedding(indices, weight)
 
 
-def mlp(module: Any, kernels: KernelTable) -> Rowwise:
-    """Return a feed-forward part as a function of rows; what is not a known form is the module."""
+def mlp_roles(module: Any) -> tuple[Any, tuple[nn.Module, ...], nn.Module] | None:
+    """Return activation, first layers and last layer of a feed-forward part; None for another form."""
     children = {name for name, child in module.named_children() if has_weights(child)}
     activation = _activation(module)
     if activation is None:
+        return None
+    for *first, last in (
+        ("gate_proj", "up_proj", "down_proj"),
+        ("gate_up_proj", "down_proj"),
+        *(("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h")),
+    ):
+        if children == {*first, last}:
+            return activation, tuple(getattr(module, name) for name in first), getattr(module, last)
+    return None
+
+
+def mlp(module: Any, kernels: KernelTable) -> Rowwise:
+    """Return a feed-forward part as a function of rows; what is not a known form is the module."""
+    roles = mlp_roles(module)
+    if roles is None:
         return partial(_as_sequence, module)
-    if children == {"gate_proj", "up_proj", "down_proj"}:
-        gate, up, down = (linear(getattr(module, name), kernels) for name in ("gate_proj", "up_proj", "down_proj"))
+    activation, first, last = roles
+    down = linear(last, kernels)
+    if len(first) > 1:
+        gate, up = (linear(one, kernels) for one in first)
         return lambda x: down(activation(gate(x)).mul_(up(x)))
-    if children == {"gate_up_proj", "down_proj"}:
-        both, down = linear(module.gate_up_proj, kernels), linear(module.down_proj, kernels)
+    if first[0] is getattr(module, "gate_up_proj", None):
+        both = linear(first[0], kernels)
         return lambda x: _gated(down, activation, both(x))
-    for first, second in (("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h")):
-        if children == {first, second}:
-            return two_layers(getattr(module, first), activation, getattr(module, second), kernels)
-    return partial(_as_sequence, module)
+    return two_layers(first[0], activation, last, kernels)
 
 
 def two_layers(first: nn.Module, activation: Rowwise, second: nn.Module, kernels: KernelTable) -> Rowwise:

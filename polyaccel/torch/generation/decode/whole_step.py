@@ -1,0 +1,188 @@
+"""A token of each sequence as one call: a structure whose parts are all known, over memory that stays.
+
+[Note: One call a token]
+Of a small model's token a third of the time goes to Python and torch's dispatch. So the operations of all layers are
+listed once, with their memory, and csrc/decode runs the list. Activations and norms are recognised by trying them:
+they have to give what the listed ones give. An unknown part, such as a layer with adapters, leaves the model to single
+calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polyaccel.ops.base import KernelTable
+from polyaccel.ops.decode import DECODE_STEPS, AttentionStep, DecodeStep, LinearStep, PackedWeight, RowwiseStep
+from polyaccel.torch.generation.decode import parts
+from polyaccel.torch.generation.decode.errors import Unsupported
+from polyaccel.torch.generation.decode.structure import Layer, Structure
+
+MOST_ROWS = 48
+"""Sequences of a call; for more of them torch's products are faster."""
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_IS_RMS: dict[tuple[type, torch.dtype], bool] = {}
+"""Whether the classes of norms that were tried compute as `rms_norm` does."""
+
+
+class WholeStep:
+    """The steps of `structure` for at most `rows` sequences. Raises Unsupported if a part is not known.
+
+    Args:
+        structure: The model.
+        kernels: Kernels of `DECODE_OPS`.
+        caches: Keys and values of each layer.
+        turns: Tables of rotary positions.
+        rows: Sequences at most.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        kernels: KernelTable,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        turns: tuple[Tensor, Tensor] | None,
+        rows: int,
+    ) -> None:
+        if DECODE_STEPS not in kernels or caches[0][0].dtype not in _CLOSE:
+            raise Unsupported("no kernels of steps")
+        self._structure, self._turns, self._steps = structure, turns, list[DecodeStep]()
+        self._like = caches[0][0]
+        self._slots, self._positions = (torch.zeros(rows, dtype=torch.int64) for _ in "sp")
+        self._rows = rows
+        self._x = self._memory(parts.values(structure.embedding.weight).shape[1])
+        for layer, cache in zip(structure.layers, caches, strict=True):
+            self._add_layer(layer, cache)
+        x = self._x if structure.final_norm is None else self._normed(structure.final_norm, self._x)
+        self._out = self._linear(structure.head, x)
+        self._run = kernels[DECODE_STEPS](self._steps)
+
+    def __call__(self, x: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return logits of embedded tokens (sequences, width)."""
+        rows = len(x)
+        self._x[:rows], self._slots[:rows], self._positions[:rows] = x, slots, positions
+        self._run(rows)
+        return self._out[:rows].clone()
+
+    def _memory(self, width: int) -> Tensor:
+        return self._like.new_zeros(self._rows, width)
+
+    def _add_layer(self, layer: Layer, cache: tuple[Tensor, Tensor]) -> None:
+        choice, x = self._structure.choice, self._x
+        if choice.is_parallel:
+            normed = self._normed(layer.first_norm, x)
+            other = normed if layer.second_norm is None else self._normed(layer.second_norm, x)
+            both = self._attended(layer, cache, normed)
+            fed = self._fed(layer, other)
+            self._steps += [RowwiseStep("add", both, both, fed), RowwiseStep("add", both, x, x)]
+            return
+        assert layer.second_norm is not None  # or the choice would be parallel
+        attended = self._attended(layer, cache, self._normed(layer.first_norm, x) if choice.norms_first else x)
+        self._steps.append(RowwiseStep("add", attended, x, x))
+        if not choice.norms_first:
+            self._normed(layer.first_norm, x, x)
+        fed = self._fed(layer, self._normed(layer.second_norm, x) if choice.norms_first else x)
+        self._steps.append(RowwiseStep("add", fed, x, x))
+        if not choice.norms_first:
+            self._normed(layer.second_norm, x, x)
+
+    def _attended(self, layer: Layer, cache: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        found = self._structure
+        head, heads, key_heads = found.head_numel, found.heads, found.key_heads
+        projected = [self._linear(one, x) for one in layer.inputs]
+        if layer.head_norms is not None:
+            if len(projected) == 1:
+                raise Unsupported("norms of heads of a fused product")
+            for norm, one in zip(layer.head_norms, projected, strict=False):
+                self._normed(norm, one, one, one.shape[1] // head)
+        if len(projected) == 1 and found.choice.heads_together:
+            q, k, v = projected[0].view(self._rows, heads, 3 * head).chunk(3, dim=-1)
+        elif len(projected) == 1:
+            sizes = [heads * head, key_heads * head, key_heads * head]
+            q, k, v = (one.view(self._rows, -1, head) for one in torch.split(projected[0], sizes, dim=-1))
+        else:
+            q, k, v = (one.view(self._rows, -1, head) for one in projected)
+        out = self._memory(heads * head)
+        fixed = (*cache, self._turns, heads, layer.scale)
+        self._steps.append(AttentionStep(*fixed, q, k, v, out, self._slots, self._positions))
+        return self._linear(layer.output, out)
+
+    def _fed(self, layer: Layer, x: Tensor) -> Tensor:
+        if layer.fc is not None:
+            first, activation, second = layer.fc
+            return self._linear(second, self._activated(activation, self._linear(first, x)))
+        roles = parts.mlp_roles(layer.mlp)
+        if roles is None:
+            raise Unsupported("a feed-forward part of another form")
+        activation, inputs, down = roles
+        projected = [self._linear(one, x) for one in inputs]
+        if getattr(layer.mlp, "gate_up_proj", None) is not None:
+            projected = list(projected[0].chunk(2, dim=-1))
+        return self._linear(down, self._activated(activation, *projected))
+
+    def _activated(self, activation: Any, x: Tensor, other: Tensor | None = None) -> Tensor:
+        y = self._memory(x.shape[1])
+        self._steps.append(RowwiseStep(_activation_kind(activation), x, y, other))
+        return y
+
+    def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
+        found = parts.weights_of(module)
+        if found is None:
+            raise Unsupported(f"a layer of {type(module).__name__}")
+        weight, bias = found
+        is_packed = isinstance(weight, PackedWeight)
+        if not is_packed and (weight.dtype is not x.dtype or 1 not in weight.stride()):
+            raise Unsupported(f"a weight of {weight.dtype}")
+        if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous()):
+            raise Unsupported(f"a bias of {bias.dtype}")
+        y = self._memory(weight.outputs if is_packed else weight.shape[0])
+        self._steps.append(LinearStep(weight, bias, x, y))
+        return y
+
+    def _normed(self, module: nn.Module, x: Tensor, y: Tensor | None = None, per_row: int = 1) -> Tensor:
+        y = self._memory(x.shape[1]) if y is None else y
+        kind, weight, bias, eps = _norm(module, x.dtype, x.shape[1] // per_row)
+        self._steps.append(RowwiseStep(kind, x, y, None, weight, bias, eps, per_row))
+        return y
+
+
+def _activation_kind(activation: Any) -> str:
+    x = torch.linspace(-9, 9, 257)
+    if not isinstance(activation, nn.Module) or next(activation.parameters(), None) is None:
+        found = activation(x.clone())
+        for name, known in _ACTIVATIONS.items():
+            if found.shape == x.shape and torch.allclose(found, known(x), rtol=1e-5, atol=1e-6):
+                return name
+    raise Unsupported(f"an activation of {type(activation).__name__}")
+
+
+def _norm(module: nn.Module, dtype: torch.dtype, width: int) -> tuple[str, Tensor, Tensor | None, float]:
+    weight, bias = (parts.values(getattr(module, name, None)) for name in ("weight", "bias"))
+    if weight is None or any(
+        one is not None and (one.dtype is not dtype or one.shape != (width,)) for one in (weight, bias)
+    ):
+        raise Unsupported(f"a norm of {type(module).__name__}")
+    if parts.is_plain(module, nn.LayerNorm):
+        return "layer_norm", weight, bias, float(getattr(module, "eps", 0.0))
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if bias is not None or not isinstance(eps, float) or not parts.has_forward_of_class(module):
+        raise Unsupported(f"a norm of {type(module).__name__}")
+    known = type(module), dtype
+    if known not in _IS_RMS:
+        x = torch.randn(3, width, generator=torch.Generator().manual_seed(5)).to(dtype)
+        wanted = weight * (x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()).to(dtype)
+        _IS_RMS[known] = torch.allclose(module(x), wanted, rtol=_CLOSE[dtype], atol=_CLOSE[dtype])
+    if not _IS_RMS[known]:
+        raise Unsupported(f"a norm of {type(module).__name__}")
+    return "rms_norm", weight, None, eps
