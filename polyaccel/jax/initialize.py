@@ -103,17 +103,18 @@ def initialize(
         own_devices=1 if devices is None else own_parts,
         partition=partition,
     )
+    begun = None if begun is None else replace(begun, opt_state=host_tree(begun.opt_state))
     if run is not None:
         if run.variant.is_plain:
-            return cast(JaxEngine, PlainJaxEngine(run, given))
+            return cast(JaxEngine, PlainJaxEngine(run, given, begun=begun))
         switch_off(given, run.variant.without)
     proof = None if run is not None else FirstStepProof.prepare(given, parsed)
     engine = compose(given, devices)
     if proof is not None:
         proof.attach(engine, lambda given: compose(given, devices if given.is_native else None))
     _add_schedule(engine, runtime, given)
-    if begun is not None and run is None:
-        replace(begun, opt_state=host_tree(begun.opt_state)).resume(engine)
+    if begun is not None:
+        begun.resume(engine)
     if run is not None:
         record_engine(run, engine)
     return engine

@@ -29,6 +29,7 @@ from polyaccel.jax.program.batches import split_batch
 from polyaccel.jax.program.carried import Carried
 from polyaccel.jax.pytree import dtype_of
 from polyaccel.jax.rewrites import RewriteContext
+from polyaccel.jax.training_states import Begun
 from polyaccel.jax.verify.plain_programs import PlainPrograms
 from polyaccel.jax.verify.plain_state import PlainState
 from polyaccel.jax.verify.plain_update import Array, PlainUpdate
@@ -40,10 +41,18 @@ from polyaccel.verify.variant import NOISE, ActiveRun, Variant
 class PlainJaxEngine:
     """The engine of a plain run; the arguments are those of an engine, before any rewrite.
 
-    `shared` keeps compiled programs for later runs with the same arguments.
+    `shared` keeps compiled programs for later runs with the same arguments. With `begun` it continues as a training
+    state that has taken steps.
     """
 
-    def __init__(self, run: ActiveRun, given: RewriteContext, shared: dict[bool, PlainPrograms] | None = None) -> None:
+    def __init__(
+        self,
+        run: ActiveRun,
+        given: RewriteContext,
+        shared: dict[bool, PlainPrograms] | None = None,
+        *,
+        begun: Begun | None = None,
+    ) -> None:
         if run.variant.is_double:
             raise PolyaccelError("functions of JAX are not compared in float64", hint="compare in float32")
         runtime = given.runtime
@@ -66,6 +75,9 @@ class PlainJaxEngine:
         self._own_devices, self._world_size = given.own_devices, self.communicator.world_size * given.own_devices
         self._update = PlainUpdate(given.client, runtime, self._structure, self._names, programs.update_of)
         self._update.hold_frozen(programs.params)
+        if begun is not None:
+            self.global_steps, self.micro_steps = begun.step, begun.step * self.gradient_accumulation_steps()
+            self._update.continue_from(begun.opt_state)
         self.optimizer = OptimizerGroups([self._update.group])
         self._key = jax.random.key(given.seed)
         section = self.config.scheduler

@@ -101,6 +101,13 @@ class PlainUpdate:
         leaves = [jnp.asarray(values[name]) if name in values else self._zeros[name] for name in self._names]
         return jax.tree.unflatten(self._structure, leaves)
 
+    def continue_from(self, state: Any) -> None:
+        """Begin with a state of the transformation, in the types that it has on parameters in float32."""
+        like = jax.eval_shape(self._client.init, jax.tree.unflatten(self._structure, list(self._zeros.values())))
+        leaves = zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True)
+        typed = [leaf if jnp.result_type(leaf) == one.dtype else jnp.asarray(leaf, one.dtype) for one, leaf in leaves]
+        self._tree_state = jax.tree.unflatten(jax.tree.structure(like), typed)
+
     def hold_frozen(self, params: Any) -> None:
         """Take zeros in the shapes of `params` for what is not trained."""
         self._zeros = {name: jnp.zeros(jnp.shape(leaf), jnp.float32) for name, leaf in named_leaves(params)[0].items()}

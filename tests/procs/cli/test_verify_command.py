@@ -45,6 +45,25 @@ for step in range(3):
     batch = {"x": x, "kind": np.arange(8) % 8, "weights": mark(np.linspace(1, 4, 8, dtype=np.float32))}
     engine.train_batch(batch)
 """
+OF_A_TRAIN_STATE = """
+import sys, jax, jax.numpy as jnp, numpy as np, optax, polyaccel
+from flax.training.train_state import TrainState
+
+def loss(params, batch, rng):
+    return jnp.square(batch @ params["w"] - 1 + 0 * jax.random.normal(rng, (4, 3))).mean()
+
+def batch(step):
+    return np.random.default_rng(step).standard_normal((4, 5)).astype(np.float32)
+
+state = TrainState.create(apply_fn=None, params={"w": jnp.full((5, 3), 0.1)}, tx=optax.adam(0.1))
+for step in range(3):
+    state = state.apply_gradients(grads=jax.grad(loss)(state.params, batch(step), jax.random.key(0)))
+config = {"train_batch_size": 4, "jax": {"execution": sys.argv[1]}, "zero_optimization": {"stage": int(sys.argv[2])}}
+engine = polyaccel.initialize(model=loss, params=state, config=config)
+assert engine.global_steps == 3
+for step in range(3, 6):
+    engine.train_batch(batch(step))
+"""
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
@@ -82,3 +101,11 @@ def test_a_function_of_jax_over_two_devices(tmp_path, weights):
     assert " plain JAX" in verdict
     assert any("jax: changed 2" in line for line in lines)
     assert weights == "marked" or verdict.endswith(": jax.")
+
+
+@pytest.mark.parametrize(("mode", "stage"), [("views", "2"), ("native", "3")])
+def test_a_train_state_that_has_taken_steps_is_proven_from_there(tmp_path, mode, stage):
+    pytest.importorskip("flax")
+    done = verify(tmp_path, "--steps", "2", "--nproc", "1", "train.py", mode, stage, script=OF_A_TRAIN_STATE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("PROVEN")
