@@ -324,7 +324,7 @@ def get_accelerator() -> DeepSpeedAccelerator:
     return _seen_as(polyaccel.get_accelerator())
 
 
-def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
+def set_accelerator(accel_obj: Any) -> None:
     """Let this device train from now on. Raises PolyaccelError for one that polyaccel did not make."""
     if not isinstance(accel_obj, DeepSpeedAccelerator):
         hint = "pass CUDA_Accelerator() and its like; another device is a plugin: `polyaccel plugins new`"
