@@ -36,7 +36,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-quantized test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-verl test-monitors test-quantized test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list

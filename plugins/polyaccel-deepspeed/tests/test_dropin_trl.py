@@ -58,6 +58,15 @@ def plain_policy(
     return method, options, folder
 
 
+@pytest.mark.parametrize(("stage", "gathers"), [(2, "once"), (3, "once"), (3, "by layer")])
+def test_grpo_learns(stage: int, gathers: str, tmp_path: Path, policy: Path) -> None:
+    """The reward rises, with texts that the unwrapped model draws on each rank."""
+    options = ["--sharded"] if gathers == "by layer" else []
+    run(*torchrun(), POLICY_JOB, "grpo", str(stage), str(tmp_path), "--base", str(policy), "--learns", "30", *options)
+    rewards = result(tmp_path)["reward"]
+    assert sum(rewards[-5:]) > 1.3 * sum(rewards[:5])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trl_policies(stage: int, tmp_path: Path, plain_policy: tuple[str, list[str], Path]) -> None:
     """DPO with a reference model in its own engine (or with adapters switched off), and GRPO, which generates."""

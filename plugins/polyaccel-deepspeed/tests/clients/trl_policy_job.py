@@ -1,8 +1,8 @@
 """TRL's DPO, or GRPO with generation, on a model from a folder, with PEFT's LoRA or without: it does not refer to
 polyaccel.
 
-`trl_policy_job.py METHOD STAGE OUT --base DIR [--lora] [--sharded]`; stage -1 is the same job without DeepSpeed, on one
-process, whose micro-batch is that of two ranks. Rank 0 writes what was logged to OUT/result.json.
+`trl_policy_job.py METHOD STAGE OUT --base DIR [--lora] [--sharded] [--learns N]`; stage -1 is the same job without
+DeepSpeed, on one process, whose micro-batch is that of two ranks. Rank 0 writes what was logged to OUT/result.json.
 """
 
 from __future__ import annotations
@@ -66,11 +66,15 @@ def trainer_of(given: argparse.Namespace, arguments: dict[str, Any]) -> Any:
         data = Dataset.from_dict({"prompt": starts, "chosen": texts(2), "rejected": texts(3)})
         config = DPOConfig(max_length=32, **arguments)
         return DPOTrainer(given.base, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora)
-    drawing = {"max_completion_length": 8, "num_generations": 2, "ds3_gather_for_generation": not given.sharded}
+    if given.learns:
+        arguments |= {"max_steps": given.learns, "per_device_train_batch_size": 16, "learning_rate": 1e-2}
+    drawing: dict[str, Any] = {"max_completion_length": 8, "num_generations": 8 if given.learns else 2}
+    drawing["ds3_gather_for_generation"] = not given.sharded
     config = GRPOConfig(beta=0.04, temperature=1.0, **drawing, **arguments)
     job = GRPOTrainer(given.base, reward_funcs=reward, args=config, train_dataset=Dataset.from_dict({"prompt": starts}),
                       processing_class=tokenizer(), peft_config=lora)  # fmt: skip
-    draw_by_row(job.model)
+    if not given.learns:
+        draw_by_row(job.model)
     return job
 
 
@@ -82,6 +86,7 @@ def main() -> None:
     parser.add_argument("--base", required=True)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--sharded", action="store_true", help="gather layer by layer while texts are drawn")
+    parser.add_argument("--learns", type=int, default=0, metavar="N", help="GRPO in N larger steps, drawn as TRL draws")
     given = parser.parse_args()
     job = trainer_of(given, training_arguments(given.stage, given.out))
     job.train()
