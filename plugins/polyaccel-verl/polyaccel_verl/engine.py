@@ -91,7 +91,8 @@ class _OverPolyaccel(FSDPEngineWithLMHead):
 
     def optimizer_step(self) -> float:
         self.module.step()
-        return float(self.module.get_global_grad_norm())
+        norm = self.module.get_global_grad_norm()
+        return 0.0 if norm is None else float(norm)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Nothing moves by itself: polyaccel's config says where states rest."""
@@ -143,13 +144,13 @@ def _whole(module: nn.Module, only: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _with_values_of_rank_0(module: nn.Module) -> nn.Module:
     """Give parameters and buffers that were made without values those of rank 0. verl loads them there alone."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    lacks = [any(one.is_meta for _, one in tensors)]
+    tensors = [*module.parameters(), *module.buffers()]
+    lacks = any(one.is_meta for one in tensors)
     found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, lacks[0])
+    torch.distributed.all_gather_object(found, lacks)
     if not any(found):
         return module
-    if lacks[0]:
+    if lacks:
         module = module.to_empty(device="cpu")
     for tensor in [*module.parameters(), *module.buffers()]:
         torch.distributed.broadcast(tensor.data, 0)

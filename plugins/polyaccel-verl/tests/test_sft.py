@@ -1,4 +1,4 @@
-"""SFT by verl on two CPU ranks: the engine of polyaccel beside verl's own engine for FSDP2."""
+"""SFT by verl on two CPU ranks: the engine of polyaccel next to verl's engine for FSDP2."""
 
 from __future__ import annotations
 

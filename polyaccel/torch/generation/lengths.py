@@ -40,11 +40,11 @@ def cache_nbytes(
     Returns:
         Bytes, without windows and other savings of single models.
     """
-    config: Any = getattr(module, "config", None)
-    if config is None or _stated(module, named, "use_cache") is False:
+    described: Any = getattr(module, "config", None)
+    if described is None or _stated(module, named, "use_cache") is False:
         return 0
-    is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    is_encoder_decoder = bool(getattr(described, "is_encoder_decoder", False))
+    text = described.get_text_config(decoder=True) if hasattr(described, "get_text_config") else described
     layers = _first(text, "decoder_layers", "num_decoder_layers", "num_hidden_layers")
     heads = _first(text, "num_key_value_heads", "decoder_attention_heads", "num_attention_heads")
     queries = _first(text, "decoder_attention_heads", "num_attention_heads")
