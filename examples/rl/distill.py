@@ -100,7 +100,8 @@ def train_teacher(steps: int, generator: torch.Generator) -> torch.nn.Module:
         logits = engine(input_ids=sequences, use_cache=False).logits[:, -LENGTH - 1 : -1]
         engine.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, -LENGTH:].flatten()))
         engine.step()
-    teacher = new_model(64, 2).to(engine.device)
+    teacher: torch.nn.Module = new_model(64, 2)
+    teacher.to(engine.device)
     teacher.load_state_dict(engine.module_state_dict())
     engine.destroy()
     return teacher.eval().requires_grad_(False)
