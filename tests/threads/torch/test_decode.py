@@ -22,7 +22,8 @@ from polyaccel.torch.generation.decode.structure import structure_of
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-from transformer_models import KINDS, VOCABULARY, transformer_batch, transformer_model  # noqa: E402 - imports transformers
+from decoder_models import OTHERS, model_of  # noqa: E402 - imports transformers
+from transformer_models import KINDS, VOCABULARY, transformer_batch  # noqa: E402 - imports transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 KNOWN = {
@@ -36,26 +37,7 @@ CHANGES = {
     "phi": ({}, {"qk_layernorm": True}),
 }
 SAMPLES = {"do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8, "repetition_penalty": 1.2}
-OTHERS = {
-    "mistral": ("Mistral", {"intermediate_size": 37, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    "phi": ("Phi", {"intermediate_size": 37, "num_attention_heads": 3}),
-    "opt": ("OPT", {"ffn_dim": 37, "num_attention_heads": 4, "word_embed_proj_dim": 24}),
-}
 DECODERS = sorted(set(KINDS) - {"albert", "bert", "t5"}) + sorted(set(OTHERS) - set(KINDS))
-
-
-def model_of(kind, **changes):
-    if kind in KINDS:
-        return transformer_model(kind, **changes).eval()
-    torch.manual_seed(7)
-    name, sizes = OTHERS[kind]
-    common = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 32}
-    config = getattr(transformers, f"{name}Config")(**common, **sizes, **changes, pad_token_id=0, eos_token_id=0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0 if parameter.dim() > 1 else 0.5, 0.15)
-    return model
 
 
 @pytest.fixture
