@@ -6,7 +6,7 @@
 - A 4-bit layer of bitsandbytes keeps its parameter of codes, which engines shard as bytes. Its scales are attributes
   of that parameter, whole on each rank. The layer gets a forward that computes the matrix in both directions: its own
   keeps a view of the codes for backward, whose memory another gather may have written meanwhile. On some CPUs its own
-  also packs the codes anew in evaluation mode.
+  also packs the codes in another form in evaluation mode.
 - An 8-bit layer of bitsandbytes has a second reference to its codes, which no engine sees: it cannot be sharded.
 
 Nothing of these packages is imported here: who uses them has done so.
