@@ -53,7 +53,18 @@ def main(argv: Sequence[str]) -> int:
                     rows.append((kind, size, dtype, str(batch), *figures(seconds, batch, args.tokens, read)))
                     say(", ".join(rows[-1]))
                 engine.destroy()
-    columns = ("model", "size", "type", "batch", "ours tokens/s", "module's", "ratio", "best", "ratio a token", "of reading")
+    columns = (
+        "model",
+        "size",
+        "type",
+        "batch",
+        "ours tokens/s",
+        "module's",
+        "ratio",
+        "best",
+        "ratio a token",
+        "of reading",
+    )
     table(f"Rollouts of {args.tokens} new tokens, {args.rounds} each", columns, rows)
     record(args.out, "generation", kept)
     return 0

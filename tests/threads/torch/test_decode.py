@@ -22,6 +22,7 @@ from polyaccel.torch.generation.decode.structure import structure_of
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+tokenizers = pytest.importorskip("tokenizers")
 from decoder_models import OTHERS, model_of  # noqa: E402 - imports transformers
 from transformer_models import KINDS, VOCABULARY, transformer_batch  # noqa: E402 - imports transformers
 
@@ -148,6 +149,23 @@ def test_a_list_of_prompts_is_decoded_continuously(steps):
         engine.generate([[1], []])
     with pytest.raises(PolyaccelError):
         engine.generate(texts, batch_size=0)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_list_with_stop_strings_ends_with_them(own):
+    names = [chr(97 + one) if one < 26 else f"#{chr(65 + one - 26)}" for one in range(VOCABULARY)]
+    words = tokenizers.models.BPE({name: one for one, name in enumerate(names)}, [], unk_token=names[-1])
+    plain = tokenizers.Tokenizer(words)
+    plain.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token=names[-1])
+    engine = polyaccel.initialize(model=model_of("llama"), config=make_config(0))[0]
+    texts, asked = [[1, 2, 3], [4], [5, 6]], {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    whole = engine.generate(texts, **asked)
+    stop = names[int(whole[0][5])]
+    stops = {"stop_strings": [stop], "tokenizer": tokenizer, "own_decoder": own, "pad_token_id": 0}
+    for text, one, found in zip(texts, whole, engine.generate(texts, **asked, **stops), strict=True):
+        ends = [at for at in range(len(text), len(one)) if stop in names[int(one[at])]]
+        assert found.tolist() == one[: ends[0] + 1 if ends else len(one)].tolist()
 
 
 def test_a_seed_gives_a_sequence_the_same_tokens_in_any_batch():

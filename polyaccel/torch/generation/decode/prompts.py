@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,19 +33,42 @@ def padded(prompts: Sequence[Any], module: nn.Module, named: Mapping[str, Any]) 
 
 
 def separated(output: Any, mask: Tensor, module: nn.Module, named: Mapping[str, Any]) -> Any:
-    """Return the sequences of `output` without padding, each up to its end token. Other outputs are as they are."""
+    """Return the sequences of `output` without padding, each up to its end token or stop string. Other outputs are as
+    they are."""
     if not isinstance(output, Tensor) or len(output) % len(mask):
         return output
     mask = mask.repeat_interleave(len(output) // len(mask), dim=0)  # several sequences of each prompt
     stated = None if named.get("eos_token_id", ()) is None else _stated("eos_token_id", module, named)
     ends = torch.as_tensor([] if stated is None else stated, dtype=torch.long, device=output.device).flatten()
+    stops, pad = _stop_strings(module, named), _stated("pad_token_id", module, named)
     sequences = []
     for row, present in zip(output, mask, strict=True):
         new = row[len(present) :]
+        if stops is not None and pad is not None:
+            new = _stopped(row, len(present), pad, stops)
         found = torch.isin(new, ends).nonzero()
         last = int(found[0]) + 1 if len(found) else len(new)
         sequences.append(torch.cat((row[: len(present)][present.bool()], new[:last])))
     return sequences
+
+
+def _stop_strings(module: nn.Module, named: Mapping[str, Any]) -> Any:
+    """transformers' criterion of the call's stop strings; None without."""
+    strings, tokenizer = _stated("stop_strings", module, named), named.get("tokenizer")
+    if strings is None or tokenizer is None:
+        return None
+    kind: Any = import_module("transformers.generation").StopStringCriteria
+    return kind(tokenizer, strings)
+
+
+def _stopped(row: Tensor, length: int, pad: int, stops: Any) -> Tensor:
+    """The new tokens of a row up to its stop string. What follows that is padding, which may be the end token too."""
+    others = (row[length:] != pad).nonzero()
+    first = length + (int(others[-1]) + 1 if len(others) else 0)
+    for end in range(max(first, length + 1), len(row)):
+        if bool(stops(row[None, :end], None)):
+            return row[length:end]
+    return row[length:]
 
 
 def _stated(name: str, module: nn.Module, named: Mapping[str, Any]) -> Any:
