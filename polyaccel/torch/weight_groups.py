@@ -59,7 +59,8 @@ class GroupedWeight:
     @property
     def scales(self) -> Tensor:
         """The scales (outputs, groups, 1)."""
-        return self.packed.scales.transpose(1, 2).flatten(0, 1)[: self.packed.outputs, :, None]
+        found: Tensor = self.packed.scales.transpose(1, 2).flatten(0, 1)
+        return found[: self.packed.outputs, :, None]
 
     def weight(self) -> Tensor:
         """The matrix in its own type."""

@@ -151,15 +151,16 @@ def test_a_list_of_prompts_is_decoded_continuously(steps):
         engine.generate(texts, batch_size=0)
 
 
+@pytest.mark.parametrize("end", [None, 66])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_list_with_stop_strings_ends_with_them(own):
-    names = [chr(97 + one) if one < 26 else f"#{chr(65 + one - 26)}" for one in range(VOCABULARY)]
+def test_a_list_with_stop_strings_ends_with_them(own, end):
+    names = [chr(97 + one) if one < 26 else chr(0x3B1 + one) for one in range(VOCABULARY)]
     words = tokenizers.models.BPE({name: one for one, name in enumerate(names)}, [], unk_token=names[-1])
     plain = tokenizers.Tokenizer(words)
     plain.decoder = tokenizers.decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token=names[-1])
     engine = polyaccel.initialize(model=model_of("llama"), config=make_config(0))[0]
-    texts, asked = [[1, 2, 3], [4], [5, 6]], {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    texts, asked = [[1, 2, 3], [4], [5, 6]], {"max_new_tokens": 9, "do_sample": False, "eos_token_id": end}
     whole = engine.generate(texts, **asked)
     stop = names[int(whole[0][5])]
     stops = {"stop_strings": [stop], "tokenizer": tokenizer, "own_decoder": own, "pad_token_id": 0}

@@ -63,12 +63,27 @@ def generate(
         def decode(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
             return _decoded(model, kernels, input_ids, seed, batch_size, **prepared)
 
-        return module.generate(*inputs, **named, custom_generate=decode)  # type: ignore[operator]
+        return module.generate(*inputs, **_with_stops(module, named), custom_generate=decode)  # type: ignore[operator]
     except Unsupported as reason:
         if str(reason) not in _LOGGED:
             _LOGGED.add(str(reason))
             log.info("generation is the module's own: %s", reason)
     return module.generate(*inputs, **named)  # type: ignore[operator]
+
+
+def _with_stops(module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with stop strings as a criterion: transformers loses the tokenizer beside a `custom_generate`."""
+    strings, tokenizer = named.get("stop_strings"), named.get("tokenizer")
+    config: Any = named.get("generation_config") or getattr(module, "generation_config", None)
+    if strings is None and getattr(config, "stop_strings", None) is not None:
+        raise Unsupported("stop strings of a generation config")
+    if strings is None or tokenizer is None:
+        return named
+    kinds: Any = import_module("transformers.generation")
+    stops = kinds.StopStringCriteria(tokenizer, strings)
+    others = {name: value for name, value in named.items() if name not in ("stop_strings", "tokenizer")}
+    given = named.get("stopping_criteria") or ()
+    return {**others, "stopping_criteria": kinds.StoppingCriteriaList([*given, stops])}
 
 
 def _require_known(module: nn.Module, named: dict[str, Any]) -> None:

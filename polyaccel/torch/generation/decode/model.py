@@ -214,7 +214,7 @@ class Decoder:
         if turns is not None:
             k = parts.turned(k, *turns)
         for length, slot, key, value in zip(
-            lengths, slots, k.split(list(lengths)), v.split(list(lengths)), strict=True
+            lengths, slots, torch.split(k, list(lengths)), torch.split(v, list(lengths)), strict=True
         ):
             block.keys[slot, :, :length] = key.transpose(0, 1)
             block.values[slot, :, :length] = value.transpose(0, 1)

@@ -44,8 +44,8 @@ def separated(output: Any, mask: Tensor, module: nn.Module, named: Mapping[str, 
     sequences = []
     for row, present in zip(output, mask, strict=True):
         new = row[len(present) :]
-        if stops is not None and pad is not None:
-            new = _stopped(row, len(present), pad, stops)
+        if stops is not None:
+            new = _stopped(row, len(present), pad if len(ends) else None, stops)
         found = torch.isin(new, ends).nonzero()
         last = int(found[0]) + 1 if len(found) else len(new)
         sequences.append(torch.cat((row[: len(present)][present.bool()], new[:last])))
@@ -61,9 +61,10 @@ def _stop_strings(module: nn.Module, named: Mapping[str, Any]) -> Any:
     return kind(tokenizer, strings)
 
 
-def _stopped(row: Tensor, length: int, pad: int, stops: Any) -> Tensor:
-    """The new tokens of a row up to its stop string. What follows that is padding, which may be the end token too."""
-    others = (row[length:] != pad).nonzero()
+def _stopped(row: Tensor, length: int, pad: int | None, stops: Any) -> Tensor:
+    """The new tokens of a row up to its stop string. Padding follows that, which may be the end token too; without end
+    tokens (`pad` is None) transformers continues the row instead."""
+    others = () if pad is None else (row[length:] != pad).nonzero()
     first = length + (int(others[-1]) + 1 if len(others) else 0)
     for end in range(max(first, length + 1), len(row)):
         if bool(stops(row[None, :end], None)):
