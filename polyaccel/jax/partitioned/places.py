@@ -51,12 +51,13 @@ class Partition:
         if not isinstance(mesh, Mesh):
             kind = type(mesh).__name__
             raise ShardingError(f"mesh is a {kind}", hint="pass a jax.sharding.Mesh", value=kind)
-        if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        if any(kind is AxisType.Manual for kind in mesh.axis_types):
             raise ShardingError(
                 f"the mesh has axes of the types {[kind.name for kind in mesh.axis_types]}",
                 hint="make it with axis_types=(jax.sharding.AxisType.Auto,) * n: the engine lets JAX place arrays",
                 value=str(mesh.axis_types),
             )
+        mesh = automatic(mesh)
         named = {axis for spec in _leaves_of(specs) for axis in _axes_of(spec)}
         if batch_spec is None:
             axes = tuple(axis for axis in mesh.axis_names if axis not in named or mesh.axis_names == (axis,))
@@ -149,8 +150,8 @@ def adopt_mesh(params: Any, mesh: Any, specs: Any, batch_spec: Any, rules: Any =
             specs = specs_by_rules(found, own_rules, mesh)
         return replace(Partition.of(mesh, specs, batch_spec), rules=own_rules)
     shardings = jax.tree.map(_sharding_of, params)
-    meshes = {one.mesh for one in jax.tree.leaves(shardings) if one is not None}
-    if len(meshes | ({mesh} if mesh is not None else set())) != 1:
+    meshes = {automatic(one.mesh) for one in jax.tree.leaves(shardings) if one is not None}
+    if len(meshes | ({automatic(mesh)} if isinstance(mesh, Mesh) else {mesh} - {None})) != 1:
         raise ShardingError(
             f"the parameters lie on {len(meshes)} meshes",
             hint="put all of them on one: jax.device_put(params, NamedSharding(mesh, spec))",
@@ -162,9 +163,18 @@ def adopt_mesh(params: Any, mesh: Any, specs: Any, batch_spec: Any, rules: Any =
     return replace(Partition.of(mesh, specs, batch_spec), rules=own_rules)
 
 
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh on which JAX places arrays, of one whose axes are explicit: types of axes change no number."""
+    if all(kind is AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
 def sharding_on(mesh: Mesh, leaf: Any) -> NamedSharding | None:
     """The place of an array that lies on `mesh`; None of any other array. Raises ShardingError for another mesh."""
     found = _sharding_of(leaf)
+    if found is not None:
+        found = NamedSharding(automatic(found.mesh), found.spec)
     if found is not None and found.mesh != mesh:
         raise ShardingError(
             f"the state lies on a mesh of {dict(found.mesh.shape)}, and the parameters on {dict(mesh.shape)}",

@@ -11,7 +11,7 @@ pytest.importorskip("optax")
 
 import jax
 import jax_mesh_model as model
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import polyaccel
@@ -40,6 +40,32 @@ def test_numbers_of_plain_jax(at, processes, stage, name, placed, offloads):
         assert found[2] == (None, "tensor")
         assert not found[3]  # XLA's on CPUs is now and then wrong
         assert found[4] == {"pinned_host" if offloads else "device"}
+
+
+def train_on_explicit_axes(communicator, is_placed):
+    """(losses, parameters) of a script whose mesh has the types of axes that `jax.make_mesh` gives."""
+    where, params = jax.make_mesh((2, 2), ("data", "tensor")), model.initial_params()
+    assert set(where.axis_types) == {AxisType.Explicit}
+    named = {"mesh": where, "param_specs": model.SPECS}
+    if is_placed:
+        places = jax.tree.map(
+            lambda spec: NamedSharding(where, spec), model.SPECS, is_leaf=lambda one: isinstance(one, P)
+        )
+        params, named = jax.device_put(params, places), {}
+    own = {"optimizer": model.transformation("adamw"), "config": model.make_config(3)}
+    engine = polyaccel.initialize(model=model.loss_on(None), params=params, **named, **own)
+    losses = [float(engine.train_batch(model.batch_of(step))) for step in range(model.STEPS)]
+    spec = engine.params["first"]["kernel"].sharding.spec
+    return losses, jax.tree.map(np.asarray, engine.params), tuple(spec)
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_explicit_axes_train_as_automatic_ones(at, is_placed):
+    losses, params = model.train_plain("adamw")
+    ((found, own, spec),) = at(1, train_on_explicit_axes, is_placed)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    jax.tree.map(lambda one, plain: np.testing.assert_allclose(one, plain, rtol=0, atol=1e-6), own, params)
+    assert spec == (None, "tensor")
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
@@ -73,7 +99,7 @@ def refusals(communicator):
     devices = np.array(jax.devices()).reshape(2, 2)
     where = model.mesh()
     named = [
-        {"mesh": Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)},
+        {"mesh": Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Manual,) * 2)},
         {"mesh": where, "param_specs": {"table": P("model")}},
         {"mesh": where, "param_specs": {"gain": P("tensor")}},
         {"mesh": where, "param_specs": {"table": P(None, None, "tensor")}},
