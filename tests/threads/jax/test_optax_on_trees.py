@@ -97,6 +97,8 @@ WHOLE = {
     "lbfgs": lambda: optax.lbfgs(1e-2, memory_size=2, linesearch=None),
 }
 """Those that need whole parameters, or all of them, or the loss too."""
+PATIENCE_S = 240.0
+"""For ranks that compile programs, and prove a first step, on a busy machine."""
 OWNED = [((2, 2), (2, 2)), ((3, 2), (2, 1)), ((2, 2), (0, 2)), ((2, 1), (1, 0))]
 """Ranks and stages before and after the checkpoint: states of owners, and of all ranks."""
 
@@ -108,7 +110,7 @@ def under_engines(make, worlds, stages, folder):
     """The parameters by name after the first half of the steps at the first of `stages`, a checkpoint, and the rest at
     the second."""
     for half, (world, stage) in enumerate(zip(worlds, stages, strict=True)):
-        results = run_threads(world, train_half, make, stage, folder, half)
+        results = run_threads(world, train_half, make, stage, folder, half, timeout_s=PATIENCE_S)
     for found in results[1:]:
         for fqn, value in found.items():
             np.testing.assert_array_equal(value, results[0][fqn])
@@ -208,7 +210,7 @@ def test_hyperparameters_are_read_and_set_and_stay(name, tmp_path):
         assert dict(other.hyperparams)["learning_rate"] == 0.0
         return still, moved
 
-    (still, moved), _ = run_threads(2, go)
+    (still, moved), _ = run_threads(2, go, timeout_s=PATIENCE_S)
     assert all(np.array_equal(value, still[fqn]) for fqn, value in leaves(jax.tree.map(jnp.asarray, start())).items())
     assert all(np.any(value != still[fqn]) for fqn, value in moved.items())
 
