@@ -334,6 +334,22 @@ def summed_parts(mesh: DeviceMesh, sent: Any, axis: int) -> Any:
     return jnp.sum(parts, axis=axis, dtype=jnp.float32 if is_narrow else None)
 
 
+def summed_whole(mesh: DeviceMesh, sent: Any) -> Any:
+    """The sum over devices of a flat array, whole on each.
+
+    XLA's gloo waits in its all-reduce by polling: a small one takes up to 4 ms of a core that others use too. Between
+    processes each therefore sends a small array to all ranks, and adds in the order of ranks.
+    """
+    if not mesh.is_hosts or sent.size * mesh.world_size > _MOST_SENT_NUMEL:
+        return jax.lax.psum(sent, AXIS)
+    to_each = jnp.broadcast_to(sent, (mesh.world_size, sent.size))
+    return jnp.sum(jax.lax.all_to_all(to_each, AXIS, split_axis=0, concat_axis=0), axis=0)
+
+
+_MOST_SENT_NUMEL = 1 << 18
+"""Beyond it an all-reduce moves fewer bytes in less time."""
+
+
 def rounding_keys_of(buckets: Iterable[Bucket], steps: Mapping[str, int]) -> dict[int, RoundingKeys]:
     """How the parameters of 16 bits are rounded stochastically after so many updates of each, by bucket."""
     return {bucket.index: rounding_keys(bucket, steps) for bucket in buckets if bucket.kind.dtype.itemsize == 2}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from polyaccel.jax.native.program import (
     own_part,
     stacked_output,
     summed_parts,
+    summed_whole,
     weak_numbers,
 )
 from polyaccel.jax.partitioned.places import LeafPlaces, dimension_of, within
@@ -129,7 +131,7 @@ class LeafGradients:
 
     def _traced(self, params: Any, token: Token, batch: Any, key: Any) -> tuple[Any, Token]:
         """(what the function returns, the token after it)."""
-        exchange = Exchange(self._gathered, self._reduced_leaf, is_local=not self._is_global)
+        exchange = Exchange(self._gathered, self._reduced_leaves, is_local=not self._is_global)
         given = self._leaves, self.in_order(params), token, partial(MeshMembers, exchange=exchange)
         found, token, has_units = trace_by_units(*given, lambda leaves: self._function.call(leaves, batch, key))
         if not (has_units or self._has_warned):
@@ -160,8 +162,31 @@ class LeafGradients:
         at = dimension_of(self._places.param[leaf.fqn].spec)
         return part if at is None else jax.lax.all_gather(part, AXIS, axis=at - layers, tiled=True)
 
-    def _reduced_leaf(self, leaf: Leaf, gradient: Any) -> Any:
-        return self._kept(self._bucket_of[leaf.fqn], gradient, len(leaf.shape) - gradient.ndim)
+    def _reduced_leaves(self, pairs: Sequence[tuple[Leaf, Any]]) -> list[Any]:
+        """What a device keeps of the gradients of a unit. Those that stay whole are summed in one collective."""
+        whole = [pair for pair in pairs if not self._is_global and self._is_kept_whole(pair[0])]
+        summed = iter(self._summed([self._sent(self._bucket_of[leaf.fqn], one) for leaf, one in whole]))
+        found = []
+        for leaf, gradient in pairs:
+            bucket = self._bucket_of[leaf.fqn]
+            if not self._is_global and self._is_kept_whole(leaf):
+                found.append(self._finished(bucket, next(summed)))
+            else:
+                found.append(self._kept(bucket, gradient, len(leaf.shape) - gradient.ndim))
+        return found
+
+    def _is_kept_whole(self, leaf: Leaf) -> bool:
+        return dimension_of(self._places.state[leaf.fqn].spec) is None
+
+    def _summed(self, sent: Sequence[Any]) -> list[Any]:
+        """The sums over devices of whole arrays."""
+        wide = [one.astype(jnp.promote_types(one.dtype, jnp.float32)) for one in sent]  # a sum of ranks overflows first
+        if len({one.dtype for one in wide}) != 1:
+            return [jax.lax.psum(one, AXIS) for one in wide]
+        flat = jnp.concatenate([one.reshape(-1) for one in wide])
+        total = summed_whole(self._places.devices, flat)
+        parts = jnp.split(total, list(accumulate(one.size for one in wide))[:-1])
+        return [part.reshape(one.shape) for part, one in zip(parts, wide, strict=True)]
 
     def _kept(self, bucket: Bucket, gradient: Any, layers: int = 0) -> Any:
         """What a device keeps of the reduced gradient of a parameter, or of one layer of it."""
@@ -173,14 +198,22 @@ class LeafGradients:
 
     def _reduced(self, bucket: Bucket, gradient: Any, layers: int) -> Any:
         """The part of the reduced gradient that this device updates."""
-        before, after, op = self._step_policy.reduction.scaling(self._ranks)
-        sent = gradient.astype(dtype_of_jax(self._precision.reduce_of(bucket.kind.dtype))) * before
+        sent = self._sent(bucket, gradient)
         at = dimension_of(self._places.state[bucket.slots[0].param.fqn].spec)
         if at is None:
-            wide = sent.astype(jnp.promote_types(sent.dtype, jnp.float32))  # a sum of ranks overflows first
-            summed = jax.lax.psum(wide, AXIS)
+            (summed,) = self._summed([sent])
         else:
             summed = summed_parts(self._places.devices, sent, at - layers)
+        return self._finished(bucket, summed)
+
+    def _sent(self, bucket: Bucket, gradient: Any) -> Any:
+        """A gradient as it goes into a reduction."""
+        before, _, _ = self._step_policy.reduction.scaling(self._ranks)
+        return gradient.astype(dtype_of_jax(self._precision.reduce_of(bucket.kind.dtype))) * before
+
+    def _finished(self, bucket: Bucket, summed: Any) -> Any:
+        """The gradient that a reduction ends with."""
+        _, after, op = self._step_policy.reduction.scaling(self._ranks)
         reduced = summed / self._ranks if op is ReduceOp.AVG else summed * after
         return reduced.astype(self._gradient_dtype(bucket))
 

@@ -223,7 +223,9 @@ class LeafPlaces:
             is_sharded = self._policy.params is Placement.SHARDED and spec.trainable and spec.fqn not in persistent
             self.function[spec.fqn] = NamedSharding(self.mesh, own)
             self.param[spec.fqn] = NamedSharding(self.mesh, cut if is_sharded else own)
-            is_cut = self._policy.optim is Placement.SHARDED
+            # Beside a parameter that stays whole, a collective for a part this small costs more than it saves.
+            is_small = spec.fqn in persistent and spec.numel < _LEAST_NUMEL
+            is_cut = self._policy.optim is Placement.SHARDED and not is_small
             self.state[spec.fqn] = NamedSharding(self.mesh, cut if is_cut else own)
             self.stored[spec.fqn] = self.rest(self.state[spec.fqn])
 
@@ -237,7 +239,8 @@ class LeafPlaces:
         return NamedSharding(self.mesh, self.cut(shape, PartitionSpec()) if is_cut else PartitionSpec())
 
     def cut(self, shape: Sequence[int], spec: PartitionSpec, first: int = 0) -> PartitionSpec:
-        """`spec` with its axes of data, on the longest dimension from `first` on that they divide."""
+        """`spec` with its axes of data, on a dimension from `first` on that they divide: the longest, or on the
+        engine's own mesh the first, so that collectives of parts transpose nothing."""
         parts = [_names(entry) for entry in spec] + [()] * (len(shape) - len(spec))
         axes = tuple(axis for axis in self._axes if axis not in {name for part in parts for name in part})
         count = prod(self.mesh.shape[axis] for axis in axes)
@@ -247,7 +250,7 @@ class LeafPlaces:
         usable = [at for at, size in enumerate(local) if at >= first and size and size % count == 0]
         if not usable:
             return spec
-        at = max(usable, key=lambda at: local[at])
+        at = usable[0] if self.partition is None else max(usable, key=lambda at: local[at])
         parts[at] = (*parts[at], *axes)
         return PartitionSpec(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
 

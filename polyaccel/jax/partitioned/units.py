@@ -36,8 +36,8 @@ class Exchange(NamedTuple):
 
     gather: Callable[[Leaf, Any], Any]
     """(leaf, what a device holds of it, or of a layer) -> the whole."""
-    reduce: Callable[[Leaf, Any], Any]
-    """(leaf, gradient of it, or of a layer) -> what a device keeps of the reduced one."""
+    reduce: Callable[[Sequence[tuple[Leaf, Any]]], list[Any]]
+    """((leaf, gradient of it, or of a layer), ...) -> what a device keeps of each reduced one."""
     is_local: bool
     """Whether a device traces its own part, of which it can read a number without the others."""
 
@@ -82,10 +82,10 @@ class MeshMembers:
     def reduce(self, token: Any, index: Any, cotangents: Sequence[Any]) -> Any:
         """As `UnitMembers.reduce`."""
         gradients = dict(token.gradients)
-        for leaf, cotangent in zip(self._leaves, cotangents, strict=True):
-            if leaf.is_trained:
-                reduced, before = self._exchange.reduce(leaf, cotangent), gradients[leaf.index]
-                gradients[leaf.index] = before.at[index].add(reduced) if self._is_scanned else before + reduced
+        pairs = [pair for pair in zip(self._leaves, cotangents, strict=True) if pair[0].is_trained]
+        for (leaf, _), reduced in zip(pairs, self._exchange.reduce(pairs), strict=True):
+            before = gradients[leaf.index]
+            gradients[leaf.index] = before.at[index].add(reduced) if self._is_scanned else before + reduced
         return token._replace(gradients=gradients)
 
 
