@@ -1,7 +1,7 @@
 """Ten kinds of public scripts of JAX on engines: the numbers are those of plain jit and optax.
 
-`TESTS_SCRIPTS=full` runs each at stages 0, 2 and 3 on one to three ranks, and in native mode; otherwise each at one
-stage, and every fourth in native mode.
+`TESTS_SCRIPTS=full` runs each at stages 0, 2 and 3 on one to three ranks, in views and in native mode; otherwise each
+at one stage in each mode, so that every stage meets every number of ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WITHIN = 1e-6
 
 
 def cases() -> list[tuple[str, int, int | str]]:
+    natively = [f"native {stage}" for stage in STAGES]
     if IS_FULL:
-        return [(name, world, kind) for name in SCRIPTS for world in WORLDS for kind in (*STAGES, "native", "native 3")]
+        return [(name, world, kind) for name in SCRIPTS for world in WORLDS for kind in (*STAGES, *natively)]
     own = [(name, WORLDS[(at + at // 3) % 3], STAGES[at % 3]) for at, name in enumerate(SCRIPTS)]
-    natively = list(SCRIPTS)[::4]
-    return [*own, *((name, 1, ("native", "native 3")[at % 2]) for at, name in enumerate(natively))]
+    return [*own, *((name, WORLDS[at % 3], natively[(at + at // 3) % 3]) for at, name in enumerate(SCRIPTS))]
 
 
 def section(kind: int | str) -> dict[str, Any]:
-    stage = kind if isinstance(kind, int) else 3 if kind.endswith("3") else 2
+    stage = kind if isinstance(kind, int) else int(kind.removeprefix("native "))
     persistence = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     native = {"jax": {"execution": "native"}} if isinstance(kind, str) else {}
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 64, **persistence}, **native}

@@ -223,7 +223,7 @@ class LeafPlaces:
             is_sharded = self._policy.params is Placement.SHARDED and spec.trainable and spec.fqn not in persistent
             self.function[spec.fqn] = NamedSharding(self.mesh, own)
             self.param[spec.fqn] = NamedSharding(self.mesh, cut if is_sharded else own)
-            # Beside a parameter that stays whole, a collective for a part this small costs more than it saves.
+            # Where a parameter stays whole, a collective for a part this small costs more than it saves.
             is_small = spec.fqn in persistent and spec.numel < _LEAST_NUMEL
             is_cut = self._policy.optim is Placement.SHARDED and not is_small
             self.state[spec.fqn] = NamedSharding(self.mesh, cut if is_cut else own)
