@@ -72,7 +72,7 @@ def generate(
 
 
 def _with_stops(module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with stop strings as a criterion: transformers loses the tokenizer beside a `custom_generate`."""
+    """The arguments with stop strings as a criterion: with `custom_generate` transformers loses the tokenizer."""
     strings, tokenizer = named.get("stop_strings"), named.get("tokenizer")
     config: Any = named.get("generation_config") or getattr(module, "generation_config", None)
     if strings is None and getattr(config, "stop_strings", None) is not None:
