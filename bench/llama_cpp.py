@@ -158,4 +158,5 @@ def _write(folder: Path, path: Path, name: str) -> None:
 
 if __name__ == "__main__":
     verb, place, *more = sys.argv[1:]
-    {"export": export, "ours": ours, "theirs": theirs}[verb](Path(place), *more)
+    verbs: dict[str, Callable[..., None]] = {"export": export, "ours": ours, "theirs": theirs}
+    verbs[verb](Path(place), *more)

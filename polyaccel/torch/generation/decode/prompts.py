@@ -64,7 +64,7 @@ def _stop_strings(module: nn.Module, named: Mapping[str, Any]) -> Any:
 def _stopped(row: Tensor, length: int, pad: int | None, stops: Any) -> Tensor:
     """The new tokens of a row up to its stop string. Padding follows that, which may be the end token too; without end
     tokens (`pad` is None) transformers continues the row instead."""
-    others = () if pad is None else (row[length:] != pad).nonzero()
+    others = row.new_empty(0) if pad is None else (row[length:] != pad).nonzero()
     first = length + (int(others[-1]) + 1 if len(others) else 0)
     for end in range(max(first, length + 1), len(row)):
         if bool(stops(row[None, :end], None)):
