@@ -7,7 +7,7 @@ from __future__ import annotations
 from polyaccel_deepspeed.keys import constants
 from polyaccel_deepspeed.names import sets
 from polyaccel_deepspeed.names.devices import DEVICES
-from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, later, never, yes
+from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, never, yes
 from polyaccel_deepspeed.names.internals import INTERNALS
 from polyaccel_deepspeed.names.mixtures import MIXTURES
 from polyaccel_deepspeed.names.optimizers import DEEPSPEED_OPTIMIZER, STAGE_3_OPTIMIZER, WRAPPERS, ZERO_OPTIMIZER
