@@ -21,14 +21,12 @@ def main_process_first(*, local: bool = False) -> Iterator[None]:
     Returns:
         Context manager, to be entered by every rank.
     """
-    if not is_initialized():
-        yield
-        return
-    is_first = (get_local_rank() if local else get_rank()) == 0
+    has_others = is_initialized()
+    is_first = not has_others or (get_local_rank() if local else get_rank()) == 0
     if not is_first:
         barrier()
     try:
         yield
     finally:
-        if is_first:
+        if has_others and is_first:
             barrier()
