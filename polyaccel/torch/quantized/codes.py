@@ -67,8 +67,22 @@ class CodeFormat:
         """The groups of a row."""
         return -(-self.columns // self.size)
 
+    @property
+    def code_name(self) -> str:
+        """What a layer calls its codes: a state dict of another format does not fit, though its shapes may."""
+        return f"weight_{self.dtype}_{self.size}"
+
     def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return the codes and scales of a matrix: two tensors, or three under double quantisation."""
+        """Return the codes and scales of a matrix: two tensors, or three under double quantisation.
+
+        Raises PolyaccelError for a matrix of another shape.
+        """
+        if weight.shape != (self.rows, self.columns):
+            raise PolyaccelError(
+                f"a weight of shape {tuple(weight.shape)} for a layer of {self.rows} outputs and {self.columns} inputs",
+                hint="load the weights of a model of the same sizes",
+                value=tuple(weight.shape),
+            )
         rows = weight.detach().float()
         grouped = functional.pad(rows, (0, self.groups * self.size - self.columns)).view(self.rows, self.groups, -1)
         scales = grouped.abs().amax(-1)

@@ -48,6 +48,7 @@ class TensorFormat:
     stride: tuple[int, ...]
 
     dtype = "torchao"
+    code_name = "weight_codes"
     group_size = 0
 
     @property
@@ -123,7 +124,7 @@ def unwrap(layer: nn.Module, name: str) -> None:
     """Make a layer for which `is_wrapped` a `QuantizedLayer`. Raises PolyaccelError for too many inner tensors."""
     weight: Any = layer._parameters["weight"]
     names, context = weight.__tensor_flatten__()
-    if len(names) > len(NAMES):
+    if len(names) > 1 + len(NAMES):
         hint = "use polyaccel.quantize_frozen"
         raise PolyaccelError(f"{name!r} has a weight of {len(names)} tensors", hint=hint, value=len(names))
     inner = [getattr(weight, each) for each in names]
@@ -136,7 +137,7 @@ def unwrap(layer: nn.Module, name: str) -> None:
     assert isinstance(layer, QuantizedLayer)  # just made
     layer.quantization, layer.is_transposed = found, False
     layer.register_buffer("_type_of_weight", layer_type, persistent=False)
-    for own, value in zip(NAMES, inner, strict=False):
+    for own, value in zip(layer.stored_names, inner, strict=False):
         bits = value.detach().contiguous()
         bits = bits.view(_INTEGERS[bits.itemsize]) if bits.is_floating_point() else bits
         layer._parameters[own] = nn.Parameter(bits, requires_grad=False)

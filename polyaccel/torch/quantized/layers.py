@@ -2,8 +2,9 @@
 
 [Note: Quantised layers]
 A layer stays the object that it was, and an instance of its class, so that PEFT, recomputation and units find it. Its
-parameter `weight` goes. `weight_codes` and `weight_scales` come in its place: integers that require no gradient, which
-every stage shards, gathers, saves and loads as they are. `weight` is then a property (`QuantizedWeight`).
+parameter `weight` goes. Codes and `weight_scales` come in its place: integers that require no gradient, which every
+stage shards, gathers, saves and loads as they are. The name of the codes says their format, as in `weight_nf4_64`:
+codes of other types and groups may have the same shapes. `weight` is then a property (`QuantizedWeight`).
 Forward computes the matrix, and backward computes it again: no pass keeps one. An empty buffer says the type of the
 matrix, as it follows the model's conversions.
 """
@@ -23,8 +24,8 @@ from polyaccel.torch.quantized.weight import QuantizedWeight
 from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
 
-NAMES = ("weight_codes", "weight_scales", "weight_spans", "weight_part_3", "weight_part_4", "weight_part_5")
-"""Parameters of a layer, of which a format has some."""
+NAMES = ("weight_scales", "weight_spans", "weight_part_3", "weight_part_4", "weight_part_5")
+"""Parameters of a layer after its codes, of which a format has some."""
 _ABSENT = (ShardedParameter, PendingParameter)
 
 
@@ -32,11 +33,10 @@ class QuantizedLayer(nn.Module):
     """A linear layer with a frozen weight in codes. See [Note: Quantised layers]."""
 
     quantization: Any
-    """A `CodeFormat`, or what has its `decode`, `rows` and `columns`."""
+    """A `CodeFormat`, or what has its `code_name`, `decode`, `rows` and `columns`."""
     is_transposed: bool
     """Whether the weight is (inputs, outputs), as that of transformers' Conv1D; its codes are not."""
     bias: Tensor | None
-    weight_codes: nn.Parameter
     _type_of_weight: Tensor
 
     @property
@@ -50,10 +50,15 @@ class QuantizedLayer(nn.Module):
                 matrix: Tensor = found.decode(self.stored(), dtype)
             return matrix.t() if self.is_transposed else matrix
 
-        return QuantizedWeight(shape, dtype, self.weight_codes.device, values)
+        return QuantizedWeight(shape, dtype, self._parameters[found.code_name].device, values)
 
     def stored(self) -> tuple[Tensor, ...]:
-        return tuple(present(self._parameters[name]) for name in NAMES if name in self._parameters)
+        return tuple(present(self._parameters[name]) for name in self.stored_names if name in self._parameters)
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of parameters that the format may have, in the order of `stored`."""
+        return (self.quantization.code_name, *NAMES)
 
     @outside_graphs
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +71,7 @@ class QuantizedLayer(nn.Module):
     def store(self, weight: Tensor) -> None:
         """Take the values of `weight`, as the layer's class has it."""
         stored = self.quantization.encode(weight.t() if self.is_transposed else weight)
-        for name, value in zip(NAMES, stored, strict=False):
+        for name, value in zip(self.stored_names, stored, strict=False):
             self._parameters[name] = nn.Parameter(value, requires_grad=False)
 
     def reset_parameters(self) -> None:
@@ -77,11 +82,17 @@ class QuantizedLayer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Take a plain layer's weight too, which is quantised."""
         weight = state_dict.get(f"{prefix}weight")
-        if isinstance(weight, Tensor) and f"{prefix}weight_codes" not in state_dict:
+        if isinstance(weight, Tensor) and f"{prefix}{self.quantization.code_name}" not in state_dict:
             stored = self.quantization.encode(weight.t() if self.is_transposed else weight)
-            state_dict.update({f"{prefix}{name}": value for name, value in zip(NAMES, stored, strict=False)})
+            state_dict.update(
+                {f"{prefix}{name}": value for name, value in zip(self.stored_names, stored, strict=False)}
+            )
             del state_dict[f"{prefix}weight"]
         super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the class from which this one was made: no module has this one under its name."""
+        return _unfilled, (_own_class(self),), self.__getstate__()
 
     def extra_repr(self) -> str:
         """The class's own text, and the format."""
@@ -141,12 +152,20 @@ def dequantize_layer(layer: QuantizedLayer) -> None:
 
 def plain_class(layer: QuantizedLayer) -> None:
     """Give `layer` its own class, without a weight."""
-    for name in NAMES:
+    for name in layer.stored_names:
         layer._parameters.pop(name, None)
     del layer._buffers["_type_of_weight"], layer.quantization, layer.is_transposed
     layer._non_persistent_buffers_set.discard("_type_of_weight")
-    own: Any = next(kind for kind in type(layer).__mro__ if not issubclass(kind, QuantizedLayer))
-    layer.__class__ = own
+    layer.__class__ = _own_class(layer)
+
+
+def _own_class(layer: QuantizedLayer) -> Any:
+    return next(kind for kind in type(layer).__mro__ if not issubclass(kind, QuantizedLayer))
+
+
+def _unfilled(own: type) -> Any:
+    kind: Any = quantized_class(own)
+    return kind.__new__(kind)
 
 
 def is_linear(layer: nn.Module) -> bool:

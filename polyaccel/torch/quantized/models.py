@@ -24,13 +24,13 @@ def quantize_frozen(
     *,
     group_size: int = 64,
     double_quant: bool = False,
-    skip: Collection[str] = (),
+    skip: Collection[str] | str = (),
 ) -> tuple[str, ...]:
     """Store the weights of linear layers in 4 or 8 bits, in place; they are frozen and train no more (QLoRA).
 
     Call it before `initialize`, and before or after PEFT's `get_peft_model`. Layers of adapters, of `modules_to_save`,
-    weights that two modules have and the output head stay as they are. Of a model of `zero.Init` one weight at a time
-    is computed. On the meta device codes have no values, which suffices for `polyaccel plan`.
+    weights that two modules have and heads of models of transformers stay as they are. Of a model of `zero.Init` one
+    weight at a time is computed. On the meta device codes have no values, which suffices for `polyaccel plan`.
 
     Args:
         model: A module, in evaluation or training mode.
@@ -43,8 +43,8 @@ def quantize_frozen(
         Full names of the layers that are quantised now.
 
     Raises:
-        PolyaccelError: The type or size of groups is unknown, no layer is left to quantise, or the model belongs to an
-            engine.
+        PolyaccelError: The type or size of groups is unknown, no layer is left to quantise, no module has a name in
+            `skip`, or the model belongs to an engine.
 
     Example:
         ```python
@@ -54,6 +54,8 @@ def quantize_frozen(
         ```
     """
     require_format(dtype, group_size)
+    skip = (skip,) if isinstance(skip, str) else skip
+    _require_modules(model, skip)
     layers = dict(_layers_of(model, skip))
     for name, layer in layers.items():
         weight = layer._parameters["weight"]
@@ -97,18 +99,35 @@ def dequantize_frozen(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _require_modules(model: nn.Module, names: Collection[str]) -> None:
+    """Raise PolyaccelError for a name that no module has: its layers would be quantised."""
+    for one in names:
+        if not any(_is_inside(name, (one,)) for name, _ in model.named_modules()):
+            hint = "name a module in full, or a part of its name between dots"
+            raise PolyaccelError(f"no module to skip is named {one!r}", hint=hint, value=one)
+
+
 def _layers_of(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers to be quantised, by full name."""
     uses = Counter(id(one) for part in model.modules() for one in part.parameters(recurse=False))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     kept = {name for name, part in model.named_modules() if part is head} | set(skip) | set(_trained_parts(model))
+    kept |= set(_heads(model))
     for name, part in model.named_modules():
         weight = part._parameters.get("weight")
         if not isinstance(weight, Tensor) or not is_linear(part) or not weight.is_floating_point():
             continue
-        is_plain = weight.dim() == _MATRIX and uses[id(weight)] == 1 and hasattr(part, "bias")
+        is_plain = weight.dim() == _MATRIX and weight.numel() and uses[id(weight)] == 1 and hasattr(part, "bias")
         if is_plain and not _is_inside(name, kept):
             yield name, part
+
+
+def _heads(model: nn.Module) -> Iterator[str]:
+    """Yield what models of transformers have beside their body: PEFT trains a head of classes, which is new."""
+    for name, part in model.named_modules():
+        body = getattr(type(part), "base_model_prefix", None)
+        if isinstance(body, str) and isinstance(part._modules.get(body), nn.Module):
+            yield from (f"{name}.{child}" if name else child for child in part._modules if child != body)
 
 
 def _trained_parts(model: nn.Module) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -263,3 +264,50 @@ def test_what_cannot_be_is_refused():
     polyaccel.quantize_frozen(shapes)
     with pytest.raises(PolyaccelError):
         polyaccel.initialize(model=shapes, config=make_config(0))
+
+
+def test_state_dicts_of_other_formats_and_sizes_are_refused():
+    """Codes of another type, and of other groups of as many scales, have the same shapes."""
+
+    def layer(dtype="nf4", size=50):
+        model = torch.nn.Sequential(torch.nn.Linear(100, 4))
+        polyaccel.quantize_frozen(model, dtype, group_size=size)
+        return model
+
+    for other in (layer("int4"), layer(size=64)):
+        assert [one.shape for one in other.parameters()] == [one.shape for one in layer().parameters()]
+        with pytest.raises(RuntimeError):
+            layer().load_state_dict(other.state_dict())
+    for shape in ((8, 100), (100, 4), (4, 99)):
+        with pytest.raises(PolyaccelError) as caught:
+            layer().load_state_dict({"0.weight": torch.zeros(shape), "0.bias": torch.zeros(4)})
+        assert caught.value.value == shape
+
+
+def test_names_to_skip_are_those_of_modules():
+    names = ("q_proj", "k_proj")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in names})
+    with pytest.raises(PolyaccelError) as caught:
+        polyaccel.quantize_frozen(model, skip=["q_prj"])
+    assert caught.value.value == "q_prj"
+    assert polyaccel.quantize_frozen(copy.deepcopy(model), skip="q_proj") == ("k_proj",)
+    model["k_proj"].weight = torch.nn.Parameter(torch.empty(0, 4))
+    model["q_proj"].weight = torch.nn.Parameter(torch.empty(4, 0))
+    with pytest.raises(PolyaccelError):
+        polyaccel.quantize_frozen(model)
+
+
+def test_copies_of_layers_compute_the_same():
+    model = transformer_model("gpt2").eval()
+    polyaccel.quantize_frozen(model, "int4")
+    wanted = model(**transformer_batch("gpt2")).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**transformer_batch("gpt2")).logits, wanted)
+
+
+def test_a_head_of_classes_is_trained():
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_labels": 3}
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    assert "score" not in polyaccel.quantize_frozen(model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    assert any("score" in name for name, one in model.named_parameters() if one.requires_grad)
