@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from logging import getLogger
@@ -115,6 +116,8 @@ class SendsWeights:
         if self.mesh.has_several("pipe"):
             stages = self.mesh.size_of(("pipe",))
             raise PolyaccelError(f"weights are not sent by {stages} pipeline stages", hint="use ZeRO-3", value=stages)
+        if bucket_nbytes is not None and bucket_nbytes < 1:
+            raise PolyaccelError(f"no size of a bucket: {bucket_nbytes}", hint="use bytes", value=bucket_nbytes)
         adapter_name = active_adapter(self._own_module) if adapters_only else None
         with self.timer(OUTSIDE):
             self.adapter.require_nothing_away()
@@ -167,8 +170,6 @@ class _Transfer:
         """Reach the receivers, or make the folder."""
         try:
             addresses = addresses_of(destination, SCHEME)
-            if bucket_nbytes is not None and bucket_nbytes < 1:
-                raise PolyaccelError(f"no size of a bucket: {bucket_nbytes}", hint="use bytes", value=bucket_nbytes)
             if addresses:
                 nbytes = min(bucket_nbytes or _SEGMENT_NBYTES, max(self._manifest.nbytes * 2, 1 << 12))
                 self._sender = SharedMemorySender(addresses, self._manifest, nbytes, timeout_s)
@@ -219,7 +220,7 @@ class _Transfer:
 
 def addresses_of(destination: str | os.PathLike[str] | Sequence[str], scheme: str) -> list[str]:
     """Return what follows `scheme` in the addresses of `destination`; nothing for another kind of destination. Raises
-    PolyaccelError for a mixture."""
+    PolyaccelError for a mixture, and for the same address twice: a receiver takes one connection at a time."""
     several = [destination] if isinstance(destination, str | os.PathLike) else [*destination]
     named = [str(one).removeprefix(scheme) for one in several if isinstance(one, str) and one.startswith(scheme)]
     schemes = {next((known for known in (SCHEME, TCP) if str(one).startswith(known)), "") for one in several}
@@ -229,4 +230,7 @@ def addresses_of(destination: str | os.PathLike[str] | Sequence[str], scheme: st
             hint="name unix:PATH or tcp://HOST:PORT of a receiver, several of one kind, or one folder",
             value=str(destination),
         )
+    if twice := [one for one, times in Counter(named).items() if times > 1]:
+        hint = "name each receiver once"
+        raise PolyaccelError(f"weights to one receiver twice: {twice[0]!r}", hint=hint, value=str(destination))
     return named

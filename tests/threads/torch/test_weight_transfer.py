@@ -259,7 +259,10 @@ def test_an_update_is_taken_once(tmp_path):
         dict(update)
 
 
-@pytest.mark.parametrize("destination", [["folder", "unix:/x"], ["tcp://a:1", "unix:/x"], [], ["folder"], "tcp://a"])
+@pytest.mark.parametrize(
+    "destination",
+    [["folder", "unix:/x"], ["tcp://a:1", "unix:/x"], ["tcp://a:1"] * 2, ["unix:/x"] * 2, [], ["folder"], "tcp://a"],
+)
 def test_destinations_that_cannot_be_meant(destination):
     with pytest.raises(PolyaccelError):
         engine_of(parity_model(), 0).send_weights(destination)
