@@ -50,7 +50,7 @@ class QuantizedLayer(nn.Module):
                 matrix: Tensor = found.decode(self.stored(), dtype)
             return matrix.t() if self.is_transposed else matrix
 
-        return QuantizedWeight(shape, dtype, self._parameters[found.code_name].device, values)
+        return QuantizedWeight(shape, dtype, getattr(self, found.code_name).device, values)
 
     def stored(self) -> tuple[Tensor, ...]:
         return tuple(present(self._parameters[name]) for name in self.stored_names if name in self._parameters)
@@ -92,7 +92,7 @@ class QuantizedLayer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Name the class from which this one was made: no module has this one under its name."""
-        return _unfilled, (_own_class(self),), self.__getstate__()
+        return _unfilled, (_own_class(self),), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """The class's own text, and the format."""
