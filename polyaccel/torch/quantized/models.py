@@ -123,7 +123,7 @@ def _layers_of(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, n
 
 
 def _heads(model: nn.Module) -> Iterator[str]:
-    """Yield what models of transformers have beside their body: PEFT trains a head of classes, which is new."""
+    """Yield the heads of transformers models: PEFT trains a new head of classes whole."""
     for name, part in model.named_modules():
         body = getattr(type(part), "base_model_prefix", None)
         if isinstance(body, str) and isinstance(part._modules.get(body), nn.Module):
