@@ -32,11 +32,24 @@ HOMES = (
     "deepspeed.checkpoint.ds_to_universal",
     "deepspeed.launcher.launch",
     "deepspeed.moe.mappings",
+    "deepspeed.monitor.comet",
+    "deepspeed.monitor.config",
+    "deepspeed.monitor.csv_monitor",
+    "deepspeed.monitor.tensorboard",
+    "deepspeed.monitor.wandb",
     "deepspeed.runtime.fp16.loss_scaler",
+    "deepspeed.runtime.precision_config",
+    "deepspeed.runtime.zero.offload_config",
     "deepspeed.utils.timer",
+    "deepspeed.utils.torch",
 )
 """Modules of which scripts import names, in addition to those that `deepspeed_facts.py` imports."""
-CONSTANTS = ("deepspeed.runtime.constants",)
+CONSTANTS = (
+    "deepspeed.checkpoint.constants",
+    "deepspeed.runtime.config",
+    "deepspeed.runtime.constants",
+    "deepspeed.runtime.lr_schedules",
+)
 """Modules of constants, mostly names of config keys."""
 
 
@@ -82,6 +95,7 @@ def constants_of(source: Source, module: str) -> dict[str, Any]:
             and isinstance(node.value, ast.Constant)
         ):
             found[node.targets[0].id] = node.value.value
+    found = {name: value for name, value in found.items() if not name.startswith("_")}
     return {name: value for name, value in found.items() if not isinstance(value, str) or "\n" not in value}
 
 

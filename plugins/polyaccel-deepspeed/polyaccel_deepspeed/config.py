@@ -29,6 +29,7 @@ from polyaccel_deepspeed.change import Change, Tree
 from polyaccel_deepspeed.config_defaults import DEFAULTS_RULES
 from polyaccel_deepspeed.config_rules import RULES, known_keys, whole_batch
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
+from polyaccel_deepspeed.engine.monitors import get_monitor_config
 from polyaccel_deepspeed.keys.experts import pop_routing
 from polyaccel_deepspeed.keys.settled import settle
 from polyaccel_deepspeed.keys.translated import TRANSLATIONS
@@ -231,6 +232,7 @@ class DeepSpeedConfig:
         self.gradient_clipping = resolved.gradient_clipping
         self.zero_optimization_stage = resolved.zero_optimization.stage
         self.zero_enabled = resolved.zero_optimization.stage > 0
+        self.monitor_config = get_monitor_config(tree)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A top-level key, as the config has it."""

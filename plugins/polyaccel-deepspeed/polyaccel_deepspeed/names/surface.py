@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from polyaccel_deepspeed.keys import constants
 from polyaccel_deepspeed.names import sets
+from polyaccel_deepspeed.names.constants import CONSTANTS, OPTIMIZER_CONSTANTS, SCHEDULE_CONSTANTS
 from polyaccel_deepspeed.names.devices import DEVICES
 from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, never, yes
 from polyaccel_deepspeed.names.internals import INTERNALS
@@ -119,6 +120,7 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.linear.optimized_linear": Module(
         "Linear layers with adapters.", yes("polyaccel_deepspeed.linear", "LoRAOptimizedLinear", "OptimizedLinear")
     ),
+    **CONSTANTS,
     **MIXTURES,
     **WRAPPERS,
     "deepspeed.monitor": Module("Figures of a run."),
@@ -160,7 +162,9 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": Module("Activation checkpointing.", sets.CHECKPOINTING),
     "deepspeed.runtime.config": Module(
         "The config.",
-        yes("polyaccel_deepspeed.config", "DeepSpeedConfig") | yes("polyaccel", DeepSpeedConfigError="ConfigError"),
+        yes("polyaccel_deepspeed.config", "DeepSpeedConfig")
+        | yes("polyaccel", DeepSpeedConfigError="ConfigError")
+        | OPTIMIZER_CONSTANTS,
     ),
     "deepspeed.runtime.constants": Module(
         "Names of config keys.",
@@ -179,6 +183,7 @@ _PUBLIC: dict[str, Module] = {
         "Learning rates.",
         yes("polyaccel.engine.lr_schedules", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
         | yes("polyaccel_deepspeed.config", "VALID_LR_SCHEDULES")
+        | SCHEDULE_CONSTANTS
         | never("schedules by command-line arguments", "add_tuning_arguments", "get_config_from_args"),
     ),
     "deepspeed.runtime.pipe": Module("Pipelines."),
@@ -217,7 +222,15 @@ _PUBLIC: dict[str, Module] = {
         | yes(sets.GROUPS, "is_model_parallel_parameter"),
     ),
     "deepspeed.runtime.zero": Module("ZeRO.", sets.ZERO_NAMES),
-    "deepspeed.runtime.zero.config": Module("Its config.", yes("polyaccel_deepspeed.config", "ZeroStageEnum")),
+    "deepspeed.runtime.zero.config": Module(
+        "Its config.",
+        yes("polyaccel_deepspeed.config", "ZeroStageEnum")
+        | yes("polyaccel_deepspeed.offload_kinds", "OffloadDeviceEnum")
+        | never(
+            "DeepSpeed's reading of its config; DeepSpeedConfig reads one",
+            *("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"),
+        ),
+    ),
     "deepspeed.runtime.zero.partition_parameters": Module(
         "Sharded parameters.",
         yes(sets.ZERO, "GatheredParameters", "Init", "_orig_torch_arange", "zero_wrapper_for_fp_tensor_constructor")
