@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import CheckpointReader, open_checkpoint
-from polyaccel.checkpoint.convert.exporting import chosen, default_kinds
+from polyaccel.checkpoint.convert.exporting import ExportTensor, chosen, default_kinds
 from polyaccel.checkpoint.convert.formats import safetensors, torch_bin
 from polyaccel.checkpoint.format.tensors import BUFFER, PARAM
 from polyaccel.core.types import DType
@@ -28,16 +29,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """The whole state dict of a checkpoint, parameters in full precision. `lazy_mode` has no effect.
 
-    A parameter that is tied to another one is there under its first name only.
+    A parameter that is tied to another one is there under each of its names, as one tensor.
     """
     reader = open_checkpoint(checkpoint_dir, tag)
     host = CpuAccelerator()
     left_out = _frozen(reader) if exclude_frozen_parameters else frozenset()
-    return {
+    found = {
         entry.fqn: _whole(reader, host, entry.fqn, entry.kind, entry.shape)
         for entry in reader.tensors()
         if entry.kind in (PARAM, BUFFER) and entry.fqn not in left_out
     }
+    return found | {name: found[first] for name, first in _tied(reader).items() if first in found}
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
@@ -80,6 +82,14 @@ def convert_zero_checkpoint_to_state_dict(
     left_out = _frozen(reader) if exclude_frozen_parameters else frozenset()
     tensors = [tensor for tensor in chosen(reader, default_kinds(), as_type) if tensor.name not in left_out]
     target = Path(output_dir)
+    if not (safe_serialization or target.suffix == ".safetensors"):
+        # Scripts give the file to `load_state_dict`, which asks for every name; safetensors holds a tied one once.
+        named = {tensor.name: tensor for tensor in tensors}
+        tensors += [
+            _Tied(reader, named[first].tensor, named[first].dtype, name)
+            for name, first in _tied(reader).items()
+            if first in named
+        ]
     if target.suffix not in _FILES:
         (safetensors if safe_serialization else torch_bin).write(target, tensors, most_nbytes, _no_progress)
         return
@@ -116,6 +126,22 @@ def _nbytes(size: int | str | None) -> int:
     if found is None or int(found[1]) < 1:
         raise CheckpointError(f"max_shard_size={size!r}", hint="give a size like 5GB", value=size)
     return int(found[1]) * _UNITS[found[2] or ""]
+
+
+def _tied(reader: CheckpointReader) -> dict[str, str]:
+    """The other names of tied parameters, each with the name that the parameter is saved under."""
+    return dict(reader.scalars.get("tied_weights") or {})
+
+
+@dataclass(frozen=True)
+class _Tied(ExportTensor):
+    """A tensor under another of its names."""
+
+    other: str
+
+    @property
+    def name(self) -> str:
+        return self.other
 
 
 def _frozen(reader: CheckpointReader) -> frozenset[str]:

@@ -27,7 +27,8 @@ def is_functorch_transforming() -> bool:
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Call `hook(param)` each time the gradient of `param` has been added up."""
-    return param.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def jit_script_compat(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,12 @@ from typing import Any, ClassVar
 import deepspeed
 import pytest
 import torch
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.tensorboard import TensorBoardMonitor
+from deepspeed.monitor.wandb import WandbMonitor
+from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 
@@ -64,3 +69,19 @@ def test_a_script_opens_writers_of_its_own(folder: Path) -> None:
         master._stream.close()
     assert rows(folder / "out" / "mine") == {"eval.csv": [["10", "0.5"]] * 2}
     assert not MonitorMaster({"wandb": {"enabled": False}}).enabled
+
+
+def test_each_monitor_is_a_writer_of_its_section(folder: Path) -> None:
+    deepspeed.init_distributed()
+    config = {"train_batch_size": 1, "csv_monitor": {"enabled": True, "output_path": "out/", "job_name": "mine"}}
+    sections = DeepSpeedConfig(config).monitor_config
+    writer = csvMonitor(sections.csv_monitor)
+    assert (writer.enabled, writer.output_path, writer.job_name) == (True, "out/", "mine")
+    writer.write_events([("Train/own", 3, 8)])
+    writer._stream.close()
+    assert rows(folder / "out" / "mine") == {"Train_own.csv": [["8", "3.0"]]}
+    assert sections.enabled
+    assert not DeepSpeedMonitorConfig().enabled
+    idle = WandbMonitor(sections.wandb)
+    assert (idle.enabled, idle.group, idle.project) == (False, None, "deepspeed")
+    assert TensorBoardMonitor(sections.tensorboard).enabled is False

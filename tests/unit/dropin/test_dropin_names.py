@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.utils.torch import is_functorch_transforming, required_torch_version
 from polyaccel_deepspeed.names.absent import NotAvailable
 from polyaccel_deepspeed.names.entry import Status
 from polyaccel_deepspeed.names.surface import MODULES
@@ -75,3 +77,15 @@ def test_its_version_names_both() -> None:
     deepspeeds, _, ours = __version__.partition("+polyaccel.")
     assert deepspeeds == "0.19.8"
     assert ours == polyaccel.__version__
+
+
+def test_versions_of_torch_are_compared() -> None:
+    assert required_torch_version(min_version=2.1)
+    assert not required_torch_version(max_version="1.13")
+    assert not required_torch_version(min_version="99.0.1")
+    with pytest.raises(ValueError):
+        required_torch_version()
+    seen = []
+    torch.func.grad(lambda x: (seen.append(is_functorch_transforming()), x)[1])(torch.tensor(1.0))
+    assert seen == [True]
+    assert not is_functorch_transforming()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from polyaccel_deepspeed.commands import zero_to_fp32
+from polyaccel_deepspeed.engine.save_errors import deepspeeds_errors
 from safetensors import safe_open
 from torch import nn
 
@@ -119,3 +121,52 @@ def test_what_cannot_be_is_refused_by_name(
         convert_zero_checkpoint_to_state_dict(saved[0], str(tmp_path / "out"), **wrong)
     assert [refused.value.value] == [*wrong.values()]
     assert not (tmp_path / "out").exists()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def test_a_tied_weight_is_there_under_each_name(tmp_path: Path) -> None:
+    engine, *_ = deepspeed.initialize(model=Tied(), config=CONFIG | {"zero_optimization": {"stage": 2}})
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "saved"))
+    assert found["second.weight"] is found["first.weight"]
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "whole"))
+    written = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
+    for state in (found, written):
+        model = Tied()
+        model.load_state_dict(state, strict=True)
+        assert torch.equal(model.first.weight, found["first.weight"])
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "safe"), safe_serialization=True)
+    assert "second.weight" not in read(tmp_path / "safe", "model", ".safetensors")[0]
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_save_to_no_folder_is_refused(folder: Any) -> None:
+    engine, *_ = deepspeed.initialize(model=Net(), config=CONFIG)
+    with pytest.raises(ValueError) as caught:
+        engine.save_checkpoint(folder)
+    assert isinstance(caught.value, CheckpointError)
+    engine.destroy()
+
+
+def test_tags_of_several_ranks_are_refused_as_deepspeed_refuses_them() -> None:
+    def refuse(value: object) -> None:
+        with deepspeeds_errors("folder"):
+            raise CheckpointError("tags", value=value)
+
+    with pytest.raises(AssertionError) as caught:
+        refuse(("a", "b"))
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
+    with pytest.raises(CheckpointError) as other:
+        refuse((0, 1))
+    assert type(other.value) is CheckpointError

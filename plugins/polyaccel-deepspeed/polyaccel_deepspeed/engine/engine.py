@@ -24,6 +24,7 @@ from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
 from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
 from polyaccel_deepspeed.engine.parameters import ParameterOffload
+from polyaccel_deepspeed.engine.save_errors import deepspeeds_errors
 from polyaccel_deepspeed.engine.settings import Settings
 from polyaccel_deepspeed.engine.unmanaged import CallerAccumulates
 from polyaccel_deepspeed.engine.wrappers import wrap
@@ -207,7 +208,8 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         which scripts look for and users run."""
         self.require_unfused("save_checkpoint")
         name = None if tag is None else str(tag)
-        done = super().save_checkpoint(str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+        with deepspeeds_errors(save_dir):
+            done = super().save_checkpoint(str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
         if self.zero_optimization() and self.communicator.rank == 0:
             write_recovery_script(self.runtime.storage(str(save_dir)))
         return done

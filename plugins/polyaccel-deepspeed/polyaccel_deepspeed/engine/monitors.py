@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from polyaccel_deepspeed.engine.monitor import MonitorMaster
 
 _JOB = {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}
-_COMET = (
-    "project",
-    "workspace",
-    "api_key",
-    "experiment_name",
-    "experiment_key",
-    "online",
-    "mode",
-)
+_WANDB = {"enabled": False, "group": None, "team": None, "project": "deepspeed"}
+_COMET = {
+    "enabled": False,
+    "samples_log_interval": 100,
+    **dict.fromkeys(("project", "workspace", "api_key", "experiment_name", "experiment_key", "online", "mode")),
+}
 
 
 class MonitorSection(SimpleNamespace):
     """A section as attributes, with DeepSpeed's defaults."""
 
-    _keys: Mapping[str, Any] = {}
+    _keys: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         super().__init__(**{**self._keys, **data})
@@ -44,13 +41,13 @@ class CSVConfig(MonitorSection):
 class WandbConfig(MonitorSection):
     """The section `wandb`."""
 
-    _keys = {"enabled": False, "group": None, "team": None, "project": "deepspeed"}
+    _keys = _WANDB
 
 
 class CometConfig(MonitorSection):
     """The section `comet`."""
 
-    _keys = {"enabled": False, "samples_log_interval": 100, **dict.fromkeys(_COMET)}
+    _keys = _COMET
 
 
 class DeepSpeedMonitorConfig:

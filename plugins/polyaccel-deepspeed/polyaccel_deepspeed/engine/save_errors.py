@@ -1,0 +1,31 @@
+"""Errors of `save_checkpoint` that are what DeepSpeed raises, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from polyaccel.errors import CheckpointError
+
+
+class TagMismatch(CheckpointError, AssertionError):
+    """Ranks save under several tags, and `checkpoint.tag_validation` is "Fail"."""
+
+
+class NoFolder(CheckpointError, ValueError):
+    """`save_dir` names no folder."""
+
+
+@contextmanager
+def deepspeeds_errors(save_dir: Any) -> Iterator[None]:
+    """Raise `NoFolder` for no folder, and `TagMismatch` where the block refuses the tags of the ranks."""
+    if save_dir is None or str(save_dir) == "":
+        raise NoFolder(f"save_dir={save_dir!r}", hint="name a folder", value=save_dir)
+    try:
+        yield
+    except CheckpointError as error:
+        tags = error.value
+        if isinstance(tags, tuple) and all(isinstance(tag, str) for tag in tags):
+            raise TagMismatch(error.message, hint=error.hint, value=tags) from error
+        raise
