@@ -40,6 +40,7 @@ HOMES = (
     "deepspeed.runtime.fp16.loss_scaler",
     "deepspeed.runtime.precision_config",
     "deepspeed.runtime.zero.offload_config",
+    "deepspeed.utils.numa",
     "deepspeed.utils.timer",
     "deepspeed.utils.torch",
 )

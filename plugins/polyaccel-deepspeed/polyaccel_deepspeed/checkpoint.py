@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import CheckpointReader, open_checkpoint
-from polyaccel.checkpoint.convert.exporting import ExportTensor, chosen, default_kinds
+from polyaccel.checkpoint.convert.exporting import chosen, default_kinds
 from polyaccel.checkpoint.convert.formats import safetensors, torch_bin
 from polyaccel.checkpoint.format.tensors import BUFFER, PARAM
 from polyaccel.core.types import DType
@@ -73,23 +73,23 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write a checkpoint's whole weights, as `dtype`, into the folder `output_dir`: one file, or several of at most
-    `max_shard_size` and their index. An `output_dir` that ends in `.bin`, `.pt`, `.ckpt` or `.safetensors` is one file.
+    `max_shard_size` and their index. Files of torch hold a tied weight under each name. An `output_dir` that ends in
+    `.bin`, `.pt`, `.ckpt` or `.safetensors` is one file.
 
     Raises CheckpointError for damage, and for a type or a size that cannot be.
     """
     as_type, most_nbytes = _output_dtype(dtype), _nbytes(max_shard_size)
     reader = open_checkpoint(checkpoint_dir, tag)
     left_out = _frozen(reader) if exclude_frozen_parameters else frozenset()
-    tensors = [tensor for tensor in chosen(reader, default_kinds(), as_type) if tensor.name not in left_out]
+    others: dict[str, list[str]] = {}
+    for name, first in _tied(reader).items():
+        others.setdefault(first, []).append(name)
+    tensors = [
+        replace(tensor, other_names=tuple(others.get(tensor.name, ())))
+        for tensor in chosen(reader, default_kinds(), as_type)
+        if tensor.name not in left_out
+    ]
     target = Path(output_dir)
-    if not (safe_serialization or target.suffix == ".safetensors"):
-        # Scripts give the file to `load_state_dict`, which asks for every name; safetensors holds a tied one once.
-        named = {tensor.name: tensor for tensor in tensors}
-        tensors += [
-            _Tied(reader, named[first].tensor, named[first].dtype, name)
-            for name, first in _tied(reader).items()
-            if first in named
-        ]
     if target.suffix not in _FILES:
         (safetensors if safe_serialization else torch_bin).write(target, tensors, most_nbytes, _no_progress)
         return
@@ -131,17 +131,6 @@ def _nbytes(size: int | str | None) -> int:
 def _tied(reader: CheckpointReader) -> dict[str, str]:
     """The other names of tied parameters, each with the name that the parameter is saved under."""
     return dict(reader.scalars.get("tied_weights") or {})
-
-
-@dataclass(frozen=True)
-class _Tied(ExportTensor):
-    """A tensor under another of its names."""
-
-    other: str
-
-    @property
-    def name(self) -> str:
-        return self.other
 
 
 def _frozen(reader: CheckpointReader) -> frozenset[str]:

@@ -25,11 +25,12 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
-    """A tensor on its way out, as `dtype`."""
+    """A tensor on its way out, as `dtype`; formats that can share memory give it its `other_names` too."""
 
     reader: CheckpointReader
     tensor: TensorEntry
     dtype: DType
+    other_names: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

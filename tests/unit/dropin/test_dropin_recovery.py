@@ -141,6 +141,7 @@ def test_a_tied_weight_is_there_under_each_name(tmp_path: Path) -> None:
     assert found["second.weight"] is found["first.weight"]
     convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "whole"))
     written = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
+    assert written["second.weight"] is written["first.weight"]
     for state in (found, written):
         model = Tied()
         model.load_state_dict(state, strict=True)

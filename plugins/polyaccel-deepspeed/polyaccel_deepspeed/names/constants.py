@@ -45,6 +45,9 @@ CONSTANTS: dict[str, Module] = {
         yes("polyaccel_deepspeed.offload_kinds", "OffloadDeviceEnum", "OffloadStateTypeEnum")
         | never(_READING, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"),
     ),
+    "deepspeed.utils.numa": Module(
+        "Cores of ranks.", yes("polyaccel_deepspeed.resources", "parse_range", "parse_range_list")
+    ),
     "deepspeed.utils.torch": Module(
         "Questions about torch.",
         yes(

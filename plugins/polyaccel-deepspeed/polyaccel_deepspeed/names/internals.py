@@ -122,9 +122,8 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         Status.NEVER,
         "a part of DeepSpeed's launcher; the command `deepspeed` starts ranks",
         {
-            "deepspeed.launcher.runner": "apply_num_nodes_and_gpus encode_world_info fetch_hostfile parse_args "
-            "parse_inclusion_exclusion parse_node_config parse_node_config_list parse_resource_filter "
-            "run_autotuning",
+            "deepspeed.launcher.runner": "parse_args run_autotuning",
+            "deepspeed.utils.numa": "check_for_numactl_pkg get_numa_cores get_numactl_cmd",
             "deepspeed.utils": "get_numactl_cmd",
         },
     ),

@@ -111,7 +111,13 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.launcher.runner": Module(
         "The launcher.",
-        yes("polyaccel_deepspeed.launcher", "DEEPSPEED_ENVIRONMENT_NAME") | yes(sets.COMMANDS, main="launch"),
+        yes("polyaccel_deepspeed.launcher", "DEEPSPEED_ENVIRONMENT_NAME")
+        | yes(sets.COMMANDS, main="launch")
+        | yes(
+            "polyaccel_deepspeed.resources",
+            *("apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile", "parse_inclusion_exclusion"),
+            *("parse_node_config", "parse_node_config_list", "parse_resource_filter"),
+        ),
     ),
     "deepspeed.linear": Module(
         "Linear layers with adapters.",

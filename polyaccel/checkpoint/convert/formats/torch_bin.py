@@ -30,7 +30,8 @@ def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress
     names = file_names(STEM, SUFFIX, len(files))
     for name, members in zip(names, files, strict=True):
         with on_disk(out, members, progress) as found:
-            torch.save({tensor.name: found[tensor] for tensor in members}, out / f".{name}.tmp")
+            named = {each: found[tensor] for tensor in members for each in (tensor.name, *tensor.other_names)}
+            torch.save(named, out / f".{name}.tmp")
         os.replace(out / f".{name}.tmp", out / name)
     if len(files) > 1:
         names.append(f"{STEM}{SUFFIX}.index.json")
