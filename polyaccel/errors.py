@@ -6,8 +6,10 @@ A user's mistake is one of these, never an assert; an `InvariantError` is a bug 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from polyaccel.redaction import HIDDEN, is_secret
 
@@ -29,6 +31,31 @@ class PolyaccelError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a pool of processes hand it on: whole, but for values that cannot be pickled, of which it has texts."""
+        state = {name: _portable(value) for name, value in self.__dict__.items()}
+        return _restored, (type(self), self.args, state)
+
+
+def _restored(kind: type[PolyaccelError], args: tuple[Any, ...], state: dict[str, Any]) -> PolyaccelError:
+    # The first of several built-in bases need not be the one that lays out the object; an OSError among them is.
+    base = OSError if issubclass(kind, OSError) else Exception
+    error = base.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _portable(value: object) -> object:
+    """`value`, or its text where it cannot be pickled; in a list or tuple, that of each such part."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # what a value's own __reduce__ raises can be anything
+        if isinstance(value, list | tuple):
+            return [*map(_portable, value)] if isinstance(value, list) else (*map(_portable, value),)
+        return replace(value, value=_written(value.value)) if isinstance(value, Problem) else _written(value)
+    return value
 
 
 _MOST_SHOWN = 100

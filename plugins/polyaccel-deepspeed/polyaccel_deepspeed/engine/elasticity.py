@@ -77,6 +77,12 @@ def compute_elastic_config(
     if not elasticity_enabled(tree):
         raise ElasticityConfigError("elasticity.enabled is not true", hint='write "enabled": true')
     section = _section(tree[ELASTICITY])
+    if section.version == 0.1 and section.model_parallel_size > 1:
+        raise ElasticityConfigError(
+            f"version 0.1 of elasticity, and elasticity.model_parallel_size = {section.model_parallel_size}",
+            hint='write "version": 0.2',
+            value=section.model_parallel_size,
+        )
     try:
         batch = solve(section)
     except ConfigError as error:
