@@ -219,12 +219,13 @@ class ZeroStageEnum(IntEnum):
 
 class DeepSpeedConfig:
     """A config that was read as DeepSpeed reads it: the batch sizes solved for `world_size` ranks, or for those there
-    are. Other keys are asked by `get`."""
+    are. Top-level keys are attributes; `get` gives them as they are written."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None, world_size: int | None = None) -> None:
         tree, changes = normalise(config)
         resolved = load_resolved(tree, world_size=world_size or comm.get_world_size())
         self._param_dict = tree
+        self._resolved = resolved
         self.changes = changes
         self.train_batch_size = resolved.train_batch_size
         self.train_micro_batch_size_per_gpu = resolved.train_micro_batch_size_per_gpu
@@ -232,7 +233,13 @@ class DeepSpeedConfig:
         self.gradient_clipping = resolved.gradient_clipping
         self.zero_optimization_stage = resolved.zero_optimization.stage
         self.zero_enabled = resolved.zero_optimization.stage > 0
+        self.zero_config = resolved.zero_optimization
         self.monitor_config = get_monitor_config(tree)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in type(self._resolved).model_fields:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._resolved, name)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A top-level key, as the config has it."""

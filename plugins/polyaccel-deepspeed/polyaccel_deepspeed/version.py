@@ -3,6 +3,7 @@
 __version__ = "0.19.8+polyaccel.0.1.0"
 """That of the DeepSpeed whose names these are, then polyaccel's own."""
 
+__version_major__, __version_minor__, __version_patch__ = map(int, __version__.partition("+")[0].split("."))
 git_hash = git_branch = "[none]"
 installed_ops: dict[str, bool] = {}
 """Empty: nothing is compiled at installation."""

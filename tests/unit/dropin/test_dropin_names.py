@@ -8,8 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.torch import is_functorch_transforming, required_torch_version
 from polyaccel_deepspeed.names.absent import NotAvailable
 from polyaccel_deepspeed.names.entry import Status
@@ -89,3 +92,33 @@ def test_versions_of_torch_are_compared() -> None:
     torch.func.grad(lambda x: (seen.append(is_functorch_transforming()), x)[1])(torch.tensor(1.0))
     assert seen == [True]
     assert not is_functorch_transforming()
+
+
+def test_parts_of_the_version_are_numbers() -> None:
+    parts = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    assert ".".join(map(str, parts)) == __version__.partition("+")[0]
+    assert deepspeed.__git_hash__ == deepspeed.__git_branch__ == "[none]"
+
+
+def test_keys_of_a_config_are_attributes() -> None:
+    config = DeepSpeedConfig({"train_batch_size": 1, "gradient_allreduce_op": "sum"}, world_size=1)
+    assert (config.gradient_allreduce_op, config.prescale_gradients, config.zero_config.stage) == ("sum", False, 0)
+    with pytest.raises(AttributeError):
+        config.no_such_key  # noqa: B018
+
+
+def test_the_config_s_adam_is_a_fused_adam() -> None:
+    for stage, given, is_fused in ((0, {}, True), (1, {}, False), (0, {"torch_adam": True}, False)):
+        config = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.5, "weight_decay": 0.0, **given}},
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.0,
+        }
+        engine, optimizer, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config)
+        before = engine.module.weight.detach().clone()
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        assert isinstance(optimizer, FusedAdam) is is_fused
+        assert torch.allclose(engine.module.weight, before - 0.5)
+        engine.destroy()

@@ -65,7 +65,7 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         # There an autocast around the engine ends at its forward on CUDA, and stays in force on other devices.
         self._autocast.keeps_outer = self.device.type != "cuda"
         if self.optimizer is not None:
-            wrap(self, client)
+            wrap(self, client, raw_config)
             self.optimizer.parameter_offload = ParameterOffload(self._own_module)
 
     @cached_property

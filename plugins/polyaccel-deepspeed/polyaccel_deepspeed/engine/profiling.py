@@ -77,7 +77,9 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the table of what was seen, or write it to `output_file`."""
+        """Print the table of what was seen, or write it to `output_file`; the attributes `flops`, `macs` and `params`
+        keep its totals."""
+        self.flops, self.macs, self.params = self.get_total_flops(), self.get_total_macs(), self.get_total_params()
         style = TableStyle(depth=module_depth, top=top_modules, detailed=detailed, recomputed=self.recompute_fwd_factor)
         _tell(profile_table(self._seen, f"flops profile of step {profile_step}", style), output_file)
 

@@ -1,11 +1,13 @@
 """The classes of `engine.optimizer`: each engine's has the class that it has in DeepSpeed at that stage and precision.
 
 All are the engine's `ZeroOptimizer`; a class adds the names under which scripts ask for the loss scale and for the
-optimizer inside. At stage 0 in fp32, DeepSpeed wraps nothing, and `isinstance` answers False to all of them.
+optimizer inside. At stage 0 in fp32, DeepSpeed wraps nothing: `isinstance` answers False to all of them, and True
+to FusedAdam for the config's Adam.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from weakref import proxy
 
@@ -14,6 +16,7 @@ import torch
 from polyaccel.config import ResolvedConfig
 from polyaccel.torch.api.optimizer import ZeroOptimizer
 from polyaccel.torch.engine.torch_engine import TorchEngine
+from polyaccel_deepspeed.engine.optimizers import FusedAdam
 
 
 class EngineOptimizer(ZeroOptimizer):
@@ -73,17 +76,21 @@ class FP16_UnfusedOptimizer(EngineOptimizer, DeepSpeedOptimizer):  # noqa: N801 
     """The class at stage 0 in 16 bits, for other optimizers."""
 
 
-def wrap(engine: TorchEngine, client: Any) -> None:
+class PlainFusedAdam(EngineOptimizer, FusedAdam):
+    """The class at stage 0 in fp32 for the config's Adam, which DeepSpeed does not wrap: `isinstance` knows it."""
+
+
+def wrap(engine: TorchEngine, client: Any, raw_config: Mapping[str, Any]) -> None:
     """Give `engine.optimizer` DeepSpeed's class; `client` is the optimizer that the script gave, or a callable, or
-    None."""
+    None, and `raw_config` the config as written."""
     optimizer = engine.optimizer
-    optimizer.__class__ = _class_of(engine.runtime.config, client)
+    optimizer.__class__ = _class_of(engine.runtime.config, client, raw_config)
     optimizer._engine = proxy(engine)
     if isinstance(client, torch.optim.Optimizer):
         optimizer._inner = client
 
 
-def _class_of(config: ResolvedConfig, client: Any) -> type[EngineOptimizer]:
+def _class_of(config: ResolvedConfig, client: Any, raw_config: Mapping[str, Any]) -> type[EngineOptimizer]:
     stage = config.zero_optimization.stage
     if stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
@@ -91,10 +98,11 @@ def _class_of(config: ResolvedConfig, client: Any) -> type[EngineOptimizer]:
         return BF16_Optimizer
     if stage > 0:
         return DeepSpeedZeroOptimizer
+    section = config.optimizer
+    written = (raw_config.get("optimizer") or {}).get("params") or {}
+    is_fused = section is not None and section.type in ("Adam", "AdamW") and not written.get("torch_adam")
     if not (config.fp16.enabled or config.bf16.enabled):
-        return EngineOptimizer
+        return PlainFusedAdam if client is None and is_fused else EngineOptimizer
     if client is not None:
         return FP16_Optimizer if type(client).__name__ == "FusedAdam" else FP16_UnfusedOptimizer
-    section = config.optimizer
-    is_fused = section is not None and section.type in ("Adam", "AdamW") and not section.params.get("torch_adam")
     return FP16_Optimizer if is_fused else FP16_UnfusedOptimizer
