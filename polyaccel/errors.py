@@ -33,7 +33,7 @@ class PolyaccelError(Exception):
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a pool of processes hand it on: whole, but for values that cannot be pickled, of which it has texts."""
+        """Let a pool of processes hand it on. Values that cannot be pickled arrive as their texts."""
         state = {name: _portable(value) for name, value in self.__dict__.items()}
         return _restored, (type(self), self.args, state)
 

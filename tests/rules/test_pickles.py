@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "polyaccel"
 READERS = {
     "comm/api/objects.py": "users' own objects, under the seal of the job's secret",
+    "errors.py": "reads none: asks of a value whether it can be pickled, when an error is",
     "checkpoint/convert/formats/torch_dcp.py": "metadata of torch's library, whose own records alone are made",
     "testkit/ranks/mpi.py": "answers of a test's own workers, through pipes that nobody else has",
     "testkit/ranks/procs.py": "answers of a test's own workers, through pipes that nobody else has",
