@@ -107,9 +107,11 @@ class FourBitForward:
 
 def is_wrapped(layer: nn.Module) -> bool:
     """Whether a linear layer has a frozen weight of a tensor class around others, as torchao's are."""
+    if not isinstance(layer, nn.Linear):  # a TorchScript part is none, and has no dict of parameters
+        return False
     weight = layer._parameters.get("weight")
-    has_class = isinstance(layer, nn.Linear) and hasattr(weight, "__tensor_flatten__")
-    return has_class and hasattr(weight, "dequantize") and weight is not None and not weight.requires_grad
+    has_class = hasattr(weight, "__tensor_flatten__") and hasattr(weight, "dequantize")
+    return has_class and weight is not None and not weight.requires_grad
 
 
 def bits_of(layer: nn.Module) -> int | None:

@@ -114,7 +114,7 @@ def _layers_of(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, n
     kept = {name for name, part in model.named_modules() if part is head} | set(skip) | set(_trained_parts(model))
     kept |= set(_heads(model))
     for name, part in model.named_modules():
-        weight = part._parameters.get("weight")
+        weight = dict(part.named_parameters(recurse=False)).get("weight")
         if not isinstance(weight, Tensor) or not is_linear(part) or not weight.is_floating_point():
             continue
         is_plain = weight.dim() == _MATRIX and weight.numel() and uses[id(weight)] == 1 and hasattr(part, "bias")
@@ -126,7 +126,7 @@ def _heads(model: nn.Module) -> Iterator[str]:
     """Yield the heads of transformers models: PEFT trains a new head of classes whole."""
     for name, part in model.named_modules():
         body = getattr(type(part), "base_model_prefix", None)
-        if isinstance(body, str) and isinstance(part._modules.get(body), nn.Module):
+        if isinstance(body, str) and isinstance(getattr(part, body, None), nn.Module):
             yield from (f"{name}.{child}" if name else child for child in part._modules if child != body)
 
 
