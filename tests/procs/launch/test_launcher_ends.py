@@ -216,7 +216,7 @@ while True:
         let_go(ranks[0])
         code, _, _ = job.finish()
     assert code == 3
-    assert not any(map(is_alive, ranks + children))
+    assert all(map(wait_gone, ranks + children))
 
 
 def test_what_finished_ranks_leave_behind_is_ended_and_said(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ os._exit(0)
         code, _, stderr = job.finish()
     assert code == 0
     assert f"polyaccel: ending what the ranks left behind: pid {child}\n" in stderr
-    assert not is_alive(child)
+    assert wait_gone(child)
 
 
 def test_a_process_that_escaped_does_not_keep_the_job(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ while True:
         code, _, stderr = job.finish()
     assert code == 4
     assert "killed with SIGKILL: pid " in stderr
-    assert not any(map(is_alive, ranks + children))
+    assert all(map(wait_gone, ranks + children))
 
 
 def test_a_stopped_rank_does_not_survive_a_failing_one(tmp_path: Path) -> None:
