@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -12,13 +10,13 @@ from threading import Event, Thread
 import pytest
 import torch
 from parity_models import assert_bitwise, batch, make_config, parity_model
+from weight_receivers import receiving
 
 import polyaccel
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.job.auth import SECRET_VARIABLE
 from polyaccel.torch.weight_transfer import WeightReceiver
 
-JOB = Path(__file__).parents[2] / "support" / "jobs" / "receiving_weights.py"
 SMALL = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 10}
 TIED = "head.weight"
 SECRET = "a secret of these tests"
@@ -31,16 +29,10 @@ def secret(monkeypatch):
 
 
 @contextmanager
-def receiving(out, how="all"):
-    """A process that listens at a port of its own; yields it and its address."""
-    command = [sys.executable, str(JOB), ANY_PORT, str(out), how]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "listening\n"
+def listening(out, how="all"):
+    """A process that listens at a port of its choice; yields it and its address."""
+    with receiving(ANY_PORT, out, how) as process:
         yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def step(engine, number, rank=0):
@@ -78,7 +70,7 @@ def send_here(communicator, addresses, config, named):
 def test_two_ranks_send_to_two_receivers(rank_pool, tmp_path, stage):
     config = make_config(stage, zero=SMALL, bf16={"enabled": True})
     outs = [tmp_path / "first", tmp_path / "second"]
-    with receiving(outs[0]) as (one, first), receiving(outs[1]) as (two, second):
+    with listening(outs[0]) as (one, first), listening(outs[1]) as (two, second):
         results = rank_pool(2).run(send_here, [first, second], config, {})
         for process in (one, two):
             assert [process.stdout.readline() for _ in range(2)] == ["first\n", "all\n"]
@@ -100,7 +92,7 @@ def fail_here(communicator, folder, how):
 
     os.environ[SECRET_VARIABLE] = SECRET
     engine, *_ = polyaccel.initialize(model=parity_model(), config=make_config(3, zero=SMALL))
-    with receiving(Path(folder, f"out{communicator.rank}"), "stopped") as (process, own):
+    with listening(Path(folder, f"out{communicator.rank}"), "stopped") as (process, own):
         address = communicator.broadcast_object(own)
         ended = Event()
 

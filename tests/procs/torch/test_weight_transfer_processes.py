@@ -5,34 +5,20 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
 import pytest
 import torch
 from parity_models import assert_bitwise, batch, make_config, parity_model
+from weight_receivers import receiving
 
 import polyaccel
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.torch.weight_transfer import WeightReceiver
 
-JOB = Path(__file__).parents[2] / "support" / "jobs" / "receiving_weights.py"
 SMALL = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 10}
 TIED = "head.weight"
-
-
-@contextmanager
-def receiving(address, out, how="all"):
-    """A process that listens at `address`."""
-    command = [sys.executable, str(JOB), address, str(out), how]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "listening\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def step(engine, number, rank=0):
