@@ -18,6 +18,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import polyaccel
+from polyaccel.errors import PolyaccelError
 
 DEVICES = ["cpu", "cuda", "npu"]
 
@@ -124,7 +125,9 @@ class _OverPolyaccel(FSDPEngineWithLMHead):
         return _whole(self.module.module, "lora_"), adapted["default"].to_dict()
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-        raise NotImplementedError("shards of single tensors: use a checkpoint engine for whole tensors")
+        raise PolyaccelError(
+            "shards of single tensors are not exported", hint="use a checkpoint engine of verl that takes whole tensors"
+        )
 
     def disable_adapter(self) -> AbstractContextManager[Any]:
         found: AbstractContextManager[Any] = self.module.module.disable_adapter()
