@@ -1,4 +1,4 @@
-"""Tokens a second of one sequence beside llama.cpp, with the same weights of a Llama, by one thread.
+"""Tokens a second of one sequence and of llama.cpp, with the same weights of a Llama, by one thread.
 
 It needs llama.cpp's `xllamacpp` and `gguf` in an environment of their own, which has no torch:
 

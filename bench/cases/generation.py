@@ -2,7 +2,7 @@
 
 A rollout is a prompt of 64 tokens for each sequence and the new tokens. Times are those of the processor, for others
 may use the machine; *ratio* is of the medians, *best* of the fastest rollouts. *a token* is without the prompts. *of
-reading* is the share of the memory's speed at which a step reads the weights, from the fastest rollouts, beside the
+reading* is the share of the memory's speed at which a step reads the weights, from the fastest rollouts, over the
 fastest sum of an array that no cache holds.
 """
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     options = {
         "kinds": Option(("gpt2", "llama"), "architectures"),
         "sizes": Option(("29m", "126m"), "sizes"),
-        "types": Option(("float32", "bfloat16", "int8", "int4"), "element types; integers beside bfloat16"),
+        "types": Option(("float32", "bfloat16", "int8", "int4"), "element types; integers compared with bfloat16"),
         "batches": Option((1, 16), "sequences"),
         "tokens": Option(32, "new tokens"),
         "rounds": Option(2, "rollouts each"),

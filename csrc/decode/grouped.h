@@ -96,7 +96,7 @@ static inline void row_steps(const pa_grouped* p, const T* x, int64_t row) {
         const float most = float_of(bits);
         const bool is_finite = bits < 0x7f800000;
         p->step_scales[g * p->rows + row] = is_finite ? most / largest : __builtin_nanf("");
-        // Below this the inverse is infinite, and the group is zero beside every bias.
+        // Below this the inverse is infinite, and the group is zero next to every bias.
         const float inverse = is_finite && most > 1e-30f ? largest / most : 0.0f;
         int32_t sum = 0;
         for (int64_t i = 0; i < count; i++) {

@@ -51,7 +51,7 @@ def inputs_of(build, rank):
 @pytest.mark.parametrize("stage", [3, 0])
 @pytest.mark.parametrize("build", [whisper, t5, bart, mamba])
 def test_tokens_are_those_of_the_module(build, stage, keys):
-    """Before a step and after it. Ranks have inputs, and numbers of tokens, of their own."""
+    """Before a step and after it. Ranks have different inputs and numbers of tokens."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         plain = build().eval()

@@ -1,4 +1,4 @@
-"""What a rollout takes and how long: the cache of keys and values beside whole parameters, and times of both parts."""
+"""What a rollout takes and how long: the cache of keys and values next to whole parameters, and times of both parts."""
 
 from __future__ import annotations
 
