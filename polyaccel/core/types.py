@@ -135,6 +135,7 @@ class ParamSpec:
         trainable: Whether it receives gradients.
         block: Part of the global tensor that this rank holds; None where that is all of it.
         cut: Axes of the mesh along which other ranks hold other blocks. Along all others the parameter is replicated.
+        has_row_grads: Its gradients travel as those rows that a batch uses. True for a matrix without a `block` only.
 
     Raises:
         ShardingError: `block` has another local shape.
@@ -147,6 +148,7 @@ class ParamSpec:
     trainable: bool = True
     block: Block | None = None
     cut: tuple[str, ...] = ()
+    has_row_grads: bool = False
 
     def __post_init__(self) -> None:
         if self.block is not None and self.block.local_shape != self.shape:

@@ -186,6 +186,7 @@ def _module_settings(config: ResolvedConfig) -> ModuleSettings:
         checks_contents=config.zero_optimization.enable_sanity_checks,
         matrix_kernels="off" if config.generation.exact else config.matrix_kernels,  # their bits depend on the batch
         drop_last=config.dataloader_drop_last,
+        sparse_gradients=config.sparse_gradients,
         profile=profile_settings_of(config),
         generation=generation_policy_of(config),
     )

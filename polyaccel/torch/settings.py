@@ -19,7 +19,8 @@ class ModuleSettings:
     `autocast_dtype` is what the forward pass computes in under torch's autocast; None is none. `recompute` selects
     which activations are computed again; None leaves that to the model. `checks_contents` lets `GatheredParameters`
     compare values when it is left. `matrix_kernels` chooses linear layers' products, see `torch.linears`. `drop_last`
-    leaves out an epoch's last samples that fill no batch.
+    leaves out an epoch's last samples that fill no batch. `sparse_gradients` exchanges gradients of all embeddings as
+    rows.
     """
 
     autocast_dtype: torch.dtype | None
@@ -27,6 +28,7 @@ class ModuleSettings:
     checks_contents: bool
     matrix_kernels: Literal["auto", "off"]
     drop_last: bool
+    sparse_gradients: bool = False
     profile: ProfileSettings | None = None
     """The step whose operations and times are reported."""
     generation: GenerationPolicy = field(default_factory=GenerationPolicy)

@@ -21,7 +21,6 @@ REMOVED = {
     "progressive_layer_drop": "progressive layer drop",
     "quantize_training": "quantisation while training",
     "sparse_attention": "sparse attention",
-    "sparse_gradients": "sparse gradients",
     "zero_optimization.mics_shard_size": "MiCS",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS",
     "zero_optimization.zeropp_loco_param": "LoCo",

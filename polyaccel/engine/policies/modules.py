@@ -37,13 +37,15 @@ class ModuleRules:
     """The changes to a module before an engine takes it.
 
     `param_dtype` and `buffer_dtype` are the types of floating parameters and buffers; None leaves them. Buffers of
-    modules named in `keep_in_fp32` stay as they are; None asks the module.
+    modules named in `keep_in_fp32` stay as they are; None asks the module. `sparse_gradients`: gradients of all
+    embedding layers travel as rows.
     """
 
     param_dtype: DType | None = None
     buffer_dtype: DType | None = None
     keep_in_fp32: tuple[str, ...] | None = None
     leaves: LeafRules = LeafRules()
+    sparse_gradients: bool = False
 
 
 def module_rules_of(config: ResolvedConfig) -> ModuleRules:
@@ -61,6 +63,7 @@ def module_rules_of(config: ResolvedConfig) -> ModuleRules:
             frozenset(leaf.model_fields_set),
             zero.module_granularity_threshold,
         ),
+        sparse_gradients=config.sparse_gradients,
     )
 
 

@@ -29,6 +29,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, by_op, code_bits
 from polyaccel.ops.optimizers import ADAM, ADAMW
 from polyaccel.ops.torch.rounding import write_weights
+from polyaccel.ops.torch.rows import ROW_KERNELS
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other
 # devices have no such cache but do have launch costs; there a chunk only bounds the scratch memory.
@@ -42,7 +43,8 @@ _FUSED_ADAM_DEVICE = "cpu"
 
 def torch_kernels() -> KernelTable:
     """Return the table of these kernels."""
-    return KernelTable("torch", by_op(combine, scale, cast, square_sums, update, quantize, dequantize))
+    dense = by_op(combine, scale, cast, square_sums, update, quantize, dequantize)
+    return KernelTable("torch", {**dense, **ROW_KERNELS})
 
 
 def _chunk_numel(tensor: Tensor) -> int:

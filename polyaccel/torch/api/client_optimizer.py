@@ -25,6 +25,7 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import CheckpointError
 from polyaccel.ops.base import SCALE
 from polyaccel.torch.api.optimizer_proof import NUMBER_STATES
+from polyaccel.torch.sharding.row_gradient import sparse_slice
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.update.optimizers import Group, PeerState, Shard, SliceOptimizer
 
@@ -61,6 +62,7 @@ class ClientOptimizer(SliceOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], *, flat: bool) -> None:
         self.optimizer = optimizer
         self._flat = flat
+        self._takes_rows = isinstance(optimizer, torch.optim.SparseAdam)
         self._names = names
         self._places: dict[tuple[int, str], tuple[Slice, Tensor]] = {}
         self._shards: dict[int, Shard] = {}
@@ -182,6 +184,8 @@ class ClientOptimizer(SliceOptimizer):
             for piece in shard.slices:
                 _, tensor = self._places[(shard.bucket.index, piece.fqn)]
                 view = grad.view(piece.shard_offset, piece.length).raw.view(tensor.shape)
+                if self._takes_rows:
+                    view = sparse_slice(view, piece, shard)
                 tensor.grad = view if shard.updates(piece) else None
         with self._on_slices():
             self.optimizer.step()

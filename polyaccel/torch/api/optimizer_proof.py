@@ -32,7 +32,10 @@ _log = logging.getLogger(__name__)
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+    for name in (
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+    )
 )
 """Optimizers of torch whose update of an element depends on that element alone."""
 

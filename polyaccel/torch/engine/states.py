@@ -86,6 +86,7 @@ class TorchStates(Engine, OffloadsStates, HasWholeModel):
             self._passes,
             along=self._stage_runtime.process_group_for,
             checks_contents=self._module_settings.checks_contents,
+            sparse_gradients=self._module_settings.sparse_gradients,
             trained=trained,
         )
         resident = isinstance(slice_optimizer, ClientOptimizer)

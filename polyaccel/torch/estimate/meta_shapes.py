@@ -91,7 +91,9 @@ def shape_of_module(model: nn.Module, summary: str, rules: ModuleRules, change: 
     change(model)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
     mark_configured_leaves(model, rules.leaves)
-    specs = parameter_specs(model, [list(model.parameters())], rules.param_dtype)
+    specs = parameter_specs(
+        model, [list(model.parameters())], rules.param_dtype, sparse_gradients=rules.sparse_gradients
+    )
     units = units_of_parameters(model, find_units(model))
     buffer_nbytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     return ModelShape(summary, in_gradient_order(specs), units, buffer_nbytes)

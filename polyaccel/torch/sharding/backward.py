@@ -34,6 +34,7 @@ from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.observability.timing import PhaseTimer
 from polyaccel.torch.sharding.engine_registry import BackwardPass, at_least_float32, registry_of_rank
 from polyaccel.torch.sharding.gradients import AUTOGRAD_S
+from polyaccel.torch.sharding.row_gradient import RowGradient
 from polyaccel.zero.engine import ZeroEngine
 
 
@@ -258,16 +259,19 @@ class BackwardRunner:
             if gradient is None or self is None or self._step is None:
                 return
             AUTOGRAD_S.__set__(parameter, None)
-            if gradient.is_sparse:  # of an embedding with sparse=True: a bucket has a place for every row
-                gradient = gradient.to_dense()
             if self._left is not None:
                 with torch.enable_grad():
-                    self._left.append((parameter.view_as(parameter), gradient))
+                    self._left.append((parameter.view_as(parameter), gradient.to_dense()))
                 return
             self.on_user_backward()
             if self._factor != 1.0:
                 gradient.mul_(self._factor)
-            self._step.reducer.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
+            reducer, wrap = self._step.reducer, self._accelerator.wrap
+            if reducer.takes_rows(fqn):
+                rows = RowGradient.from_gradient(gradient)
+                reducer.add_gradient(fqn, rows.write, wrap(rows.indices))
+            else:  # of an embedding with sparse=True too: a bucket has a place for every row
+                reducer.add_gradient(fqn, wrap(gradient.to_dense().contiguous()))
 
         return take
 

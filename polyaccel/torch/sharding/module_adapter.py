@@ -38,7 +38,8 @@ class TorchAdapter(EngineParameters, ModelAdapter):
     `groups` are the optimizer's groups, each a sequence of parameters of the module. `passes` hands gradients to the
     step. `along` gives the ranks along axes of the mesh, where parameters are blocks. `checks_contents`: changes of
     gathered parameters are looked for at their values, not only at their version counters. `trained` names parameters
-    that an earlier adapter of the engine trained, frozen now or not.
+    that an earlier adapter of the engine trained, frozen now or not. With `sparse_gradients` those of all embedding
+    layers travel as rows.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         along: Callable[[Collection[str]], Communicator] | None = None,
         checks_contents: bool = False,
         trained: Collection[str] = (),
+        sparse_gradients: bool = False,
     ) -> None:
         self.module = module
         self.checks_contents = checks_contents
         self._accelerator = accelerator
         self._passes = passes
         self.engine_number = passes.number
-        self._specs = parameter_specs(module, groups, param_dtype, trained)
+        self._specs = parameter_specs(module, groups, param_dtype, trained, sparse_gradients=sparse_gradients)
         self.blocks = Blocks(self._specs, along)
         self._owned = OwnedParameters(module, self, {fqn for fqn, spec in self._specs.items() if spec.trainable})
         dtypes = {fqn: torch_dtype(spec.dtype) for fqn, spec in self._specs.items()}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype
@@ -21,12 +21,15 @@ def parameter_specs(
     groups: Sequence[Sequence[nn.Parameter]],
     param_dtype: DType | None,
     trained: Collection[str] = (),
+    *,
+    sparse_gradients: bool = False,
 ) -> dict[str, ParamSpec]:
     """The specs of all parameters of `module` by full name; tied ones appear once, under their first name.
 
     Those of `groups` that require a gradient are trained, and those that `trained` names. Floating ones are held as
     `param_dtype` (None: as they are), but those of a norm with running statistics in the statistics' type, for torch
-    computes with both together and statistics rounded to 16 bits would stand still.
+    computes with both together and statistics rounded to 16 bits would stand still. Gradients of embeddings with
+    `sparse=True` travel as rows; with `sparse_gradients` those of all embeddings do.
     Raises ShardingError for a group with parameters that are not the module's, or in another group too.
     """
     params, cuts = dict(module.named_parameters()), cuts_of(module)
@@ -36,6 +39,7 @@ def parameter_specs(
     else:
         dtypes = {parameter: param_dtype for parameter in params.values() if parameter.is_floating_point()}
         dtypes.update(_params_with_statistics(module))
+    of_rows = _params_with_row_gradients(module, everyone=sparse_gradients)
     return {
         fqn: ParamSpec(
             fqn,
@@ -43,7 +47,9 @@ def parameter_specs(
             dtypes.get(parameter) or _dtype_of(fqn, parameter),
             group_of.get(fqn, 0) if parameter.requires_grad or fqn in trained else 0,
             fqn in group_of and (parameter.requires_grad or fqn in trained),
-            *((cut.block, cut.axes) if (cut := cuts.get(parameter)) is not None else ()),
+            None if (cut := cuts.get(parameter)) is None else cut.block,
+            () if cut is None else cut.axes,
+            cut is None and parameter in of_rows,
         )
         for fqn, parameter in params.items()
     }
@@ -117,6 +123,15 @@ def _params_with_statistics(module: nn.Module) -> dict[nn.Parameter, DType]:
         for part in module.modules()
         if isinstance(part, _NormBase) and part.running_mean is not None
         for parameter in part.parameters(recurse=False)
+    }
+
+
+def _params_with_row_gradients(module: nn.Module, *, everyone: bool) -> set[Tensor]:
+    """The weights of embeddings whose gradients travel as rows."""
+    return {
+        part.weight
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (everyone or part.sparse) and part.weight.numel()
     }
 
 

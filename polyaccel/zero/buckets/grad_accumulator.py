@@ -16,7 +16,8 @@ GradientWriter = Callable[[Buffer, bool], None]
 class GradAccumulator:
     """A buffer for a whole bucket, in which gradients of this rank add up slot by slot.
 
-    Slots that are not in `filled` have undefined contents until `take` zeroes them.
+    Slots that are not in `filled` have undefined contents until `take` zeroes them. `rows` has the rows that gradients
+    of the bucket's only slot consist of; None where they are whole.
     """
 
     def __init__(self, bucket: Bucket, kernels: KernelTable) -> None:
@@ -28,13 +29,19 @@ class GradAccumulator:
         """`buffer` belongs to a pool."""
         self._views: tuple[Buffer, ...] = ()
         self.filled: set[int] = set()
+        self.rows: list[Buffer] | None = []
 
     def use(self, buffer: Buffer, *, borrowed: bool) -> None:
         """Accumulate in `buffer` from now on."""
         self.buffer, self.is_borrowed, self._views = buffer, borrowed, self._slots.get_views(buffer)
 
-    def put(self, index: int, gradient: Buffer | GradientWriter) -> None:
-        """Add a gradient, flat and of any floating type, to slot `index`, or let it be written there."""
+    def put(self, index: int, gradient: Buffer | GradientWriter, rows: Buffer | None = None) -> None:
+        """Add a gradient, flat and of any floating type, to slot `index`, or let it be written there. `rows`: the
+        numbers of the only rows in which it is not zero."""
+        if rows is None:
+            self.rows = None
+        elif self.rows is not None:
+            self.rows.append(rows)
         view = self._views[index]
         if not isinstance(gradient, Buffer):
             gradient(view, index in self.filled)
@@ -45,7 +52,8 @@ class GradAccumulator:
         self.filled.add(index)
 
     def at(self, index: int) -> Buffer | None:
-        """Return the sum of slot `index`, or None if the slot holds nothing."""
+        """Return the sum of slot `index`, which may be changed, or None if the slot holds nothing."""
+        self.rows = None
         return self._views[index] if index in self.filled else None
 
     def take(self, *, keep: bool) -> Buffer:
@@ -57,10 +65,14 @@ class GradAccumulator:
         for index, view in enumerate(self._views):
             if index not in self.filled:
                 view.fill(0.0)
-        self.filled = set()
+        self.forget_sums()
         if not keep:
             self.forget_buffer()
         return taken
+
+    def forget_sums(self) -> None:
+        """Hold nothing, in the same buffer."""
+        self.filled, self.rows = set(), []
 
     def forget_buffer(self) -> None:
         """Accumulate nowhere until the next `use`."""

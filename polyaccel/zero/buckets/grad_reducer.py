@@ -121,8 +121,13 @@ class GradReducer:
         for gradients in self.buckets:
             gradients.begin_backward(expects_grads=expected is None or gradients in expected)
 
-    def add_gradient(self, fqn: str, gradient: Buffer | GradientWriter) -> None:
-        """Add a flat gradient and launch complete buckets; the caller may free it. Raises outside a pass."""
+    def takes_rows(self, fqn: str) -> bool:
+        """Whether gradients of a parameter travel as rows."""
+        return self._by_fqn[fqn][0].row_exchange is not None
+
+    def add_gradient(self, fqn: str, gradient: Buffer | GradientWriter, rows: Buffer | None = None) -> None:
+        """Add a flat gradient and launch complete buckets; the caller may free it. Raises outside a pass. `rows`: the
+        numbers of the rows in which it is not zero, where `takes_rows`; None: all."""
         state = self._state
         if state is TrainingState.IDLE:
             raise InvariantError(f"the gradient of {fqn!r} came outside of a backward pass", value=fqn)
@@ -130,7 +135,7 @@ class GradReducer:
         reducing = state is not TrainingState.ACCUMULATING
         if reducing and bucket.needs_staging():
             self._in_flight.make_room()
-        bucket.add(index, gradient, reducing=reducing)
+        bucket.add(index, gradient, rows, reducing=reducing)
         if state is TrainingState.REDUCING_IN_ORDER:
             self._launch_ready()
 

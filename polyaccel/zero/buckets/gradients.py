@@ -21,7 +21,7 @@ accumulated (`GradAccumulator`) is not part of its `GradState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 
@@ -31,6 +31,7 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import InvariantError
 from polyaccel.ops.base import REDUCE, SCALE
 from polyaccel.zero.buckets.grad_accumulator import GradAccumulator, GradientWriter, PassArrivals
+from polyaccel.zero.buckets.row_exchange import RowExchange, RowSet
 from polyaccel.zero.plan.bucket_plan import TrainedBucketPlan
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.policy import Placement, ReductionPolicy
@@ -64,8 +65,13 @@ class GradientBucket:
         self.bucket = bucket = plan.bucket
         self._plan = plan
         self._reduction = reduction
-        self._communicator = parts.communicators.get_groups(bucket).gradients
+        groups = parts.communicators.get_groups(bucket)
+        self._communicator = groups.gradients
         self._accelerator = parts.accelerator
+        self.row_exchange = RowExchange.of_bucket(bucket, groups.exact, parts.accelerator)
+        """Gradients travel as rows; None: whole."""
+        self._row_sets: list[RowSet] | None = []
+        """The rows of each reduction since the last update; None where one was whole."""
         self._kernels = parts.accelerator.kernels()
         self._pool = pool
         self._staging = staging
@@ -121,8 +127,11 @@ class GradientBucket:
         full = self._sums.buffer
         return full is not None and full.dtype is not self._plan.travelling.dtype
 
-    def add(self, slot_index: int, gradient: Buffer | GradientWriter, *, reducing: bool) -> None:
-        """Add a flat gradient of any floating type; `reducing`: this pass ends in a reduction."""
+    def add(
+        self, slot_index: int, gradient: Buffer | GradientWriter, rows: Buffer | None = None, *, reducing: bool
+    ) -> None:
+        """Add a flat gradient of any floating type, with its `rows` where these travel; `reducing`: this pass ends in a
+        reduction."""
         self.touched[slot_index] = True
         self._arrivals.count(slot_index)
         sums = self._sums
@@ -130,7 +139,7 @@ class GradientBucket:
             sums = self._late = self._late or self._late_sums()
         elif sums.buffer is None:
             sums.use(self._borrow() if reducing else self._allocate_full(), borrowed=reducing)
-        sums.put(slot_index, gradient)
+        sums.put(slot_index, gradient, rows)
 
     def _allocate_full(self) -> Buffer:
         """A buffer for the whole bucket, in which gradients accumulate."""
@@ -155,9 +164,9 @@ class GradientBucket:
         self.finish()
         if self._sums.buffer is None:
             self._sums.use(self._borrow(), borrowed=True)
-        borrowed = self._sums.is_borrowed
+        borrowed, rows = self._sums.is_borrowed, self._sums.rows
         source = self._sums.take(keep=self._keeps_full)
-        self._pending = self._reduce(source, is_late=False, borrowed=borrowed)
+        self._pending = self._reduce(source, rows, is_late=False, borrowed=borrowed)
 
     def finish(self) -> None:
         """Wait for the reduction under way, if any, and put its result where the update reads."""
@@ -169,7 +178,8 @@ class GradientBucket:
         """Reduce what came late on any rank and add it to the result. Every rank calls this for the same buckets."""
         self.finish()
         late, self._late = self._late or self._late_sums(), None
-        self._reduce(late.take(keep=False), is_late=True, borrowed=False)()
+        rows = late.rows
+        self._reduce(late.take(keep=False), rows, is_late=True, borrowed=False)()
 
     @property
     def has_late(self) -> bool:
@@ -203,6 +213,12 @@ class GradientBucket:
         low = self._own_bounds()[0] if self._result.numel > self.bucket.shard_numel else 0
         slices = self.bucket.slices(self._communicator.rank)
         return tuple((piece.fqn, self._result.view(low + piece.shard_offset, piece.length)) for piece in slices)
+
+    def rows(self) -> RowSet | None:
+        """The rows of `result` that had a gradient on some rank; None where it is whole."""
+        if self.row_exchange is None or self._row_sets is None:
+            return None
+        return self.row_exchange.unite([one.indices.view(0, one.count) for one in self._row_sets])
 
     @property
     def compute(self) -> Accelerator:
@@ -260,42 +276,33 @@ class GradientBucket:
             if self._sums.is_borrowed:
                 self._pool.release(full)
             self._sums.forget_buffer()
-        self._sums.filled = set()
-        self._late = None
+        self._sums.forget_sums()
+        self._late, self._row_sets = None, []
         self._state, self.is_launched = GradState.EMPTY, False
         self.touched = [False] * len(self.touched)
 
     def _own_bounds(self) -> tuple[int, int]:
         return self.bucket.shard_bounds(self._communicator.rank)
 
-    def _reduce(self, source: Buffer, *, is_late: bool, borrowed: bool) -> Callable[[], None]:
-        """Launch the collective on `source`; the returned function waits for it and settles the result."""
+    def _reduce(
+        self, source: Buffer, rows: Sequence[Buffer] | None, *, is_late: bool, borrowed: bool
+    ) -> Callable[[], None]:
+        """Launch the collective on `source`; the returned function waits for it and settles the result. `rows`: what is
+        not zero in it, None for all of it."""
         adds = self._state is GradState.REDUCED
         self._state = GradState.REDUCING
-        staged = source
-        if source.dtype is not self._plan.travelling.dtype:
-            staged = self._borrow()
-            staged.copy_from(source)
-        before, after, op = self._reduction.scaling(self._communicator.world_size)
-        if before != 1.0:
-            self._kernels[SCALE](staged, before)
-        overlap = self._reduction.overlap
-        label, index = "late gradients" if is_late else "gradients", self.bucket.index
-        if self._plan.updates_shard:
-            reduced = self._reduce_scatter_output(staged, adds=adds)
-            work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, label=label, bucket=index)
+        label = "late gradients" if is_late else "gradients"
+        union = None if self.row_exchange is None else self._agree_on_rows(rows)
+        if union is not None and self.row_exchange is not None:
+            reduced, wait, staged = *self._launch_rows(self.row_exchange, union, source, label), source
         else:
-            reduced = staged
-            work = self._communicator.all_reduce(staged, op, async_op=overlap, label=label, bucket=index)
-
+            reduced, wait, staged = self._launch_whole(source, label, adds=adds)
         stream, launched = self._staging.stream, self._accelerator.current_stream().record()
 
         def settle() -> None:
             stream.wait(launched)
             with stream.use():
-                work.wait()
-                if after != 1.0:
-                    self._kernels[SCALE](reduced, after)
+                wait()
                 self._settle(reduced, adds=adds)
             self._accelerator.current_stream().wait(stream.record())
             if staged is not source:
@@ -304,6 +311,55 @@ class GradientBucket:
                 self._pool.release(source)
 
         return settle
+
+    def _launch_whole(self, source: Buffer, label: str, *, adds: bool) -> tuple[Buffer, Callable[[], None], Buffer]:
+        """Launch the collective on the whole of `source`. Return where the result comes, what waits for it, and the
+        buffer that travels."""
+        staged = source
+        if source.dtype is not self._plan.travelling.dtype:
+            staged = self._borrow()
+            staged.copy_from(source)
+        before, after, op = self._reduction.scaling(self._communicator.world_size)
+        if before != 1.0:
+            self._kernels[SCALE](staged, before)
+        overlap, index = self._reduction.overlap, self.bucket.index
+        if self._plan.updates_shard:
+            reduced = self._reduce_scatter_output(staged, adds=adds)
+            work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, label=label, bucket=index)
+        else:
+            reduced = staged
+            work = self._communicator.all_reduce(staged, op, async_op=overlap, label=label, bucket=index)
+
+        def wait() -> None:
+            work.wait()
+            if after != 1.0:
+                self._kernels[SCALE](reduced, after)
+
+        return reduced, wait, staged
+
+    def _agree_on_rows(self, own: Sequence[Buffer] | None) -> RowSet | None:
+        """The rows that travel; None where the whole bucket does. Collective."""
+        assert self.row_exchange is not None  # the caller's condition
+        union = self.row_exchange.agree(own)
+        if union is None:
+            self._row_sets = None
+        elif self._row_sets is not None:
+            self._row_sets.append(union)
+        is_short = union is not None and union.count < self.row_exchange.rows
+        return union if is_short and self._communicator.world_size > 1 else None
+
+    def _launch_rows(
+        self, exchange: RowExchange, rows: RowSet, source: Buffer, label: str
+    ) -> tuple[Buffer, Callable[[], None]]:
+        """Launch the collective on `rows` of `source`. Return where the result comes, and what waits for it."""
+        low, high = self._own_bounds() if self._plan.updates_shard else (0, self.bucket.numel)
+        reduced = source.view(low, high - low)
+        if not rows.count:
+            return reduced, lambda: None
+        wait = exchange.reduce(
+            source, rows, self._plan.travelling.dtype, self._reduction, label, scatters=self._plan.updates_shard
+        )
+        return reduced, wait
 
     def _reduce_scatter_output(self, staged: Buffer, *, adds: bool) -> Buffer:
         """Return where a reduce-scatter writes: into an empty, fitting slice without a copy, else in place."""

@@ -64,6 +64,7 @@ class BucketKind:
 
     `persistent`: under sharded parameters these stay whole on every rank, because gathering them would cost more than
     it saves. `cut`: the axes of the mesh along which other ranks hold other blocks; the rest shards the bucket.
+    `row_numel` above 0: gradients travel as rows of so many elements, and the parameter has its bucket to itself.
     """
 
     dtype: DType
@@ -72,6 +73,7 @@ class BucketKind:
     unit: str = ""
     persistent: bool = False
     cut: tuple[str, ...] = ()
+    row_numel: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def plan_layout(
     larger parameter has a bucket to itself. `units` maps a parameter's name to its unit; buckets do not cross units,
     and the parameters of a unit that another one interrupts do not share a bucket. `persistent` parameters belong to no
     unit and come last. `rooms` has the most elements that any rank holds of a parameter whose blocks are uneven.
-    Parameters of different `parts` share no bucket: their gradients come in different passes.
+    Parameters of different `parts` share no bucket: their gradients come in different passes. One whose gradients
+    travel as rows shares none either.
     Raises ShardingError for a repeated name.
     """
     if max_bucket_numel < 1:
@@ -187,13 +190,16 @@ def plan_layout(
             open_runs.clear()
             last_unit = unit
         cut = tuple(axis for axis in param.cut if mesh.has_several(axis))
-        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays, cut)
-        run = open_runs.get((kind, part := parts.get(param.fqn, "")))
+        row_numel = param.numel // param.shape[0] if param.has_row_grads and param.trainable else 0
+        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays, cut, row_numel)
+        part = parts.get(param.fqn, "")
+        run = None if row_numel else open_runs.get((kind, part))
         offset = _round_up(_end(run[-1], rooms), _alignment(param.dtype)) if run else 0
         if run is None or offset + rooms.get(param.fqn, param.numel) > max_bucket_numel:
             run, offset = [], 0
             runs.append((kind, run))
-            open_runs[kind, part] = run
+            if not row_numel:
+                open_runs[kind, part] = run
         run.append(Slot(param, offset))
 
     buckets = []

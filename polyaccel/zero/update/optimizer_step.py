@@ -251,7 +251,7 @@ class OptimizerStep:
                 gradients.finish()
             if norm is None and self.measures:
                 self._facts.add_squares(sums, gradients)
-            shard.grad = gradients.result()
+            shard.grad, shard.find_rows = gradients.result(), gradients.rows
             shard.steps = {slot.param.fqn: self._steps[slot.param.fqn] for slot in bucket.slots}
             origin = self._params[bucket.index].origin
             shard.runs = tuple(find_runs(shard, origin, arrivals.params, self._steps, self._params.rounding))

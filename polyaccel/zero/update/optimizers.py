@@ -9,7 +9,7 @@ again at every step so that learning-rate schedules need not know about any of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
@@ -21,6 +21,7 @@ from polyaccel.errors import CheckpointError
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import CAST, SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
+from polyaccel.zero.buckets.row_exchange import RowSet
 from polyaccel.zero.plan.layout import Bucket, Slice
 from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, sums_in
 
@@ -83,6 +84,10 @@ class Run:
         return is_adjacent and self.step == later.step and self.rounding is None and later.rounding is None
 
 
+def no_rows() -> None:
+    """Gradients are whole."""
+
+
 @dataclass(slots=True)
 class Shard:
     """One bucket as an optimizer sees it: the elements that this rank updates, in flat buffers of equal length.
@@ -100,6 +105,8 @@ class Shard:
     states: dict[str, Buffer] = field(default_factory=dict)
     grad: Buffer | None = None
     runs: tuple[Run, ...] = ()
+    find_rows: Callable[[], RowSet | None] = no_rows
+    """Finds the rows that had a gradient on some rank, where gradients travel as rows."""
     steps: dict[str, int] = field(default_factory=dict)
     """How many updates each parameter of the bucket has had. A parameter without a gradient on any rank has none."""
 

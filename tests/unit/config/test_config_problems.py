@@ -35,7 +35,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"loss_scale": 0}, "loss_scale", "did you mean 'fp16.loss_scale'?"),
     ({"qwertz": 1}, "qwertz", "is not a known key"),
     # keys that the drop-in refuses are not taken for a similar one
-    ({"sparse_gradients": True}, "sparse_gradients", "polyaccel config check --deepspeed"),
+    ({"graph_harvesting": True}, "graph_harvesting", "polyaccel config check --deepspeed"),
     (_zero(mics_shard_size=2), "zero_optimization.mics_shard_size", "polyaccel config check --deepspeed"),
     ({"fp16": {"loss_scal": 1}}, "fp16.loss_scal", "did you mean 'fp16.loss_scale'?"),
     (_zero(stge=1), "zero_optimization.stge", "did you mean 'zero_optimization.stage'?"),

@@ -115,7 +115,6 @@ def test_a_key_that_asks_for_nothing_is_dropped_and_another_value_refused(never:
         ({"amp": {"enabled": True, "opt_level": "O2", "loss_scale": 8}}, "fp16", {"enabled": True, "loss_scale": 8.0}),
         ({"amp": {"enabled": True, "opt_level": "O0"}}, "torch_autocast", None),
         ({"managed_gradient_accumulation": False}, "data_types", {"grad_accum_dtype": "fp32"}),
-        ({"sparse_gradients": True}, "sparse_gradients", None),
     ],
 )
 def test_a_key_is_read_as_another_one_with_one_line(written: dict[str, Any], key: str, value: Any) -> None:

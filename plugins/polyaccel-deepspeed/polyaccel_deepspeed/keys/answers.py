@@ -45,7 +45,6 @@ TRANSLATED = {
     "tensor_parallel.tensor_parallel": "= tensor_parallel.tp",
 }
 """Keys that polyaccel has under another name, with what is below them."""
-NO_EFFECT = {"sparse_gradients": "gradients of layers with sparse=True travel as dense ones"}
 LATER: dict[str, int] = {
     "bf16.bf16_master_weights_and_grads": 52,
     "bf16.bf16_optimizer_states": 52,
@@ -92,7 +91,6 @@ def answers() -> dict[str, Answer]:
     found |= {key: Answer(Outcome.NEVER, f"{feature}, which DeepSpeed has removed") for key, feature in REMOVED.items()}
     found |= {alias: Answer(Outcome.WORKS, f"= {key}") for alias, key in _ALIASES.items()}
     found |= {key: Answer(Outcome.WORKS, why) for key, why in TRANSLATED.items()}
-    found |= {key: Answer(Outcome.NO_EFFECT, why) for key, why in NO_EFFECT.items()}
     for name in ROUTING:
         found[f"expert_parallel.{name}"] = Answer(Outcome.WORKS, "the model routes, so it must be the model's value")
     for ignored in IGNORED:

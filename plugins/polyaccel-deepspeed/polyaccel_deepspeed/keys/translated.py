@@ -116,13 +116,6 @@ def _amp(tree: Tree) -> Iterator[Change]:
     yield Change("amp", f"= {level!r} was read as {instead}, with a loss scale", True)
 
 
-def _sparse_gradients(tree: Tree) -> Iterator[Change]:
-    """Gradients of embeddings with `sparse=True` are taken whatever this key is."""
-    if tree.get("sparse_gradients") is True:
-        del tree["sparse_gradients"]
-        yield Change("sparse_gradients", "= True has no effect: sparse gradients travel in their bucket, as dense ones")
-
-
 def _unmanaged(tree: Tree) -> Iterator[Change]:
     """`initialize` passes it to the engine. Micro-batches that are not counted are added up in float32."""
     if isinstance(tree.get(UNMANAGED), bool) and tree.pop(UNMANAGED) is False:
@@ -154,7 +147,6 @@ TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _nebula,
     _amp,
     _unmanaged,
-    _sparse_gradients,
     _strict_specs,
 )
 """In their order. Each removes its keys from the tree."""
