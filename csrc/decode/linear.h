@@ -104,6 +104,15 @@ static inline __attribute__((always_inline)) void put_tile(const pa_linear* p, i
     }
 }
 
+// The sums of at most four outputs of one row.
+template <typename T>
+static inline void put_alone(const pa_linear* p, int64_t column, int64_t count, const lanes (&sums)[4]) {
+    if (count == 4)
+        put_outputs<T>(p, 0, column, lanes_sums(sums[0], sums[1], sums[2], sums[3]));
+    else
+        for (int64_t o = 0; o < count; o++) put_output<T>(p, 0, column + o, lanes_sum(sums[o]));
+}
+
 // The weights of the next tile, fetched so many cache lines a turn while this one is computed by all its panels.
 typedef struct {
     const char* from;
@@ -247,9 +256,30 @@ static void row_alone(const pa_linear* p, int64_t start, int64_t end) {
     for (; c < count; c++) put_output<T>(p, 0, start + c, sums[c]);
 }
 
+// One row alone reads weights in the order of memory, an output after the other: the processor fetches such a stream ahead
+// by itself, and computes the next output's chain before this one ends. The chains are those of tiles.
+template <typename T>
+static void dots_alone(const pa_linear* p, int64_t start, int64_t end) {
+    const T* const x = (const T*)p->x;
+    for (int64_t column = start; column < end; column += 4) {
+        const int64_t count = smaller(4, end - column);
+        lanes sums[4] = {};
+        for (int64_t o = 0; o < count; o++) {
+            const T* const w = (const T*)p->w + (column + o) * p->w_column;
+            lanes sum = {};
+            int64_t k = 0;
+            for (; k + LANES <= p->inner; k += LANES) sum = fused(widened(x + k), widened(w + k), sum);
+            if (k < p->inner) sum = fused(widened_some(x + k, p->inner - k), widened_some(w + k, p->inner - k), sum);
+            sums[o] = sum;
+        }
+        put_alone<T>(p, column, count, sums);
+    }
+}
+
 template <typename T>
 static void linear_columns(const pa_linear* p, int64_t start, int64_t end) {
     if (p->w_row == 1) {
+        if (p->rows == 1) return dots_alone<T>(p, start, end);
         int64_t column = start;
         for (; column + 4 <= end; column += 4) dot_rows(p, dot_tiles<T, 4>(), column, 4, sizeof(T), LANES);
         for (; column < end; column++) dot_rows(p, dot_tiles<T, 1>(), column, 1, sizeof(T), LANES);
