@@ -48,7 +48,7 @@ struct Attention {
 void attend_some(void* context, int64_t worker) {
     Attention& all = *static_cast<Attention*>(context);
     const pa_attention* const call = all.call;
-    float* const scratch = all.scratch + worker * (call->head + call->capacity);
+    float* const scratch = all.scratch + worker * ((call->head + 15) / 16 * 16 + call->page * call->pages_row);
     for (int64_t mine; (mine = all.next.fetch_add(1, std::memory_order_relaxed)) < call->sequences * call->key_heads;)
         all.isa->attention_part(call, mine / call->key_heads, mine % call->key_heads, scratch);
 }
@@ -91,8 +91,13 @@ int32_t pa_attend(const pa_attention* call, float* scratch, int32_t threads) {
     if (!is_decoded(call->type)) return PA_BAD_TYPE;
     if (call->key_heads < 1 || call->heads % call->key_heads || call->rotated > call->head || call->rotated % 2)
         return PA_BAD_COUNT;
-    for (int64_t b = 0; b < call->sequences; b++)
-        if (call->positions[b] < 0 || call->positions[b] >= call->capacity || call->slots[b] < 0) return PA_BAD_COUNT;
+    if (call->page < 1) return PA_BAD_COUNT;
+    for (int64_t b = 0; b < call->sequences; b++) {
+        const int64_t position = call->positions[b], page = position / call->page;
+        if (position < 0 || page >= call->pages_row || call->slots[b] < 0) return PA_BAD_COUNT;
+        for (int64_t i = 0; i <= page; i++)
+            if (!call->pages[call->slots[b] * call->pages_row + i]) return PA_BAD_COUNT;
+    }
     Attention all{isa_current(), call, scratch};
     const int32_t workers = threads > 1 ? threads : 1;
     parallel_for(workers, workers, attend_some, &all);

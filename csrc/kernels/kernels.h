@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PA_ABI_VERSION 8
+#define PA_ABI_VERSION 9
 
 #if defined(__GNUC__)
 #define PA_EXPORT __attribute__((visibility("default")))
@@ -129,15 +129,17 @@ typedef struct {
 
 PA_EXPORT int32_t pa_grouped_rows(const pa_grouped* layer, int32_t threads);
 
-// Attention of one new token of each sequence. Its key, turned by its position, and its value are written into the cache
-// (slots, key heads, capacity, head) first. The first `rotated` elements of a head are turned by rows of the tables
-// `cosines` and `sines`. `scratch` is for (head + capacity) elements a thread.
+// Attention of one new token of each sequence. Its key, turned by its position, and its value are written into their page
+// first: see [Note: Pages of keys and values] in csrc/decode/attention.h. A sequence's pages are those of row `slots` of
+// (rows, pages_row) addresses. The first `rotated` elements of a head are turned by rows of the tables `cosines` and
+// `sines`. `scratch` is for (head up to a multiple of 16 + page * pages_row) elements a thread.
 typedef struct {
     const void *q, *k, *v;
-    void *out, *keys, *values;
+    void* out;
     const void *cosines, *sines;
-    const int64_t *positions, *slots;
-    int64_t sequences, heads, key_heads, head, capacity, rotated, q_row, k_row, v_row, out_row, q_head, k_head, v_head;
+    const int64_t *positions, *slots, *pages;
+    int64_t page, pages_row, keys, values;
+    int64_t sequences, heads, key_heads, head, rotated, q_row, k_row, v_row, out_row, q_head, k_head, v_head;
     float scale;
     int32_t type;
 } pa_attention;

@@ -109,24 +109,46 @@ Values grouped(int32_t type, int64_t rows, int64_t inner, int64_t columns, int64
     return y;
 }
 
-// Norms, attention and an activation, as one call; the last output.
+// A cache of random keys and values (slots, key heads, capacity, head) in pages that lie in the opposite order.
+struct Pages {
+    std::vector<char> memory;
+    std::vector<int64_t> table;
+    int64_t tokens, in_slot, values;
+
+    Pages(int32_t type, int64_t slots, int64_t key_heads, int64_t capacity, int64_t head, int64_t tokens)
+        : tokens(tokens), in_slot((capacity + tokens - 1) / tokens), values(key_heads * tokens * head) {
+        Values drawn(2 * slots * key_heads * capacity * head, type);
+        const int64_t nbytes = (type == PA_FLOAT32 ? 4 : 2) * head, page_nbytes = 2 * key_heads * tokens * nbytes;
+        memory.resize(static_cast<size_t>(slots * in_slot * page_nbytes));
+        for (int64_t i = slots * in_slot; i-- > 0;) table.push_back(reinterpret_cast<int64_t>(memory.data() + i * page_nbytes));
+        const char* from = static_cast<const char*>(drawn.data());
+        for (int64_t slot = 0; slot < slots; slot++)
+            for (int64_t h = 0; h < 2 * key_heads; h++)
+                for (int64_t t = 0; t < capacity; t++, from += nbytes) {
+                    const int64_t page = table[static_cast<size_t>(slot * in_slot + t / tokens)];
+                    std::memcpy(reinterpret_cast<char*>(page) + (h * tokens + t % tokens) * nbytes, from, static_cast<size_t>(nbytes));
+                }
+    }
+};
+
+// Norms, attention and an activation, as one call; the last output. The size of pages depends on the threads.
 Values steps(int32_t type, int64_t rows, int64_t head, int64_t rotated, int32_t kind, int32_t threads) {
     const int64_t heads = 4, key_heads = 2, capacity = 6, width = heads * head, slots = rows + 1;
     Values x(rows * width, type), weight(width, type), bias(width, type), normed(rows * width, type, true);
     Values k(rows * key_heads * head, type), v(rows * key_heads * head, type), out(rows * width, type, true);
-    Values keys(slots * key_heads * capacity * head, type), values(slots * key_heads * capacity * head, type);
+    const Pages pages(type, slots, key_heads, capacity, head, threads > 1 ? 2 : capacity + 1);
     Values cosines(capacity * rotated, type), sines(capacity * rotated, type), y(rows * width, type, true);
     std::vector<int64_t> positions, places;
     for (int64_t row = 0; row < rows; row++) {
         positions.push_back(row % capacity);
         places.push_back(slots - 1 - row);
     }
-    std::vector<float> scratch(static_cast<size_t>((head + capacity) * threads));
+    std::vector<float> scratch(static_cast<size_t>(((head + 15) / 16 * 16 + pages.tokens * pages.in_slot) * threads));
     const pa_rowwise norm = {x.data(), nullptr, weight.data(), bias.data(), normed.data(), width, 1, width, 0, width, 1e-5f,
                              kind % 2 ? PA_LAYER_NORM : PA_RMS_NORM, type};
-    const pa_attention attention = {normed.data(), k.data(), v.data(), out.data(), keys.data(), values.data(),
-                                    cosines.data(), sines.data(), positions.data(), places.data(), 0, heads, key_heads,
-                                    head, capacity, rotated, width, key_heads * head, key_heads * head, width, head, head,
+    const pa_attention attention = {normed.data(), k.data(), v.data(), out.data(), cosines.data(), sines.data(),
+                                    positions.data(), places.data(), pages.table.data(), pages.tokens, pages.in_slot, 0,
+                                    pages.values, 0, heads, key_heads, head, rotated, width, key_heads * head, key_heads * head, width, head, head,
                                     head, 0.3f, type};
     const pa_rowwise act = {out.data(), kind == PA_ADD || kind % 2 ? x.data() : nullptr, nullptr, nullptr, y.data(), head,
                             heads, width, width, width, 0, kind, type};
@@ -157,7 +179,7 @@ int main() {
             }
     for (const int32_t type : TYPES)
         for (int32_t kind = PA_SILU; kind < PA_ROWWISE_COUNT; kind++)
-            for (const int64_t head : {2, 8, 40, 70})
+            for (const int64_t head : {2, 5, 8, 40, 70})
                 compare("steps " + std::to_string(kind), [&](int32_t threads) {
                     return steps(type, 5, head, kind % 2 ? head / 2 / 2 * 2 : 0, kind, threads);
                 });

@@ -50,22 +50,37 @@ class DecodeGroupedFn(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class LayerPages:
+    """Where the keys and values of a layer are, as [Note: Pages of keys and values] in csrc/decode/attention.h has it."""
+
+    table: Any
+    """Int64, shape (slots, pages of a slot): addresses of pages, zero where there is none."""
+    tokens: int
+    """Tokens of a page."""
+    key_heads: int
+    head: int
+    dtype: Any
+    keys: int
+    """The first element of the layer's keys in a page."""
+    values: int
+
+
 class DecodeAttentionFn(Protocol):
     def __call__(
-        self, keys: Any, values: Any, turns: tuple[Any, Any] | None, heads: int, scale: float
+        self, pages: LayerPages, turns: tuple[Any, Any] | None, heads: int, scale: float
     ) -> Callable[[Any, Any, Any, Any, Any], Any]:
         """Prepare attention of one new token of each sequence over a cache of keys and values.
 
         Args:
-            keys: Cache of shape (slots, key heads, capacity, head), contiguous.
-            values: Cache of the same shape.
+            pages: The cache. A slot has a page for each token that is asked for.
             turns: Cosines and sines of rotary positions, each (capacity, rotated elements); None without.
             heads: Heads of queries, a multiple of the key heads.
             scale: Factor of the products of queries and keys.
 
         Returns:
             A function of queries, keys and values (sequences, their heads, head), and of each sequence's slot and
-            position (int64). It turns queries and keys and writes keys and values into the cache. It returns
+            position (int64). It turns queries and keys and writes keys and values into pages. It returns
             (sequences, heads * head).
         """
 
@@ -84,8 +99,7 @@ class LinearStep:
 class AttentionStep:
     """Attention as `DecodeAttentionFn` has it."""
 
-    keys: Any
-    values: Any
+    pages: LayerPages
     turns: tuple[Any, Any] | None
     heads: int
     scale: float

@@ -42,7 +42,7 @@ from polyaccel.ops.base import (
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.rounding import halves
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 VARIABLE = "POLYACCEL_NATIVE"
 """Environment variable: "off", or the instruction set to use instead of this processor's best one."""
 

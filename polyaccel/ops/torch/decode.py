@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, DECODE_STEPS, PackedWeight
+from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, DECODE_STEPS, LayerPages, PackedWeight
 from polyaccel.ops.native import Native, native
 from polyaccel.ops.torch import decode_calls as calls
 from polyaccel.ops.torch.decode_calls import TYPES, address
@@ -97,17 +97,16 @@ class _CachedAttention:
     def __init__(
         self,
         library: Native,
-        keys: Tensor,
-        values: Tensor,
+        pages: LayerPages,
         turns: tuple[Tensor, Tensor] | None,
         heads: int,
         scale: float,
     ) -> None:
         self._library = library
-        self._kept: Any = (keys, values, turns)
-        self._call = calls.attention_call(keys, values, turns, heads, scale)
-        self._columns = heads * keys.shape[3]
-        self._scratch_numel = keys.shape[2] + keys.shape[3]
+        self._kept: Any = (pages, turns)
+        self._call = calls.attention_call(pages, turns, heads, scale)
+        self._columns = heads * pages.head
+        self._scratch_numel = calls.attention_scratch_numel(pages)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         threads = torch.get_num_threads()

@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from polyaccel.ops.decode import PackedWeight
+from polyaccel.ops.decode import LayerPages, PackedWeight
 
 TYPES = {torch.float32: 1, torch.bfloat16: 2}
 """PA_FLOAT32 and PA_BFLOAT16."""
@@ -37,9 +37,10 @@ class CGrouped(ctypes.Structure):
     )
 
 
-_SIZES = ("sequences", "heads", "key_heads", "head", "capacity", "rotated")
+_PAGES = ("page", "pages_row", "keys", "values")
+_SIZES = ("sequences", "heads", "key_heads", "head", "rotated")
 _STRIDES = ("q_row", "k_row", "v_row", "out_row", "q_head", "k_head", "v_head")
-_MEMORY = ("q", "k", "v", "out", "keys", "values", "cosines", "sines", "positions", "slots")
+_MEMORY = ("q", "k", "v", "out", "cosines", "sines", "positions", "slots", "pages")
 
 
 class CAttention(ctypes.Structure):
@@ -47,7 +48,7 @@ class CAttention(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in _MEMORY),
-        *((name, c_int64) for name in (*_SIZES, *_STRIDES)),
+        *((name, c_int64) for name in (*_PAGES, *_SIZES, *_STRIDES)),
         ("scale", c_float),
         ("type", c_int32),
     )
@@ -118,15 +119,19 @@ def set_scratch(call: CGrouped, weight: PackedWeight, rows: int, scratch: Tensor
 
 
 def attention_call(
-    keys: Tensor, values: Tensor, turns: tuple[Tensor, Tensor] | None, heads: int, scale: float
+    pages: LayerPages, turns: tuple[Tensor, Tensor] | None, heads: int, scale: float
 ) -> CAttention:
     """The structure of attention over a cache, without new tokens."""
-    _, key_heads, capacity, head = keys.shape
     rotated = 0 if turns is None else turns[0].shape[-1]
-    call = CAttention(type=TYPES[keys.dtype], scale=scale)
-    for name, value in zip(_SIZES, (0, heads, key_heads, head, capacity, rotated), strict=True):
+    call = CAttention(type=TYPES[pages.dtype], scale=scale, pages=pages.table.data_ptr())
+    sizes = (pages.tokens, pages.table.shape[1], pages.keys, pages.values, 0, heads, pages.key_heads, pages.head, rotated)
+    for name, value in zip((*_PAGES, *_SIZES), sizes, strict=True):
         setattr(call, name, value)
-    call.keys, call.values = keys.data_ptr(), values.data_ptr()
     if turns is not None:
         call.cosines, call.sines = turns[0].data_ptr(), turns[1].data_ptr()
     return call
+
+
+def attention_scratch_numel(pages: LayerPages) -> int:
+    """Float32 elements of the scratch memory of a thread of `pa_attend`."""
+    return -(-pages.head // 16) * 16 + pages.tokens * int(pages.table.shape[1])

@@ -29,7 +29,7 @@ class Steps:
         self._calls = [self._call(one) for one in steps]
         self._steps = (CStep * len(steps))(*(CStep(addressof(call), kind) for call, kind in self._calls))
         attentions = [one for one in steps if isinstance(one, AttentionStep)]
-        self._scratch_numel = max((one.keys.shape[2] + one.keys.shape[3] for one in attentions), default=0)
+        self._scratch_numel = max((calls.attention_scratch_numel(one.pages) for one in attentions), default=0)
         self._scratch = torch.empty(0)
 
     def __call__(self, rows: int) -> None:
@@ -42,7 +42,7 @@ class Steps:
         if isinstance(step, RowwiseStep):
             return _rowwise(step), _ROWWISE
         if isinstance(step, AttentionStep):
-            attention = calls.attention_call(step.keys, step.values, step.turns, step.heads, step.scale)
+            attention = calls.attention_call(step.pages, step.turns, step.heads, step.scale)
             attention.set_tokens(step.q, step.k, step.v, step.out, step.slots, step.positions)
             return attention, _ATTENTION
         call: Any

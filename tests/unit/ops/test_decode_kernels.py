@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from polyaccel.errors import InvariantError
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, DECODE_OPS
 from polyaccel.ops.torch.decode import decode_kernels
+from polyaccel.torch.generation.decode.cache import PagedCache
 from polyaccel.torch.weight_groups import GroupedWeight
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
@@ -105,15 +107,21 @@ def test_what_kernels_do_not_know_is_left_to_torch(table):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize(("heads", "key_heads", "head", "rotated"), [(4, 4, 8, 8), (6, 2, 40, 0), (2, 1, 70, 20)])
-def test_attention_writes_the_cache_and_is_that_of_float64(table, heads, key_heads, head, rotated, dtype):
+@pytest.mark.parametrize("tokens", [4, 16])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head", "rotated"), [(4, 4, 8, 8), (3, 1, 6, 6), (6, 2, 40, 0), (2, 1, 70, 20), (1, 1, 13, 10)]
+)
+def test_attention_writes_pages_and_is_that_of_float64(table, heads, key_heads, head, rotated, dtype, tokens):
     torch.manual_seed(head)
     slots, capacity = 3, 9
     keys, values = (torch.randn(slots, key_heads, capacity, head).to(dtype) for _ in "kv")
     angles = torch.rand(capacity, rotated // 2).repeat(1, 2)
     turns = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotated else None
-    before = keys.clone(), values.clone()
-    attend = table[DECODE_ATTENTION](keys, values, turns, heads, 0.3)
+    cache = PagedCache((2, key_heads, head), slots, capacity, dtype, tokens=tokens)
+    for slot, length in ((1, 4), (0, capacity), (2, capacity)):
+        cache.extend(slot, length)
+        cache.write(1, slot, keys[slot, :, :length], values[slot, :, :length])
+    attend = table[DECODE_ATTENTION](cache.layer(1), turns, heads, 0.3)
     q, k, v = (torch.randn(2, count, head).to(dtype) for count in (heads, key_heads, key_heads))
     used, positions = torch.tensor([2, 0]), torch.tensor([8, 3])
     found = attend(q, k, v, used, positions).double().view(2, heads, head)
@@ -127,14 +135,34 @@ def test_attention_writes_the_cache_and_is_that_of_float64(table, heads, key_hea
         return torch.cat((first * cosines + other * sines, x[..., rotated:].double()), dim=-1)
 
     for row, (slot, position) in enumerate(zip(used.tolist(), positions.tolist(), strict=True)):
-        past = before[0][slot, :, :position].double(), before[1][slot, :, :position].double()
+        past = keys[slot, :, :position].double(), values[slot, :, :position].double()
         key = torch.cat((past[0], turn(k[row], position)[:, None]), dim=1)
         value = torch.cat((past[1], v[row].double()[:, None]), dim=1)
         for at in range(heads):
             group = at // (heads // key_heads)
             shares = (key[group] @ turn(q[row, at], position) * 0.3).softmax(0)
             assert (found[row, at] - shares @ value[group]).abs().max() <= 4 * TOLERANCE[dtype]
-        assert torch.equal(values[slot, :, position], v[row])
-        assert (keys[slot, :, position].double() - turn(k[row], position)).abs().max() <= 4 * TOLERANCE[dtype]
-    assert torch.equal(keys[1], before[0][1])
-    assert torch.equal(keys[0, :, 4:], before[0][0, :, 4:])
+        written = of_slot(cache, slot)
+        assert torch.equal(written[1][:, position], v[row])
+        assert (written[0][:, position].double() - turn(k[row], position)).abs().max() <= 4 * TOLERANCE[dtype]
+        assert torch.equal(written[0][:, position + 1 : capacity], keys[slot, :, position + 1 :])
+    assert torch.equal(of_slot(cache, 1)[0][:, :4], keys[1, :, :4])
+
+
+def of_slot(cache, slot):
+    """The keys and values of the second layer."""
+    return torch.cat([page[1] for page in cache._held[slot]], dim=2)
+
+
+def test_pages_are_handed_on_and_those_that_are_missing_are_refused(table):
+    cache = PagedCache((1, 1, 8), 2, 12, torch.float32, tokens=4)
+    cache.extend(0, 9)
+    first, taken = cache.nbytes, set(cache.layer(0).table[0].tolist())
+    cache.release(0)
+    cache.extend(1, 12)
+    assert (cache.nbytes, set(cache.layer(0).table[1].tolist())) == (first, taken)
+    attend, x = table[DECODE_ATTENTION](cache.layer(0), None, 1, 1.0), torch.randn(1, 1, 8)
+    attend(x, x, x, torch.tensor([1]), torch.tensor([11]))
+    for slot, position in ((0, 0), (1, 12), (1, -1)):
+        with pytest.raises(InvariantError):
+            attend(x, x, x, torch.tensor([slot]), torch.tensor([position]))

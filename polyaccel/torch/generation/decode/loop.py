@@ -112,6 +112,8 @@ def decode_batch(decoder: Decoder, call: Request) -> Outcome:
         if not keeps and int(unfinished.sum()) < len(active):
             active = unfinished.nonzero().squeeze(1).tolist()
             alive = unfinished[slots].bool()
+            for slot in slots[~alive].tolist():
+                decoder.release(slot)
             slots, positions = slots[alive].contiguous(), positions[alive].contiguous()
         logits = decoder.step(tokens[slots], slots, positions)
         positions += 1
@@ -154,6 +156,7 @@ def decode_continuously(decoder: Decoder, call: Request, slots: int) -> Outcome:
             written[row] = torch.cat([written[row], token[:, None]], dim=-1)
             if bool(call.stopping(written[row], ())):
                 del at_work[place]
+                decoder.release(place)
     longest = max(one.shape[1] for one in written.values())
     filler = call.pad if call.pad is not None else 0
     out = call.ids.new_empty(len(call.ids), longest)

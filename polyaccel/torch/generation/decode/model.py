@@ -1,9 +1,8 @@
-"""The decoder: a recognised structure over a static cache, for prompts of uneven length and one token of each sequence.
+"""The decoder: a recognised structure over a cache, for prompts of uneven length and one token of each sequence.
 
 [Note: Sequences in slots]
-The cache has slots, one a sequence: (slots, key heads, capacity, head) for the keys and the values of a layer. Tokens
-are rows without padding. A row belongs to a slot and has a position there, so that sequences of any length are computed
-together, and a slot is free for another sequence when its own has ended.
+The cache has slots, one a sequence. Tokens are rows without padding. A row belongs to a slot and has a position there,
+so that sequences of any length are computed together, and a slot is free for another sequence when its own has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.nn import functional
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.decode import DECODE_ATTENTION
 from polyaccel.torch.generation.decode import parts
+from polyaccel.torch.generation.decode.cache import PagedCache, StaticCache
 from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.parts import Rowwise
 from polyaccel.torch.generation.decode.structure import Layer, Structure
@@ -39,8 +39,8 @@ class _Block:
     output: Rowwise
     mlp: Rowwise
     scale: float
-    keys: Tensor
-    values: Tensor
+    index: int
+    """Which layer of the cache is its own."""
     attend: Any
     """Attention of one new token; None where the framework computes it."""
 
@@ -58,16 +58,19 @@ class Decoder:
         like = parts.values(structure.embedding.weight)
         self.device = like.device
         self._turns = self._tables(like)
-        self._blocks = [self._block(layer, kernels, slots, like) for layer in structure.layers]
+        is_compiled = DECODE_ATTENTION in kernels and like.dtype in _COMPILED and like.device.type == "cpu"
+        shape = (len(structure.layers), structure.key_heads, structure.head_numel)
+        cache = PagedCache(shape, slots, capacity, like.dtype) if is_compiled else StaticCache(shape, slots, capacity, like)
+        self.cache: PagedCache | StaticCache = cache
+        self._blocks = [self._block(index, layer, kernels) for index, layer in enumerate(structure.layers)]
         self._whole = self._whole_step(kernels, min(slots, MOST_ROWS))
 
     def _whole_step(self, kernels: KernelTable, rows: int) -> WholeStep | None:
         """A token of each sequence as one call; None where a part is not known."""
-        if any(block.attend is None for block in self._blocks):
+        if not isinstance(self.cache, PagedCache):
             return None
         try:
-            caches = [(block.keys, block.values) for block in self._blocks]
-            return WholeStep(self._structure, kernels, caches, self._turns, rows)
+            return WholeStep(self._structure, kernels, self.cache, self._turns, rows)
         except Unsupported:
             return None
 
@@ -79,15 +82,11 @@ class Decoder:
         cosines, sines = rotary(like.new_empty(1), places[None])
         return cosines[0].contiguous(), sines[0].contiguous()
 
-    def _block(self, layer: Layer, kernels: KernelTable, slots: int, like: Tensor) -> _Block:
-        found = self._structure
-        shape = (slots, found.key_heads, self.capacity, found.head_numel)
-        is_compiled = DECODE_ATTENTION in kernels and like.dtype in _COMPILED and like.device.type == "cpu"
-        # The framework multiplies what is masked too, by zero: it must not be a NaN.
-        keys, values = (like.new_empty(shape) if is_compiled else like.new_zeros(shape) for _ in "kv")
+    def _block(self, index: int, layer: Layer, kernels: KernelTable) -> _Block:
         attend = None
-        if is_compiled:
-            attend = kernels[DECODE_ATTENTION](keys, values, self._turns, found.heads, layer.scale)
+        if isinstance(self.cache, PagedCache):
+            fixed = self._turns, self._structure.heads, layer.scale
+            attend = kernels[DECODE_ATTENTION](self.cache.layer(index), *fixed)
         mlp = parts.two_layers(*layer.fc, kernels) if layer.fc is not None else parts.mlp(layer.mlp, kernels)
         return _Block(
             parts.norm(layer.first_norm),
@@ -97,8 +96,7 @@ class Decoder:
             parts.linear(layer.output, kernels),
             mlp,
             layer.scale,
-            keys,
-            values,
+            index,
             attend,
         )
 
@@ -114,6 +112,7 @@ class Decoder:
         """
         tokens = torch.cat(tuple(prompts))
         lengths = [len(prompt) for prompt in prompts]
+        self._extend(slots, lengths)
         places = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
         ends = torch.tensor(lengths, device=tokens.device).cumsum(0)
         x = self._embedded(tokens, places)
@@ -130,12 +129,21 @@ class Decoder:
             slots: Slot of each (int64, contiguous).
             positions: Position of each token in its sequence (int64, contiguous).
         """
+        self._extend(slots.tolist(), (positions + 1).tolist())
         x = self._embedded(tokens, positions)
         if self._whole is not None and len(x) <= MOST_ROWS:
             return self._whole(x, slots, positions)
         for block in self._blocks:
             x = self._residual(block, x, partial(self._next, block, slots, positions))
         return self._logits(x)
+
+    def release(self, slot: int) -> None:
+        """Give up the keys and values of a sequence that has ended."""
+        self.cache.release(slot)
+
+    def _extend(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        for slot, length in zip(slots, lengths, strict=True):
+            self.cache.extend(slot, length)
 
     def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
         x = self._embed(tokens)
@@ -191,8 +199,7 @@ class Decoder:
         for length, slot in zip(lengths, slots, strict=True):
             mine = slice(start, start + length)
             query, key, value = (one[mine].transpose(0, 1)[None] for one in (q, k, v))
-            block.keys[slot, :, :length] = key[0]
-            block.values[slot, :, :length] = value[0]
+            self.cache.write(block.index, slot, key[0], value[0])
             found = _attention(query, key, value, block.scale, is_causal=length > 1)
             outputs.append(found[0].transpose(0, 1).reshape(length, -1))
             start += length
@@ -213,11 +220,8 @@ class Decoder:
         k, v = self._heads(block, inputs, with_queries=False)[1:]
         if turns is not None:
             k = parts.turned(k, *turns)
-        for length, slot, key, value in zip(
-            lengths, slots, torch.split(k, list(lengths)), torch.split(v, list(lengths)), strict=True
-        ):
-            block.keys[slot, :, :length] = key.transpose(0, 1)
-            block.values[slot, :, :length] = value.transpose(0, 1)
+        for slot, key, value in zip(slots, k.split(list(lengths)), v.split(list(lengths)), strict=True):
+            self.cache.write(block.index, slot, key.transpose(0, 1), value.transpose(0, 1))
         places = torch.tensor(lengths, device=x.device) - 1
         used = torch.tensor(list(slots), device=x.device)
         return self._residual(block, x[last], partial(self._next, block, used, places))
@@ -229,11 +233,12 @@ class Decoder:
         if self._turns is not None:
             turns = self._turns[0][positions], self._turns[1][positions]
             q, k = parts.turned(q, *turns), parts.turned(k, *turns)
-        block.keys[slots, :, positions] = k
-        block.values[slots, :, positions] = v
+        assert isinstance(self.cache, StaticCache)  # without compiled attention
+        keys, values = self.cache.keys[block.index], self.cache.values[block.index]
+        keys[slots, :, positions], values[slots, :, positions] = k, v
         longest = int(positions.max()) + 1
         seen = torch.arange(longest, device=x.device)[None, None, None] <= positions[:, None, None, None]
-        keys, values = block.keys[slots, :, :longest], block.values[slots, :, :longest]
+        keys, values = keys[slots, :, :longest], values[slots, :, :longest]
         found = _attention(q[:, :, None], keys, values, block.scale, mask=seen)
         return block.output(found.reshape(len(x), -1))
 

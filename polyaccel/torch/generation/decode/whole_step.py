@@ -9,7 +9,7 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_STEPS, AttentionStep, DecodeStep, LinearStep, PackedWeight, RowwiseStep
+from polyaccel.ops.decode import DECODE_STEPS, AttentionStep, DecodeStep, LayerPages, LinearStep, PackedWeight, RowwiseStep
 from polyaccel.torch.generation.decode import parts
+from polyaccel.torch.generation.decode.cache import PagedCache
 from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.structure import Layer, Structure
 
@@ -42,7 +43,7 @@ class WholeStep:
     Args:
         structure: The model.
         kernels: Kernels of `DECODE_OPS`.
-        caches: Keys and values of each layer.
+        cache: Pages of keys and values.
         turns: Tables of rotary positions.
         rows: Sequences at most.
     """
@@ -51,19 +52,19 @@ class WholeStep:
         self,
         structure: Structure,
         kernels: KernelTable,
-        caches: Sequence[tuple[Tensor, Tensor]],
+        cache: PagedCache,
         turns: tuple[Tensor, Tensor] | None,
         rows: int,
     ) -> None:
-        if DECODE_STEPS not in kernels or caches[0][0].dtype not in _CLOSE:
+        self._like = parts.values(structure.embedding.weight)
+        if DECODE_STEPS not in kernels or self._like.dtype not in _CLOSE:
             raise Unsupported("no kernels of steps")
         self._structure, self._turns, self._steps = structure, turns, list[DecodeStep]()
-        self._like = caches[0][0]
         self._slots, self._positions = (torch.zeros(rows, dtype=torch.int64) for _ in "sp")
         self._rows = rows
-        self._x = self._memory(parts.values(structure.embedding.weight).shape[1])
-        for layer, cache in zip(structure.layers, caches, strict=True):
-            self._add_layer(layer, cache)
+        self._x = self._memory(self._like.shape[1])
+        for index, layer in enumerate(structure.layers):
+            self._add_layer(layer, cache.layer(index))
         x = self._x if structure.final_norm is None else self._normed(structure.final_norm, self._x)
         self._out = self._linear(structure.head, x)
         self._run = kernels[DECODE_STEPS](self._steps)
@@ -78,17 +79,17 @@ class WholeStep:
     def _memory(self, width: int) -> Tensor:
         return self._like.new_zeros(self._rows, width)
 
-    def _add_layer(self, layer: Layer, cache: tuple[Tensor, Tensor]) -> None:
+    def _add_layer(self, layer: Layer, pages: LayerPages) -> None:
         choice, x = self._structure.choice, self._x
         if choice.is_parallel:
             normed = self._normed(layer.first_norm, x)
             other = normed if layer.second_norm is None else self._normed(layer.second_norm, x)
-            both = self._attended(layer, cache, normed)
+            both = self._attended(layer, pages, normed)
             fed = self._fed(layer, other)
             self._steps += [RowwiseStep("add", both, both, fed), RowwiseStep("add", both, x, x)]
             return
         assert layer.second_norm is not None  # or the choice would be parallel
-        attended = self._attended(layer, cache, self._normed(layer.first_norm, x) if choice.norms_first else x)
+        attended = self._attended(layer, pages, self._normed(layer.first_norm, x) if choice.norms_first else x)
         self._steps.append(RowwiseStep("add", attended, x, x))
         if not choice.norms_first:
             self._normed(layer.first_norm, x, x)
@@ -97,7 +98,7 @@ class WholeStep:
         if not choice.norms_first:
             self._normed(layer.second_norm, x, x)
 
-    def _attended(self, layer: Layer, cache: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    def _attended(self, layer: Layer, pages: LayerPages, x: Tensor) -> Tensor:
         found = self._structure
         head, heads, key_heads = found.head_numel, found.heads, found.key_heads
         projected = [self._linear(one, x) for one in layer.inputs]
@@ -114,7 +115,7 @@ class WholeStep:
         else:
             q, k, v = (one.view(self._rows, -1, head) for one in projected)
         out = self._memory(heads * head)
-        fixed = (*cache, self._turns, heads, layer.scale)
+        fixed = (pages, self._turns, heads, layer.scale)
         self._steps.append(AttentionStep(*fixed, q, k, v, out, self._slots, self._positions))
         return self._linear(layer.output, out)
 
