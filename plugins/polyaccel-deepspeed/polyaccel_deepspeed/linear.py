@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.deferred_init.values import value_of
 from polyaccel.torch.quantized.codes import CodeFormat
-from polyaccel.torch.quantized.layers import present, product
+from polyaccel.torch.quantized.layers import present, product, quantize_layer
 
 log = getLogger("polyaccel.deepspeed")
 _NAME = "lora"
@@ -53,7 +54,7 @@ class QuantizationConfig:
 
 
 class OptimizedLinear(nn.Module):
-    """A linear layer; calling the class gives a plain one, or a `LoRAOptimizedLinear`."""
+    """A linear layer; calling the class gives a plain one, a `QuantizedLinear`, or a `LoRAOptimizedLinear`."""
 
     def __new__(  # type: ignore[misc]  # as there
         cls,
@@ -66,16 +67,32 @@ class OptimizedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: Any = nn.Linear,
     ) -> nn.Module:
-        """Raises PolyaccelError for a quantised layer without adapters."""
+        """Raises PolyaccelError for other than 4 or 8 bits."""
         if lora_config is None and quantization_config is None:
             plain: nn.Module = linear_cls(input_dim, output_dim, bias=bias, dtype=dtype, device=device)
             return plain
         if lora_config is None:
-            hint = 'use init_inference(model, dtype="int8"), or give lora_config too'
-            raise PolyaccelError("a quantised layer without adapters does not exist here", hint=hint)
+            return QuantizedLinear(input_dim, output_dim, bias, quantization_config, dtype)
         return LoRAOptimizedLinear(
             input_dim, output_dim, bias, lora_config, quantization_config, device, dtype, linear_cls
         )
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer with a frozen weight in codes, as `polyaccel.quantize_frozen` makes."""
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        quantization_config: QuantizationConfig | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Raises PolyaccelError for other than 4 or 8 bits."""
+        super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
+        settings = quantization_config or QuantizationConfig()
+        quantize_layer(self, self.weight.detach(), _type_of(settings), settings.group_size, double_quant=False)
 
 
 class LoRAOptimizedLinear(nn.Module):
@@ -92,15 +109,10 @@ class LoRAOptimizedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: Any = nn.Linear,
     ) -> None:
-        """Raises PolyaccelError without a LoRA config, with a bias, and for other than 4 or 8 bits."""
+        """Raises PolyaccelError without a LoRA config, and for other than 4 or 8 bits."""
         super().__init__()
-        if lora_config is None or bias:
-            value = "bias" if bias else "lora_config"
-            raise PolyaccelError(
-                f"LoRAOptimizedLinear was called with {value} = {bias or None}", hint="give lora_config and no bias"
-            )
-        if quantization_config is not None and (bits := quantization_config.q_bits) not in _TYPES:
-            raise PolyaccelError(f"q_bits = {bits} does not exist here", hint="use q_bits=4 or q_bits=8", value=bits)
+        if lora_config is None:
+            raise PolyaccelError("LoRAOptimizedLinear was called with lora_config = None", hint="give lora_config")
         self.input_dim, self.output_dim, self.dtype = input_dim, output_dim, dtype
         self.lora_config, self.quantization_config = lora_config, quantization_config
         self._make, self._device = linear_cls, device
@@ -110,8 +122,23 @@ class LoRAOptimizedLinear(nn.Module):
         weight = torch.empty((output_dim, input_dim), dtype=dtype, device=device)
         nn.init.xavier_uniform_(weight)
         self._set_base(weight)
+        frozen = torch.zeros(output_dim, dtype=dtype, device=device) if bias else None
+        self.bias = None if frozen is None else nn.Parameter(frozen, requires_grad=False)
         if not lora_config.delay_lora_init:
             self.init_lora()
+
+    @classmethod
+    def from_linear(
+        cls, layer: nn.Linear, weight: Tensor, lora: LoRAConfig, quantization: QuantizationConfig | None
+    ) -> LoRAOptimizedLinear:
+        """Return a layer with the values `weight` and the bias of `layer`, both frozen, and with new adapters."""
+        sizes = (layer.in_features, layer.out_features, layer.bias is not None)
+        made = cls(*sizes, lora, quantization, weight.device, weight.dtype)
+        made._set_base(weight)
+        if layer.bias is not None:
+            made.bias = nn.Parameter(value_of(layer.bias).detach().clone(), requires_grad=False)
+        made.init_lora()
+        return made
 
     def init_lora(self) -> None:
         """Make the trained matrices: the second one is zero."""
@@ -123,7 +150,6 @@ class LoRAOptimizedLinear(nn.Module):
         self.lora_weight_2 = self._make(rank, self.output_dim, **made)
         nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_weight_2.weight)
-        self.weight.requires_grad_(False)
         self._is_initialized = True
 
     def full_weight(self) -> Tensor:
@@ -144,10 +170,11 @@ class LoRAOptimizedLinear(nn.Module):
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         if self.quantization_config is None or self.disabled:
-            return functional.linear(x, self.weight)
+            return functional.linear(x, self.weight, self.bias)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return product(x.to(dtype), None, self._format, present(self.weight), present(self.weight_scales))
+        bias = None if self.bias is None else present(self.bias).to(dtype)
+        return product(x.to(dtype), bias, self._format, present(self.weight), present(self.weight_scales))
 
     # What `polyaccel.torch.generation.adapters` asks of a layer with adapters.
 
@@ -177,7 +204,7 @@ class LoRAOptimizedLinear(nn.Module):
             self.weight = nn.Parameter(weight, requires_grad=False)
             return
         settings = self.quantization_config
-        self._format = CodeFormat(_TYPES[settings.q_bits], settings.group_size, False, self.output_dim, self.input_dim)
+        self._format = CodeFormat(_type_of(settings), settings.group_size, False, self.output_dim, self.input_dim)
         codes, scales = self._format.encode(weight)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
@@ -194,6 +221,13 @@ class LoRAOptimizedLinear(nn.Module):
             state_dict[f"{prefix}weight"] = self.weight.detach()
             state_dict[f"{prefix}weight_scales"] = self.weight_scales.detach()
         super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def _type_of(settings: QuantizationConfig) -> str:
+    if settings.q_bits not in _TYPES:
+        bits = settings.q_bits
+        raise PolyaccelError(f"q_bits = {bits} does not exist here", hint="use q_bits=4 or q_bits=8", value=bits)
+    return _TYPES[settings.q_bits]
 
 
 def init_lora(model: nn.Module) -> None:

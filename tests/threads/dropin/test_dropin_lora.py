@@ -200,8 +200,7 @@ def test_weights_of_plain_layers_are_loaded() -> None:
 def test_what_there_is_not_is_refused() -> None:
     assert type(OptimizedLinear(3, 2, bias=True)) is nn.Linear
     for wrong in (
-        {"quantization_config": QuantizationConfig()},
-        {"lora_config": LoRAConfig(), "bias": True},
+        {"quantization_config": QuantizationConfig(q_bits=6)},
         {"lora_config": LoRAConfig(), "quantization_config": QuantizationConfig(q_bits=6)},
     ):
         with pytest.raises(PolyaccelError):

@@ -62,13 +62,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
-        "a patch of torch.nn.Linear; build OptimizedLinear layers, or use PEFT",
-        {
-            "deepspeed.linear": "Init",
-        },
-    ),
-    (
         Status.LATER,
         "Muon, which issue 52 brings",
         {

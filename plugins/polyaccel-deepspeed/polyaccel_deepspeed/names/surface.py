@@ -121,7 +121,21 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.linear": Module(
         "Linear layers with adapters.",
-        yes("polyaccel_deepspeed.linear", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora"),
+        yes("polyaccel_deepspeed.linear", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora")
+        | yes("polyaccel_deepspeed.linear_init", "Init"),
+    ),
+    "deepspeed.linear.config": Module(
+        "Settings of linear layers with adapters.",
+        yes("polyaccel_deepspeed.linear", "LoRAConfig", "QuantizationConfig"),
+    ),
+    "deepspeed.linear.context_manager": Module(
+        "Models whose linear layers get adapters.",
+        yes("polyaccel_deepspeed.linear", "init_lora") | yes("polyaccel_deepspeed.linear_init", "Init"),
+    ),
+    "deepspeed.linear.quantization": Module(
+        "Linear layers with a frozen weight in codes.",
+        yes("polyaccel_deepspeed.linear", "QuantizedLinear")
+        | never("a parameter in floats of few bits; QuantizedLinear has codes and scales", "QuantizedParameter"),
     ),
     "deepspeed.linear.optimized_linear": Module(
         "Linear layers with adapters.", yes("polyaccel_deepspeed.linear", "LoRAOptimizedLinear", "OptimizedLinear")
