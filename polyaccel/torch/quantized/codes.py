@@ -15,6 +15,7 @@ in float32. Floats are stored as int32 with the same bits: no engine converts in
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,20 @@ _LARGEST = 127
 _STEPS = 255
 
 
+class WeightFormat(ABC):
+    """What a product has to know of a matrix in codes."""
+
+    @abstractmethod
+    def decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the matrix as `dtype`."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None, stored: Sequence[Tensor]) -> Tensor:
+        """Return the forward product; backward multiplies by `decode`."""
+        return functional.linear(x, self.decode(stored, x.dtype), bias)
+
+
 @dataclass(frozen=True)
-class CodeFormat:
+class CodeFormat(WeightFormat):
     """How a matrix of `rows` x `columns` is stored. See [Note: Codes of frozen weights].
 
     Raises PolyaccelError for an unknown `dtype`, and for a group of no elements.

@@ -7,7 +7,9 @@
   of that parameter, whole on each rank. The layer gets a forward that computes the matrix in both directions: its own
   keeps a view of the codes for backward, whose memory another gather may have written meanwhile. On some CPUs its own
   also packs the codes in another form in evaluation mode.
-- An 8-bit layer of bitsandbytes has a second reference to its codes, which no engine sees: it cannot be sharded.
+- An 8-bit layer of bitsandbytes has a second reference to its codes, in its `state`. It gets a forward too, which calls
+  bitsandbytes with the codes that are here and keeps none; the reference goes, and comes back with the layer's own
+  forward. Backward multiplies by the matrix as theirs does. Scales stay in `state`, whole on each rank.
 
 Nothing of these packages is imported here: who uses them has done so.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import types
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -24,9 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.quantized.codes import WeightFormat
 from polyaccel.torch.quantized.layers import (
     NAMES,
     QuantizedLayer,
+    StoredPart,
     plain_class,
     present,
     product,
@@ -37,7 +42,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class TensorFormat:
+class TensorFormat(WeightFormat):
     """How to build a tensor of class `kind` from the tensors inside of it."""
 
     kind: Any
@@ -61,31 +66,50 @@ class TensorFormat:
         """Inputs."""
         return self.shape[1]
 
-    def build(self, stored: tuple[Tensor, ...]) -> Any:
+    def build(self, stored: Sequence[Tensor]) -> Any:
         """Return the tensor around `stored`."""
         inner = {name: value.view(dtype) for name, dtype, value in zip(self.names, self.dtypes, stored, strict=True)}
         return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
 
-    def decode(self, stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the matrix as `dtype`."""
         matrix: Tensor = self.build(stored).dequantize()
         return matrix.to(dtype)
 
 
-class _FourBits:
+class _FourBits(WeightFormat):
     """The format of a 4-bit layer of bitsandbytes."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
 
-    def decode(self, stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         matrix: Tensor = import_module("bitsandbytes.functional").dequantize_4bit(stored[0], self._state)
         return matrix.to(dtype)
 
 
-class FourBitForward:
-    """`forward` of a 4-bit layer of bitsandbytes. A copy of the layer gets that of its class, and so does an unpickled
-    one."""
+class _EightBits(WeightFormat):
+    """The format of an 8-bit layer of bitsandbytes."""
+
+    def __init__(self, layer: Any) -> None:
+        self._scales, self._is_training, self._threshold = layer.state.SCB, layer.training, layer.state.threshold
+
+    def decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        codes = Tensor.to(stored[0], dtype, copy=True)  # their own `to` takes no copy
+        return codes.mul_(self._scales.unsqueeze(1).mul(1.0 / 127.0))
+
+    def multiply(self, x: Tensor, bias: Tensor | None, stored: Sequence[Tensor]) -> Tensor:
+        """Return what the layer's own forward does, which may round `x` to 8 bits too."""
+        package = import_module("bitsandbytes")
+        state = package.MatmulLtState()
+        state.CB, state.SCB, state.has_fp16_weights = stored[0], self._scales, False
+        state.threshold, state.is_training = self._threshold, self._is_training
+        out: Tensor = package.matmul(x, stored[0], bias=bias, state=state)
+        return out
+
+
+class GuardedForward:
+    """`forward` of a layer of bitsandbytes. A copy of the layer gets its class's, and so does an unpickled one."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -93,9 +117,14 @@ class FourBitForward:
     def __call__(self, x: Tensor) -> Tensor:
         layer = self.layer
         weight = present(layer.weight)
-        dtype = x.dtype if layer.compute_dtype is None else layer.compute_dtype
+        if bits_of(layer) == 8:
+            found: WeightFormat = _EightBits(layer)
+            dtype = x.dtype
+        else:
+            found = _FourBits(weight.quant_state)
+            dtype = x.dtype if layer.compute_dtype is None else layer.compute_dtype
         bias = None if layer.bias is None else present(layer.bias).to(dtype)
-        return product(x.to(dtype), bias, _FourBits(weight.quant_state), weight).to(x.dtype)
+        return product(x.to(dtype), bias, found, weight).to(x.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.layer))
@@ -122,6 +151,11 @@ def bits_of(layer: nn.Module) -> int | None:
     return None
 
 
+def is_trained_in_eight_bits(layer: nn.Module) -> bool:
+    """Whether a layer of bitsandbytes rounds a weight, which may be trained, in each forward pass."""
+    return bits_of(layer) == 8 and bool(getattr(layer.weight, "has_fp16_weights", False))
+
+
 def unwrap(layer: nn.Module, name: str) -> None:
     """Make a layer for which `is_wrapped` a `QuantizedLayer`. Raises PolyaccelError for too many inner tensors."""
     weight: Any = layer._parameters["weight"]
@@ -142,7 +176,7 @@ def unwrap(layer: nn.Module, name: str) -> None:
     for own, value in zip(layer.stored_names, inner, strict=False):
         bits = value.detach().contiguous()
         bits = bits.view(_INTEGERS[bits.itemsize]) if bits.is_floating_point() else bits
-        layer._parameters[own] = nn.Parameter(bits, requires_grad=False)
+        layer._parameters[own] = StoredPart(bits, requires_grad=False)
 
 
 def restore(layer: nn.Module) -> None:
@@ -153,24 +187,47 @@ def restore(layer: nn.Module) -> None:
     layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
 
-def guard_four_bits(layer: Any, name: str) -> int:
-    """Give a 4-bit layer of bitsandbytes its `FourBitForward`; returns a checksum of its scales.
+def guard(layer: Any, name: str) -> int:
+    """Give a layer of bitsandbytes its `GuardedForward`; returns a checksum of its scales.
 
     Raises PolyaccelError for codes that are not there yet, or packed for inference.
     """
+    return _guard_eight_bits(layer, name) if bits_of(layer) == 8 else _guard_four_bits(layer, name)
+
+
+def _guard_four_bits(layer: Any, name: str) -> int:
     state = getattr(layer.weight, "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False):
         hint = "move the model to its device, and initialize before anything is generated"
         raise PolyaccelError(f"the 4-bit weight of {name!r} is not as it is trained with", hint=hint, value=name)
     layer.support_avx512bf16_for_cpu = False
-    layer.__dict__["forward"] = FourBitForward(layer)
+    layer.__dict__["forward"] = GuardedForward(layer)
+    return _checksum(state.as_dict(packed=True).values())
+
+
+def _guard_eight_bits(layer: Any, name: str) -> int:
+    if getattr(layer.weight, "CB", None) is not None:
+        layer.init_8bit_state()
+    if layer.state.SCB is None:
+        hint = "move the model to its device before initialize"
+        raise PolyaccelError(f"the 8-bit weight of {name!r} is not as it is trained with", hint=hint, value=name)
+    layer.state.CB = None
+    layer.__dict__["forward"] = GuardedForward(layer)
+    return _checksum([layer.state.SCB])
+
+
+def _checksum(values: Iterable[Tensor]) -> int:
     checksum = 0
-    for value in state.as_dict(packed=True).values():
+    for value in values:
         checksum = zlib.crc32(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
 
 
-def unguard_four_bits(layer: nn.Module) -> None:
-    """Take `FourBitForward` back."""
-    if isinstance(layer.__dict__.get("forward"), FourBitForward):
-        del layer.__dict__["forward"]
+def unguard(layer: Any) -> None:
+    """Take `GuardedForward` back, of a layer whose codes are whole."""
+    if not isinstance(layer.__dict__.get("forward"), GuardedForward):
+        return
+    del layer.__dict__["forward"]
+    if bits_of(layer) == 8:
+        layer.weight.CB, layer.weight.SCB = layer.weight.data, layer.state.SCB
+        layer.state.SCB = None

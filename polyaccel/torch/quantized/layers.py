@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.graph_breaks import outside_graphs
@@ -27,6 +26,17 @@ from polyaccel.torch.sharding.sharded import ShardedParameter
 NAMES = ("weight_scales", "weight_spans", "weight_part_3", "weight_part_4", "weight_part_5")
 """Parameters of a layer after its codes, of which a format has some."""
 _ABSENT = (ShardedParameter, PendingParameter)
+
+
+class StoredPart(nn.Parameter):
+    """Codes or scales of a layer: integers, which require no gradient."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Raise PolyaccelError for True: PEFT asks for it in `modules_to_save`."""
+        if requires_grad:
+            hint = "name its layer in skip of quantize_frozen, or take it out of modules_to_save"
+            raise PolyaccelError("a quantised weight is frozen and cannot be trained", hint=hint, value=True)
+        return super().requires_grad_(requires_grad)
 
 
 class QuantizedLayer(nn.Module):
@@ -72,7 +82,7 @@ class QuantizedLayer(nn.Module):
         """Take the values of `weight`, as the layer's class has it."""
         stored = self.quantization.encode(weight.t() if self.is_transposed else weight)
         for name, value in zip(self.stored_names, stored, strict=False):
-            self._parameters[name] = nn.Parameter(value, requires_grad=False)
+            self._parameters[name] = StoredPart(value, requires_grad=False)
 
     def reset_parameters(self) -> None:
         """Raise PolyaccelError: codes without values cannot be drawn."""
@@ -111,7 +121,8 @@ class _Product(torch.autograd.Function):
         ctx.found = found
         ctx.save_for_backward(*stored)
         with torch.autocast(x.device.type, enabled=False):  # the caller has cast what is to be cast
-            return functional.linear(x, found.decode(stored, x.dtype), bias)
+            out: Tensor = found.multiply(x, bias, stored)
+            return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,10 +7,11 @@ from torch import nn
 from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.torch.quantized.foreign import (
     bits_of,
-    guard_four_bits,
+    guard,
+    is_trained_in_eight_bits,
     is_wrapped,
     restore,
-    unguard_four_bits,
+    unguard,
     unwrap,
 )
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
@@ -26,37 +27,37 @@ class QuantizedWeights(Rewrite):
         return True
 
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
-        """Raises PolyaccelError for 8 bits of bitsandbytes at stage 3, and ShardingError for ranks with other
+        """Raises PolyaccelError for weights that cannot be trained over, and ShardingError for ranks with other
         scales."""
         wrapped: dict[str, nn.Module] = {}
-        four_bits: dict[str, nn.Module] = {}
+        guarded: dict[str, nn.Module] = {}
         checksums = {}
         for name, layer in context.model.named_modules():
             if is_wrapped(layer):
                 wrapped[name] = layer
-            elif (bits := bits_of(layer)) == 4:
-                four_bits[name] = layer
-                checksums[name] = guard_four_bits(layer, name)
-            elif bits is not None and context.runtime.policy.params is Placement.SHARDED:
-                raise PolyaccelError(
-                    f"{name!r} is an 8-bit layer of bitsandbytes, which stage 3 cannot shard",
-                    hint='use stage 2, load_in_4bit, or polyaccel.quantize_frozen(model, "int8")',
-                    value=name,
-                )
+            elif is_trained_in_eight_bits(layer):
+                if context.runtime.policy.params is Placement.SHARDED:
+                    hint = "build it with has_fp16_weights=False as load_in_8bit does, or use stage 2"
+                    raise PolyaccelError(
+                        f"stage 3 cannot shard {name!r}, which rounds its weight", hint=hint, value=name
+                    )
+            elif bits_of(layer) is not None:
+                guarded[name] = layer
+                checksums[name] = guard(layer, name)
         for name, layer in wrapped.items():
             unwrap(layer, name)
         if checksums:
             _require_same(context, checksums)
-        if not wrapped and not four_bits:
+        if not wrapped and not guarded:
             return None
 
         def remove() -> None:
-            for layer in four_bits.values():
-                unguard_four_bits(layer)
+            for layer in guarded.values():
+                unguard(layer)
             for layer in wrapped.values():
                 restore(layer)
 
-        return AppliedRewrite(name=self.name, modules=(*wrapped, *four_bits), remove=remove)
+        return AppliedRewrite(name=self.name, modules=(*wrapped, *guarded), remove=remove)
 
 
 def _require_same(context: RewriteContext, checksums: dict[str, int]) -> None:

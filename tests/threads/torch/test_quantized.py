@@ -311,3 +311,19 @@ def test_a_head_of_classes_is_trained():
     assert "score" not in polyaccel.quantize_frozen(model)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
     assert any("score" in name for name, one in model.named_parameters() if one.requires_grad)
+
+
+def test_pefts_modules_to_save_trains_no_quantised_layer():
+    """A layer that `skip` names is trained, and so is one that PEFT has before."""
+    config = partial(peft.LoraConfig, r=2, target_modules=["q_proj"])
+    model = transformer_model("llama")
+    polyaccel.quantize_frozen(model, "nf4", group_size=16)
+    with pytest.raises(PolyaccelError) as caught:
+        peft.get_peft_model(model, config(modules_to_save=["o_proj"]))
+    assert caught.value.value is True
+    skipped = transformer_model("llama")
+    polyaccel.quantize_frozen(skipped, "nf4", group_size=16, skip="o_proj")
+    later = peft.get_peft_model(transformer_model("llama"), config(modules_to_save=["o_proj"]))
+    polyaccel.quantize_frozen(later, "nf4", group_size=16)
+    for made in (peft.get_peft_model(skipped, config(modules_to_save=["o_proj"])), later):
+        assert any("o_proj" in name and one.requires_grad for name, one in made.named_parameters())
