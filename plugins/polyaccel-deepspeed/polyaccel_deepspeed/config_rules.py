@@ -172,6 +172,15 @@ def _element_types(tree: Tree) -> Iterator[Change]:
                 yield Change(f"{above}{name}", f"= {value!r} was read as {read!r}")
 
 
+def _reductions(tree: Tree) -> Iterator[Change]:
+    """Read the operation on gradients in any case, as DeepSpeed does."""
+    key = "gradient_allreduce_op"
+    value = tree.get(key)
+    if isinstance(value, str) and value != value.lower():
+        tree[key] = value.lower()
+        yield Change(key, f"= {value!r} was read as {tree[key]!r}")
+
+
 def _without_effect(tree: Tree) -> Iterator[Change]:
     """Drop settings that have no effect given the others."""
     fp16 = tree.get("fp16")
@@ -235,6 +244,7 @@ _TRIAD = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _text,
     _element_types,
+    _reductions,
     _without_effect,
     _logged_operations,
     _foreign,

@@ -59,7 +59,7 @@ def initialize(
     refuse_another()
     keep_lines_from_root()
     if model is None:
-        raise PolyaccelError("initialize was called without a model", hint="pass model=, a torch.nn.Module")
+        raise NoModelError("initialize was called without a model", hint="pass model=, a torch.nn.Module")
     written = _the_config(args, config, config_params)
     tree, changes = read_config(written)
     raw = read_text(written)
@@ -159,11 +159,20 @@ _USUAL_PORT = 29500
 
 
 def _the_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The one config among the places where callers put it. `config_params` is DeepSpeed's older name of `config`."""
-    given = config if config is not None else config_params
-    from_args = getattr(args, "deepspeed_config", None)
-    if (given is None) == (from_args is None):
-        what = "no config was given" if given is None else "both a config and args.deepspeed_config were given"
+    """The one config among the places where callers put it. Two of them have older names."""
+    given = [config if config is not None else config_params]
+    given += [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    one = [each for each in given if each is not None]
+    if len(one) != 1:
+        what = "several configs were given" if one else "no config was given"
         hint = "pass exactly one of config and args.deepspeed_config"
-        raise ConfigError([Problem("config", from_args, what, hint)], source="initialize")
-    return from_args if given is None else given
+        raise NotOneConfigError([Problem("config", given[1], what, hint)], source="initialize")
+    return one[0]
+
+
+class NoModelError(PolyaccelError, AssertionError):
+    """There is no model. DeepSpeed raises an AssertionError."""
+
+
+class NotOneConfigError(ConfigError, AssertionError):
+    """There is no config, or there are several. DeepSpeed raises an AssertionError."""
