@@ -8,11 +8,13 @@ learning rates for training neural networks" (arXiv 1506.01186); the parameters 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import cos, floor, log, pi
+from math import cos, floor, log, pi, sqrt
 from typing import Literal
 
 WarmupType = Literal["log", "linear"]
+PhaseShape = Literal["constant", "linear", "cosine", "sqrt", "exponential", "inverse_sqrt"]
 
 
 def warmup_ramp(iteration: int, *, num_steps: int, kind: WarmupType) -> float:
@@ -75,3 +77,51 @@ class CycleShape:
     def decay_intervals(self, iteration: int) -> float:
         """How many times `decay_steps` have passed since the cycle ended; 0 without a decay."""
         return (iteration - self.total_steps + 1) / self.decay_steps if self.decay_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a schedule: `steps` optimizer steps from the ratio `start` to the ratio `end`, in one of these shapes.
+
+    `inverse_sqrt` falls from `start` as the root of `steps / (steps + n)` at its step n, to `end` at least, and has no
+    end (Vaswani et al. 2017, arXiv 1706.03762, section 5.3). `cosine` is a half cosine (Loshchilov and Hutter 2016,
+    arXiv 1608.03983, equation 5). `sqrt` goes as the root of the part done ("1-sqrt", Hägele et al. 2024, arXiv
+    2405.18392), `exponential` by equal factors (Hu et al. 2024, arXiv 2404.06395).
+    """
+
+    steps: int
+    shape: PhaseShape
+    start: float
+    end: float
+
+    @property
+    def is_endless(self) -> bool:
+        return self.shape == "inverse_sqrt"
+
+    def ratio_at(self, step: int) -> float:
+        """The ratio at step `step` of this phase, counted from zero."""
+        if self.shape == "inverse_sqrt":
+            return max(self.end, self.start * sqrt(self.steps / (self.steps + step)))
+        done = step / self.steps
+        if self.shape == "exponential":
+            return float(self.start * (self.end / self.start) ** done)
+        way = {"constant": 0.0, "linear": done, "cosine": (1.0 - cos(pi * done)) / 2.0, "sqrt": sqrt(done)}[self.shape]
+        return self.start + (self.end - self.start) * way
+
+
+def phases_ratio(phases: Iterable[Phase], step: int) -> float:
+    """The ratio of `phases`, one after the other, at `step`, counted from zero; after the last one it stays."""
+    ratio = 1.0
+    for phase in phases:
+        if phase.is_endless or step < phase.steps:
+            return phase.ratio_at(step)
+        step, ratio = step - phase.steps, phase.start if phase.shape == "constant" else phase.end
+    return ratio
+
+
+def restarts(*, first: int, growth: float, top_factor: float, floor_ratio: float) -> Iterator[Phase]:
+    """Half cosines without end, each `growth` times as long as the one before, and from `top_factor` times its top."""
+    length, top = float(first), 1.0
+    while True:
+        yield Phase(max(1, round(length)), "cosine", max(top, floor_ratio), floor_ratio)
+        length, top = length * growth, top * top_factor

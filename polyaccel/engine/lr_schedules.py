@@ -1,5 +1,5 @@
 """The learning-rate schedules that a config can name: `WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle` and
-`LRRangeTest`, with the parameters and defaults of DeepSpeed.
+`LRRangeTest`, with the parameters and defaults of DeepSpeed, and those of `lr_phases`.
 
 A schedule writes `lr` (and `OneCycle` the momentum) into the `param_groups` of an optimizer of any framework. Its
 values are pure functions of the iteration (`lr_curves`), so its whole state is one number.
@@ -19,10 +19,9 @@ at the *highest* momentum (DeepSpeed at the lowest, for one step), leaves the se
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any
 
 from polyaccel.engine.lr_curves import (
     CycleShape,
@@ -32,85 +31,15 @@ from polyaccel.engine.lr_curves import (
     range_test_factor,
     warmup_ramp,
 )
+from polyaccel.engine.lr_phases import PhasedLR, WarmupCosineRestartsLR, WarmupInverseSqrtLR, WarmupStableDecayLR
+from polyaccel.engine.lr_schedule_base import HasParamGroups, Schedule, check_arguments
 from polyaccel.engine.policies.schedules import schedule_arguments
-from polyaccel.errors import CheckpointError, ConfigError, Problem
+from polyaccel.errors import ConfigError, Problem
 
 _LOG = logging.getLogger(__name__)
 
 PerGroup = float | Sequence[float]
 """One number for all optimizer groups, or one for each."""
-
-
-class HasParamGroups(Protocol):
-    """The part of an optimizer that a schedule needs: groups with an `lr`, and perhaps `betas` or `momentum`."""
-
-    @property
-    def param_groups(self) -> Sequence[MutableMapping[str, Any]]: ...
-
-
-class Schedule(ABC):
-    """Sets the learning rate of every group as a function of `last_batch_iteration`, the last finished optimizer step.
-
-    Construction at -1 sets the first values; at any other iteration it leaves the groups alone until the next `step`,
-    since they come out of a checkpoint. The config's models check the arguments of subclasses, see
-    `schedule_arguments`; only what depends on the optimizer's groups is checked here.
-    """
-
-    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
-        if last_batch_iteration < -1:
-            key, expected = "scheduler.params.last_batch_iteration", "should be at least -1"
-            raise ConfigError([Problem(key, last_batch_iteration, expected)])
-        self.optimizer = optimizer
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._apply()
-
-    @abstractmethod
-    def lrs_at(self, iteration: int) -> list[float]:
-        """The learning rate of each group at `iteration` >= -1."""
-
-    def momenta_at(self, iteration: int) -> list[float] | None:
-        """The momentum (first beta) of each group at `iteration`, or None where the schedule leaves it alone."""
-        return None
-
-    def get_lr(self) -> list[float]:
-        """The learning rates of the present iteration, computed again."""
-        return self.lrs_at(self.last_batch_iteration)
-
-    def get_last_lr(self) -> list[float]:
-        """The learning rates that the groups have now."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the one given, and set the groups."""
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
-        self._apply()
-
-    def state_dict(self) -> dict[str, int]:
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`, and set the groups."""
-        iteration = state_dict.get("last_batch_iteration")
-        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
-            raise CheckpointError(
-                f"no last_batch_iteration in the saved state {dict(state_dict)!r} of a learning-rate schedule",
-                hint=f"load what {type(self).__name__}.state_dict() gave",
-                value=iteration,
-            )
-        self.last_batch_iteration = iteration
-        self._apply()
-
-    def _apply(self) -> None:
-        groups = self.optimizer.param_groups
-        for group, lr in zip(groups, self.lrs_at(self.last_batch_iteration), strict=True):
-            group["lr"] = lr
-        for group, momentum in zip(groups, self.momenta_at(self.last_batch_iteration) or (), strict=False):
-            if "betas" in group:
-                group["betas"] = (momentum, *group["betas"][1:])
-            elif group.get("momentum"):
-                group["momentum"] = momentum
 
 
 class WarmupLR(Schedule):
@@ -128,7 +57,7 @@ class WarmupLR(Schedule):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        given = _checked(self, locals())
+        given = check_arguments(self, locals())
         self._min_lrs, self._max_lrs = _warmup_range(optimizer, given)
         self._num_steps, self._kind = given["warmup_num_steps"], given["warmup_type"]
         super().__init__(optimizer, last_batch_iteration)
@@ -154,7 +83,7 @@ class WarmupDecayLR(Schedule):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        given = _checked(self, locals())
+        given = check_arguments(self, locals())
         self._min_lrs, self._max_lrs = _warmup_range(optimizer, given)
         self._warmup, self._total = _durations(given)
         self._kind = given["warmup_type"]
@@ -185,7 +114,7 @@ class WarmupCosineLR(Schedule):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        given = _checked(self, locals())
+        given = check_arguments(self, locals())
         self._warmup, self._total = _durations(given)
         self._start_ratio, self._end_ratio = given["warmup_min_ratio"], given["cos_min_ratio"]
         self._kind = given["warmup_type"]
@@ -234,7 +163,7 @@ class OneCycle(Schedule):
             cycle_second_step_size = cycle_first_step_size
         if cycle_second_stair_count is None:
             cycle_second_stair_count = cycle_first_stair_count
-        given = _checked(self, locals())
+        given = check_arguments(self, locals())
         groups = optimizer.param_groups
         self._min_lrs, self._max_lrs = _range(groups, given, "cycle_min_lr", "cycle_max_lr")
         self._min_moms, self._max_moms = _range(groups, given, "cycle_min_mom", "cycle_max_mom")
@@ -288,7 +217,7 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        given = _checked(self, locals())
+        given = check_arguments(self, locals())
         self._min_lrs = _per_group(optimizer.param_groups, given, "lr_range_test_min_lr")
         self._step_size, self._step_rate = given["lr_range_test_step_size"], given["lr_range_test_step_rate"]
         self._staircase = given["lr_range_test_staircase"]
@@ -302,7 +231,11 @@ class LRRangeTest(Schedule):
 
 
 SCHEDULES: Mapping[str, type[Schedule]] = {
-    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    cls.__name__: cls
+    for cls in (
+        *(WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest),
+        *(PhasedLR, WarmupStableDecayLR, WarmupCosineRestartsLR, WarmupInverseSqrtLR),
+    )
 }
 """The names that a config's `scheduler.type` can have, upper and lower case as here."""
 
@@ -313,13 +246,6 @@ def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: HasPara
         expected = f"expected one of {', '.join(SCHEDULES)}"
         raise ConfigError([Problem("scheduler.type", type_name, expected, _nearest(type_name))])
     return SCHEDULES[type_name](optimizer, **schedule_arguments(type_name, params))
-
-
-def _checked(schedule: Schedule, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked `arguments` of a constructor, which gives its `locals()`. Raises as `schedule_arguments`."""
-    others = ("self", "__class__", "optimizer", "last_batch_iteration")
-    own = {name: value for name, value in arguments.items() if name not in others}
-    return schedule_arguments(next(kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in SCHEDULES), own)
 
 
 def _nearest(name: str) -> str:

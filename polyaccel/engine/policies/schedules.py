@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyaccel.config.arguments import check_scheduler
-from polyaccel.config.sections.scheduler import SchedulerConfig
+from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from polyaccel.errors import ConfigError
+
+NAMES = frozenset(SCHEDULER_PARAMS)
+"""The schedules whose arguments have a model."""
 
 
 def schedule_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

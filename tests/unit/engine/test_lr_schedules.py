@@ -174,6 +174,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     "WarmupCosineLR": {"total_num_steps": 20, "warmup_num_steps": 7},
     "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 5, "decay_step_size": 3},
     "LRRangeTest": {"lr_range_test_step_size": 3},
+    "PhasedLR": {"phases": [{"steps": 9, "shape": "cosine", "start": 0.0, "end": 1.0}]},
+    "WarmupStableDecayLR": {"total_num_steps": 20, "decay_num_steps": 7, "warmup_num_steps": 7},
+    "WarmupCosineRestartsLR": {"cycle_num_steps": 5, "cycle_growth": 2.0},
+    "WarmupInverseSqrtLR": {"warmup_num_steps": 7},
 }
 
 
