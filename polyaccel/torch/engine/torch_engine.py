@@ -348,6 +348,7 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
             self.reload_states()
         self.zero.params.wait_all_gathers()
         self._rewrites.remove()
+        self.leave_receivers()
         self.runtime.leave_groups()
         self._recorder.close()
 

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from polyaccel.job.auth import job_secret_from_env
 from polyaccel.job.memory_server.protocol import ProtocolError, check_secret, receive, send
 from polyaccel.ops.native import crc32
 from polyaccel.torch.weight_transfer.groups import BUCKETS, OF_RECEIVER, OF_TRAINER, host_and_port, no_secret
+from polyaccel.torch.weight_transfer.held_groups import ReceiverGroups
 from polyaccel.torch.weight_transfer.manifest import Manifest, parse_manifest
 from polyaccel.torch.weight_transfer.messages import gone, message, wrong_digest
 from polyaccel.torch.weight_transfer.schedule import DIGEST_NBYTES, GroupMessage, decoded
@@ -31,17 +33,22 @@ _MOMENT_S = 0.5
 
 
 class GroupUpdate(WeightUpdate):
-    """A transfer whose messages come from the `groups` of a message `head`."""
+    """A transfer whose messages come from the `groups` of a message `head`. Groups of earlier ones are `held`."""
 
     def __init__(
-        self, manifest: Manifest, connection: socket.socket, head: dict[str, Any], messages: Sequence[GroupMessage]
+        self,
+        manifest: Manifest,
+        connection: socket.socket,
+        head: dict[str, Any],
+        messages: Sequence[GroupMessage],
+        held: ReceiverGroups,
     ) -> None:
         super().__init__(manifest)
-        self._connection, self._messages = connection, messages
+        self._connection, self._messages, self._held = connection, messages, held
         try:
             self._rank, self._world_size = int(head["rank"]), int(head["world_size"])
             self._timeout_s, self._backend = float(head["timeout_s"]), str(head["backend"])
-            self._places = {int(owner): (str(host), int(port)) for owner, host, port in head["groups"]}
+            self._places = {int(owner): (str(host), int(port), str(one)) for owner, host, port, one in head["groups"]}
         except (KeyError, TypeError, ValueError) as error:
             raise CommError(f"malformed weight transfer: {error!r}"[:300]) from error
 
@@ -53,9 +60,12 @@ class GroupUpdate(WeightUpdate):
     def _received(self) -> Generator[WeightPiece, None, None]:
         with ExitStack() as stack:
             stack.callback(self._connection.close)
+            on_failure = stack.enter_context(ExitStack())
+            on_failure.callback(self._held.close)  # messages may be under way
             try:
                 send(self._connection, {"type": "ready"})
-                groups = {owner: stack.enter_context(_Joined(self, owner)).group for owner in sorted(self._places)}
+                self._held.keep_only(identity for _, _, identity in self._places.values())
+                groups = {owner: self._join(owner) for owner in sorted(self._places)}
                 capacity = max((one.nbytes for one in self._messages), default=0)
                 buckets = [_Bucket(capacity) for _ in range(BUCKETS)] if capacity else []
                 for number, one in enumerate(self._messages[:BUCKETS]):
@@ -67,6 +77,7 @@ class GroupUpdate(WeightUpdate):
                     if number + BUCKETS < len(self._messages):
                         after = self._messages[number + BUCKETS]
                         bucket.receive(groups[after.owner], after)
+                on_failure.pop_all()
                 with suppress(OSError):  # the weights are all here, whether the trainer still is or not
                     send(self._connection, {"type": "complete"})
             except OSError as error:
@@ -90,12 +101,13 @@ class GroupUpdate(WeightUpdate):
                 raise wrong_digest(info.name)
             yield WeightPiece(piece.place, piece.start, bucket.bytes[piece.offset : end].view(info.dtype))
 
-    def join(self, owner: int) -> Communicator:
-        """Join the group of the sender `owner`."""
-        host, port = self._places[owner]
+    def _join(self, owner: int) -> Communicator:
+        """Return the group of the sender `owner`."""
+        host, port, identity = self._places[owner]
         meeting = Rendezvous(self._rank, self._world_size, 0, 1, host, port, "a weight transfer")
         backend = comm_backend(self._backend)()
-        return backend.connect_apart(meeting, host_accelerator(), timeout_s=self._timeout_s)
+        connect = partial(backend.connect_apart, meeting, host_accelerator(), timeout_s=self._timeout_s)
+        return self._held.joined(identity, self._timeout_s, connect)
 
     def _reported(self) -> str:
         """Return what the trainer has said about the end of the transfer; "" if nothing."""
@@ -105,20 +117,6 @@ class GroupUpdate(WeightUpdate):
             if found is not None and found[0].get("type") == "abort":
                 return str(found[0].get("problem"))
         return ""
-
-
-class _Joined:
-    """A group that is left at the end."""
-
-    def __init__(self, update: GroupUpdate, owner: int) -> None:
-        self.group = update.join(owner)
-
-    def __enter__(self) -> _Joined:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(CommError):
-            self.group.close()
 
 
 class _Bucket:
@@ -159,8 +157,12 @@ def greeted(connection: socket.socket) -> bool:
     return secret is not None
 
 
-def begun(connection: socket.socket, timeout_s: float) -> GroupUpdate:
-    """Return the transfer that a trainer begins."""
+def begun(connection: socket.socket, timeout_s: float, held: ReceiverGroups) -> GroupUpdate:
+    """Return the transfer that a trainer begins, to whom the groups that are `held` are reported."""
+    try:
+        send(connection, {"type": "held", "identities": held.identities})
+    except OSError as error:
+        raise gone(str(error)) from error
     head, note = message(connection, timeout_s)
     if head.get("type") != "manifest" or not isinstance(head.get("groups"), list):
         raise CommError(f"malformed weight transfer: it begins with {head.get('type')!r}"[:300])
@@ -172,4 +174,4 @@ def begun(connection: socket.socket, timeout_s: float) -> GroupUpdate:
     then, schedule = message(connection, timeout_s)
     if then.get("type") != "schedule":
         raise CommError(f"malformed weight transfer: a message {then.get('type')!r}"[:300])
-    return GroupUpdate(manifest, connection, head, decoded(schedule, manifest, owners))
+    return GroupUpdate(manifest, connection, head, decoded(schedule, manifest, owners), held)

@@ -2,9 +2,10 @@
 
 [Note: Groups of a weight transfer]
 Each rank that owns values forms a group with all receivers: it is rank 0 there, and the receivers follow in the order
-of their addresses. So no rank receives what another one sends. Groups live as long as one transfer: a receiver that was
-started again takes part in the next. Rank 0 also has a connection to each receiver, over which both prove the job's
-secret. It carries the manifest, the schedule, the places of the groups, and the answers of receivers.
+of their addresses. So no rank receives what another one sends. Groups are held for the next transfer to the same
+receivers ([Note: Groups that are held]). Rank 0 also has a connection to each receiver during a transfer, over which
+both prove the job's secret. It carries the identities of held groups, the manifest, the schedule, the places of the
+groups, and the answers of receivers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from polyaccel.job.memory_server.protocol import ProtocolError, prove_secret
 from polyaccel.job.ports import free_port
 from polyaccel.ops.native import crc32
 from polyaccel.torch.weight_transfer.failures import packed, unpacked
+from polyaccel.torch.weight_transfer.held_groups import HeldGroup, SenderGroups
 from polyaccel.torch.weight_transfer.manifest import Manifest
 from polyaccel.torch.weight_transfer.peers import Peers, late, lost
 from polyaccel.torch.weight_transfer.schedule import DIGEST_NBYTES, GroupMessage, encoded, plan_messages
@@ -50,16 +52,24 @@ class GroupTransfer:
         manifest: What is sent.
         addresses: Receivers, as "HOST:PORT".
         timeout_s: Longest wait for a receiver.
+        held: This rank's groups of earlier transfers.
     """
 
     def __init__(
-        self, communicator: Communicator, manifest: Manifest, addresses: Sequence[str], timeout_s: float
+        self,
+        communicator: Communicator,
+        manifest: Manifest,
+        addresses: Sequence[str],
+        timeout_s: float,
+        held: SenderGroups,
     ) -> None:
         self._communicator, self._manifest = communicator, manifest
         self._addresses, self._timeout_s = addresses, timeout_s
         self._hosts = [host_and_port(address)[0] for address in addresses]  # a wrong one is an error on every rank
         self._peers = Peers(timeout_s)
-        self._group: Communicator | None = None
+        self._held = held
+        self._group: HeldGroup | None = None
+        self._rows: list[list[Any]] = []
         self._failure: Exception | None = None
 
     def send(self, source: WeightSource, bucket_nbytes: int) -> int:
@@ -67,31 +77,35 @@ class GroupTransfer:
         runs = source.runs()
         messages = plan_messages(runs, self._manifest, bucket_nbytes)
         rank, owners = self._communicator.rank, sorted({message.owner for message in messages})
-        own = [address_facing(self._hosts[0]), free_port()] if rank in owners else None
-        doors = self._communicator.all_gather_object(own)
+        known = self._held.identity(self._addresses, self._timeout_s)
+        own = [address_facing(self._hosts[0]), free_port(), known] if rank in owners else None
+        places = self._communicator.all_gather_object(own)
         if rank == 0:
-            self._attempt(lambda: self._open([[one, *doors[one]] for one in owners], messages))
+            self._attempt(lambda: self._open([[one, *places[one]] for one in owners], messages))
         self._agree()  # before a rank waits for receivers that are not there
-        if rank in owners:
-            self._attempt(lambda: self._join(*doors[rank]))
+        self._rows = self._communicator.broadcast_object(self._rows)
+        for _, host, port, identity in (row for row in self._rows if row[0] == rank):
+            self._attempt(partial(self._join, host, port, identity))
         self._send(messages, _values_of_pieces(source, runs, messages))
         if rank == 0:
             self._attempt(lambda: self._peers.expect("complete"))
         self._agree()
+        if self._group is not None:
+            self._held.hold(self._addresses, self._group)
+            self._group = None
         return len(messages)
 
     def close(self) -> None:
-        """Leave the receivers."""
+        """Leave the receivers; a group too, unless the transfer has ended well."""
         self._leave_group()
         self._peers.close()
 
-    def _open(self, groups: list[list[Any]], messages: Sequence[GroupMessage]) -> None:
+    def _open(self, rows: list[list[Any]], messages: Sequence[GroupMessage]) -> None:
+        """Reach the receivers, and give each of `rows` the identity of its group."""
         secret = job_secret_from_env(os.environ)
         if secret is None:
             raise no_secret(self._addresses[0])
-        head = {"type": "manifest", **self._manifest.head(), "backend": BACKEND, "groups": groups}
-        tensors, schedule = self._manifest.encoded_tensors(), encoded(messages)
-        for number, address in enumerate(self._addresses, 1):
+        for address in self._addresses:
             peer = self._peers.connect(address, partial(_tcp_connection, address))
             try:
                 prove_secret(peer, secret, server=OF_RECEIVER, client=OF_TRAINER)
@@ -103,16 +117,31 @@ class GroupTransfer:
                     hint=f"start both with the same {SECRET_VARIABLE}",
                     value=address,
                 ) from error
+        answers = [set(found.get("identities") or ()) for found in self._peers.expect("held")]
+        for row in rows:
+            is_held = row[-1] and all(row[-1] in one for one in answers)
+            row[-1] = row[-1] if is_held else token_hex(8)
+        self._rows = rows
+        head = {"type": "manifest", **self._manifest.head(), "backend": BACKEND, "groups": rows}
+        tensors, schedule = self._manifest.encoded_tensors(), encoded(messages)
+        for number, address in enumerate(self._addresses, 1):
             place = {"rank": number, "world_size": 1 + len(self._addresses), "timeout_s": self._timeout_s}
             self._peers.send(address, {**head, **place}, tensors)
             self._peers.send(address, {"type": "schedule"}, schedule)
         self._peers.expect("ready")
 
-    def _join(self, host: str | None, port: int) -> None:
+    def _join(self, host: str | None, port: int, identity: str) -> None:
+        held = self._held.take(self._addresses)
+        if held is not None and held.identity == identity:
+            self._group = held
+            return
+        if held is not None:
+            held.leave()
         world = 1 + len(self._addresses)
         meeting = Rendezvous(0, world, 0, world, host or "", port, "a weight transfer")
         backend = comm_backend(BACKEND)()
-        self._group = backend.connect_apart(meeting, host_accelerator(), timeout_s=self._timeout_s)
+        group = backend.connect_apart(meeting, host_accelerator(), timeout_s=self._timeout_s)
+        self._group = HeldGroup(identity, group, self._timeout_s)
 
     def _send(
         self, messages: Sequence[GroupMessage], values: Iterator[tuple[GroupMessage, int, Tensor | None]]
@@ -131,7 +160,7 @@ class GroupTransfer:
                 self._attempt(bucket.wait)
             bucket.write(message, number, flat, self._manifest.tensors[message.pieces[number].place].dtype)
             if number == len(message.pieces) - 1 and self._failure is None:
-                self._attempt(partial(bucket.broadcast, self._group, message))
+                self._attempt(partial(bucket.broadcast, self._group.group, message))
                 sent += 1
         for bucket in buckets:
             if self._failure is None:
@@ -175,8 +204,7 @@ class GroupTransfer:
     def _leave_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with suppress(CommError):
-                group.close()
+            group.leave()
 
 
 class _Bucket:

@@ -46,8 +46,9 @@ class Peers:
                 self._require_accepted(address, receive(self._peers[address]))
             raise lost(address, str(error)) from error
 
-    def expect(self, kind: str) -> None:
-        """Wait for a message of this kind from each receiver."""
+    def expect(self, kind: str) -> list[dict[str, Any]]:
+        """Wait for a message of this kind from each receiver, and return them."""
+        heads = []
         for address, peer in self._peers.items():
             try:
                 found = receive(peer)
@@ -60,6 +61,8 @@ class Peers:
             self._require_accepted(address, found)
             if found[0].get("type") != kind:
                 raise lost(address, f"it answered {found[0].get('type')!r} in place of {kind!r}")
+            heads.append(found[0])
+        return heads
 
     def _require_accepted(self, address: str, found: tuple[dict[str, Any], bytes, int | None] | None) -> None:
         if found is not None and found[2] is not None:

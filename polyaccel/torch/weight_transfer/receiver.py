@@ -19,6 +19,7 @@ from polyaccel.errors import CommError, CommTimeout, PolyaccelError
 from polyaccel.job.memory_server.protocol import has_sealed_length, is_own_user, send
 from polyaccel.ops.native import crc32
 from polyaccel.torch.weight_transfer.group_update import begun, greeted, listen
+from polyaccel.torch.weight_transfer.held_groups import ReceiverGroups
 from polyaccel.torch.weight_transfer.manifest import Manifest, TensorInfo, parse_manifest
 from polyaccel.torch.weight_transfer.messages import gone, message, message_with_memory, wrong_digest
 from polyaccel.torch.weight_transfer.sender import ALIGNMENT_NBYTES, SEGMENTS
@@ -55,6 +56,7 @@ class WeightReceiver:
         """Where trainers send to."""
         self._path = None if address.startswith(TCP) else Path(address.removeprefix(SCHEME))
         self._timeout_s = timeout_s
+        self._groups = ReceiverGroups()
         try:
             self._listener = listen(address.removeprefix(TCP)) if self._path is None else _listen_here(self._path)
         except OSError as error:
@@ -89,7 +91,7 @@ class WeightReceiver:
             connection.settimeout(self._timeout_s)
             try:
                 if self._path is None:
-                    return begun(connection, self._timeout_s)
+                    return begun(connection, self._timeout_s, self._groups)
                 if not is_own_user(connection):
                     raise CommError(f"another user's process sends weights to {self.address}", value=self.address)
                 return _begun(connection, self._timeout_s)
@@ -109,8 +111,9 @@ class WeightReceiver:
             ) from None
 
     def close(self) -> None:
-        """Remove the socket."""
+        """Remove the socket, and leave groups."""
         self._listener.close()
+        self._groups.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

@@ -21,6 +21,7 @@ from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.torch.weight_transfer.failures import packed, unpacked
 from polyaccel.torch.weight_transfer.folder import FolderSender
 from polyaccel.torch.weight_transfer.groups import GroupTransfer
+from polyaccel.torch.weight_transfer.held_groups import SenderGroups
 from polyaccel.torch.weight_transfer.manifest import Manifest
 from polyaccel.torch.weight_transfer.receiver import SCHEME, TCP
 from polyaccel.torch.weight_transfer.sender import SharedMemorySender
@@ -127,7 +128,7 @@ class SendsWeights:
             number = self.global_steps if version is None else version
             manifest = Manifest(source.infos, number, adapters_only)
             if receivers := addresses_of(destination, TCP):
-                groups = GroupTransfer(self.communicator, manifest, receivers, timeout_s)
+                groups = GroupTransfer(self.communicator, manifest, receivers, timeout_s, self._weight_groups)
                 try:
                     count = groups.send(source, bucket_nbytes or _MESSAGE_NBYTES)
                 finally:
@@ -146,6 +147,16 @@ class SendsWeights:
                 return transfer.agree()
             finally:
                 transfer.close()
+
+    @property
+    def _weight_groups(self) -> SenderGroups:
+        """This rank's groups with receivers, which `leave_receivers` leaves."""
+        held: SenderGroups = self.__dict__.setdefault("_held_weight_groups", SenderGroups())
+        return held
+
+    def leave_receivers(self) -> None:
+        """Leave the groups with receivers of `tcp://`, which are held from one transfer to the next."""
+        self._weight_groups.close()
 
 
 class _Transfer:

@@ -179,3 +179,77 @@ def test_a_secret_is_needed(monkeypatch):
     with pytest.raises(CommError) as error:
         engine.send_weights("tcp://127.0.0.1:1")
     assert error.value.value == "127.0.0.1:1"
+
+
+def test_a_group_serves_many_transfers():
+    """Neither threads nor open files grow; one that a receiver left in the middle, or that has another limit, is not
+    used again."""
+    import os
+    import threading
+
+    engine, *_ = polyaccel.initialize(model=parity_model(), config=make_config(0))
+
+    def identity(receiver, timeout_s=60.0):
+        return engine._weight_groups.identity([receiver.address.removeprefix("tcp://")], timeout_s)
+
+    def held():
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    with WeightReceiver(ANY_PORT) as receiver:
+        received_here(engine, receiver)
+        first, before = identity(receiver), held()
+        for number in range(10):
+            step(engine, number)
+            model = received_here(engine, receiver, bucket_nbytes=256)
+            assert_bitwise(model.state_dict(), engine.module_state_dict())
+        assert identity(receiver) == first
+        assert held() == before
+        leaving = Thread(target=lambda: next(iter(receiver.receive(60.0))))
+        leaving.start()
+        with pytest.raises(CommError):
+            engine.send_weights(receiver.address, bucket_nbytes=64)
+        leaving.join()
+        assert identity(receiver) == ""
+        received_here(engine, receiver)
+        second = identity(receiver)
+        assert second not in ("", first)
+        received_here(engine, receiver, timeout_s=30.0)
+        assert identity(receiver) == ""
+        assert identity(receiver, 30.0) not in ("", first, second)
+    with WeightReceiver(receiver.address) as again:  # a server that was started again at its address
+        third = identity(again, 30.0)
+        received_here(engine, again, timeout_s=30.0)
+        assert identity(again, 30.0) not in ("", third)
+    engine.destroy()
+    assert engine._weight_groups.identity([receiver.address.removeprefix("tcp://")], 30.0) == ""
+
+
+def test_a_group_is_made_anew_when_one_of_two_receivers_was_started_again():
+    engine, *_ = polyaccel.initialize(model=parity_model(), config=make_config(0))
+
+    def send(*receivers):
+        models = [parity_model() for _ in receivers]
+        threads = [
+            Thread(target=lambda one=one, model=model: one.receive(60.0).load_into(model))
+            for one, model in zip(receivers, models, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        addresses = [one.address for one in receivers]
+        engine.send_weights(addresses)
+        for thread in threads:
+            thread.join()
+        for model in models:
+            assert_bitwise(model.state_dict(), engine.module_state_dict())
+        return engine._weight_groups.identity([one.removeprefix("tcp://") for one in addresses], 60.0)
+
+    with WeightReceiver(ANY_PORT) as stays:
+        with WeightReceiver(ANY_PORT) as other:
+            first = send(stays, other)
+            assert send(stays, other) == first
+        with WeightReceiver(other.address) as again:
+            step(engine, 0)
+            assert send(stays, again) not in ("", first)
+            assert send(again) != ""  # which leaves the group of both
+            assert send(stays, again) != ""
+    engine.destroy()
