@@ -149,8 +149,8 @@ def set_random_seed(seed: int) -> None:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as one writes it: `base(1, two=2)`."""
-    return f"{base}({', '.join([*map(str, args), *(f'{name}={value}' for name, value in kwargs.items())])})"
+    """A call as one writes it: `base(1, two='2')`."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
 
 
 def ensure_directory_exists(filename: str) -> None:

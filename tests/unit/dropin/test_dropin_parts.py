@@ -15,6 +15,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.ops import op_builder
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
+from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from polyaccel_deepspeed.engine.parameters import describe
 
@@ -101,6 +102,24 @@ def test_what_is_copied_to_be_saved_stays_tied_and_leaves_the_rest_behind() -> N
     assert copied["step"] == 3
     copied["a"].zero_()
     assert whole[1] == 1.0
+
+
+def test_a_call_is_written_as_python_writes_it() -> None:
+    assert call_to_str("load", 3, "bert", path="a") == "load(3, 'bert', path='a')"
+
+
+@pytest.mark.parametrize(
+    ("weights", "count", "parts"),
+    [([0, 1, 2, 3, 3, 3], 4, [0, 3, 4, 5, 6]), ([0.0, 1.1, 30, 3.0], 3, [0, 2, 3, 4]), ([1, 1], 4, [0, 1, 2, 2, 2])],
+)
+def test_layers_are_dealt_to_balanced_parts(weights: list[float], count: int, parts: list[int]) -> None:
+    assert partition_balanced(weights, count) == parts
+
+
+@pytest.mark.parametrize(("items", "parts"), [(8, [0, 2, 4, 6, 8]), (10, [0, 3, 6, 8, 10]), (2, [0, 1, 2, 2, 2])])
+def test_layers_are_dealt_to_equal_parts(items: int, parts: list[int]) -> None:
+    assert partition_uniform(items, 4) == parts
+    assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
 
 
 def test_there_is_nothing_to_build() -> None:

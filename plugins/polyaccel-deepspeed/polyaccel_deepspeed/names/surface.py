@@ -239,6 +239,7 @@ _PUBLIC: dict[str, Module] = {
             "set_random_seed",
         )
         | yes("polyaccel.utils", "see_memory_usage")
+        | yes("polyaccel_deepspeed.pipeline.parts", "partition_balanced", "partition_uniform", "prefix_sum_inc")
         | yes(sets.GROUPS, "is_model_parallel_parameter"),
     ),
     "deepspeed.runtime.zero": Module("ZeRO.", sets.ZERO_NAMES),
