@@ -151,7 +151,10 @@ def _frozen(reader: CheckpointReader) -> frozenset[str]:
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
     """One file, for all ranks, with no optimizer state in it: only DeepSpeed's place of the stage, of which a
-    checkpoint of polyaccel's has none. `checkpoint_dir` is the folder of the tag."""
+    checkpoint of polyaccel's has none. `checkpoint_dir` is the folder of the tag. Of a folder of DeepSpeed's, its
+    files in the order of their ranks."""
+    if written := [str(file) for file in Path(checkpoint_dir).glob("*_optim_states.pt")]:
+        return sorted(written, key=lambda file: [int(part) for part in re.findall(r"\d+", Path(file).name)])
     open_checkpoint(str(Path(checkpoint_dir).parent), Path(checkpoint_dir).name)
     return [_written(checkpoint_dir, "optim_states.pt", {"optimizer_state_dict": {"zero_stage": 0}})]
 

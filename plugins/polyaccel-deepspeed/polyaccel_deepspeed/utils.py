@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.torch.sharding import leaf_modules
 from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
 
@@ -207,14 +207,37 @@ def _building(dtype: torch.dtype, device: Any) -> Iterator[None]:
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Gather the named modules as one each; without `flag`, no longer."""
-    change = leaf_modules.set_leaf_modules if flag else leaf_modules.unset_leaf_modules
-    return change(model, list(module_names), raise_if_not_found=raise_if_not_found)
+) -> tuple[list[nn.Module], list[str]]:
+    """Gather the named modules as one each; without `flag`, no longer. Return them, and the names that no module has.
+
+    Raises NoModuleError for such a name, unless `raise_if_not_found` is off.
+    """
+    return _mark_leaves(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
-) -> list[nn.Module]:
+) -> tuple[list[nn.Module], list[str]]:
     """`set_z3_leaf_modules_by_name` for the ends of full names."""
-    return set_z3_leaf_modules_by_name(model, module_name_suffixes, flag, raise_if_not_found)
+    return _mark_leaves(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+class NoModuleError(ShardingError, ValueError):
+    """No module has a name. DeepSpeed raises a ValueError."""
+
+
+def _mark_leaves(
+    model: nn.Module, wanted: Iterable[str], is_meant: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    modules, missing = dict[nn.Module, None](), list[str]()
+    for one in wanted:
+        found = [module for name, module in model.named_modules() if is_meant(name, one)]
+        modules.update(dict.fromkeys(found))
+        if not found:
+            missing.append(one)
+    for module in modules:
+        leaf_modules.set_z3_leaf_module(module, flag)
+    if missing and raise_if_not_found:
+        hint = "give names as model.named_modules() has them"
+        raise NoModuleError(f"no module is named {', '.join(missing)}", hint=hint, value=missing)
+    return [*modules], missing

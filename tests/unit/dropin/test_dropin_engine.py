@@ -9,7 +9,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_optim_files
 from torch import nn
+
+from polyaccel import PolyaccelError
 
 
 @pytest.fixture
@@ -107,3 +110,22 @@ def test_modules_are_built_on_a_device_and_leaves_are_named() -> None:
     assert deepspeed.utils.get_z3_leaf_modules(model) == [model[1]]
     deepspeed.utils.set_z3_leaf_modules_by_name(model, ["1"], flag=False)
     assert deepspeed.utils.get_z3_leaf_modules(model) == []
+
+
+def test_leaves_by_name_are_returned_with_the_names_that_no_module_has() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    found = deepspeed.utils.set_z3_leaf_modules_by_name(model, ["1", "2"], raise_if_not_found=False)
+    assert found == ([model[1]], ["2"])
+    found = deepspeed.utils.set_z3_leaf_modules_by_suffix(model, ["0", "x"], raise_if_not_found=False)
+    assert found == ([model[0], model[1][0]], ["x"])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[1], model[1][0]]
+    with pytest.raises(ValueError) as caught:
+        deepspeed.utils.set_z3_leaf_modules_by_name(model, ["0", "2"])
+    assert isinstance(caught.value, PolyaccelError)
+
+
+def test_files_of_deepspeeds_optimizer_states_are_listed_in_the_order_of_ranks(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert get_optim_files(str(tmp_path)) == [str(tmp_path / name) for name in names]
