@@ -233,9 +233,9 @@ def destroy_process_group(group: Any = None) -> None:
         dist.destroy_process_group(group)
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     """Print what the engine's collectives took, if the config has `comms_logger`."""
-    polyaccel.comm.log_summary()
+    return polyaccel.comm.log_summary(show_straggler, return_dict)
 
 
 def initialize_mesh_device(mesh_shape: Any, mesh_dim_names: Any) -> Any:

@@ -30,6 +30,7 @@ def answers(axis: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("axis", ["tensor", "sequence"])
 def test_groups_and_tokens_of_two_ranks(axis: str) -> None:
     for rank, found in enumerate(answers(axis)):
+        assert found["logged"]
         if axis == "tensor":
             assert found["gathered"] == [0, 0, 1, 1]
             assert found["gradient"] == [[0, 1], [2, 3]][rank]
@@ -37,8 +38,10 @@ def test_groups_and_tokens_of_two_ranks(axis: str) -> None:
             assert found["gradient of whole"] == [1, 1, 2, 2]
             assert (found["data"], found["tokens"], found["sequence"]) == (1, 1, 1)
             assert found["sizes"] == [1, 1, rank]
+            assert found["data of groups"] == 1
         else:
             assert found["gathered"] == [rank, rank]
             assert found["dropped"] == [0, 1, 2, 3]
             assert (found["data"], found["tokens"], found["sequence"]) == (1, 2, 2)
             assert found["sizes"] == [2, 2, 0]
+            assert found["data of groups"] == 2

@@ -61,6 +61,12 @@ def get_data_parallel_group() -> Any:
     return _group("data")
 
 
+def _get_data_parallel_group() -> Any:
+    """As `get_data_parallel_group`, but None where ranks share sequences, which torch takes as all ranks. DeepSpeed
+    answers so, and scripts average their losses over it."""
+    return None if _size("sequence") > 1 else get_data_parallel_group()
+
+
 def get_data_parallel_world_size() -> int:
     return _size("data")
 

@@ -124,10 +124,9 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         Status.NEVER,
         "the log of collectives by call; `comms_logger` in the config records the engine's",
         {
-            "deepspeed.comm": "CommsLogger get_caller_func get_comm_operation_count get_debug_log_name "
-            "get_default_args get_logged_comm_ops get_msg_size_from_args get_tensor_kwarg get_tensor_position "
-            "has_comm_data reset_log timed_op",
-            "deepspeed.comm.comm": "get_comm_operation_count get_logged_comm_ops has_comm_data reset_log timed_op",
+            "deepspeed.comm": "CommsLogger get_caller_func get_debug_log_name "
+            "get_default_args get_msg_size_from_args get_tensor_kwarg get_tensor_position timed_op",
+            "deepspeed.comm.comm": "timed_op",
         },
     ),
     (

@@ -101,7 +101,8 @@ PARALLEL = {
     **{f"get_model_parallel_{what}": f"get_tensor_model_parallel_{what}" for what in ("group", "rank", "world_size")},
 }
 PARALLEL_PRIVATE = {
-    **{f"_get_data_parallel_{what}": f"get_data_parallel_{what}" for what in ("group", "rank", "world_size")},
+    "_get_data_parallel_group": "_get_data_parallel_group",
+    **{f"_get_data_parallel_{what}": f"get_data_parallel_{what}" for what in ("rank", "world_size")},
     **{f"_get_sequence_parallel_{what}": f"get_sequence_parallel_{what}" for what in ("group", "rank", "world_size")},
     "_get_model_parallel_world_size": "get_tensor_model_parallel_world_size",
 }
@@ -117,6 +118,14 @@ EXPERT_GROUPS = (
     "_get_max_expert_size_name",
 )
 GROUPS_BY_HAND = never("deprecated in DeepSpeed itself; MoE(ep_size=N) sets how many ranks share experts", "initialize")
+COMM_LOG = yes(
+    "polyaccel_deepspeed.comm_log",
+    "comms_logger",
+    "get_comm_operation_count",
+    "get_logged_comm_ops",
+    "has_comm_data",
+    "reset_log",
+)
 COLLECTIVES = yes(
     COMM,
     "P2POp",

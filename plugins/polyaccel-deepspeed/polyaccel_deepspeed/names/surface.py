@@ -89,8 +89,10 @@ _PUBLIC: dict[str, Module] = {
         | yes("polyaccel.utils", "see_memory_usage")
         | yes(sets.GROUPS, "bwc_tensor_model_parallel_rank"),
     ),
-    "deepspeed.comm": Module("Collectives.", sets.COLLECTIVES | yes(sets.ACCELERATOR, "get_accelerator")),
-    "deepspeed.comm.comm": Module("Collectives.", sets.COLLECTIVES),
+    "deepspeed.comm": Module(
+        "Collectives.", sets.COLLECTIVES | sets.COMM_LOG | yes(sets.ACCELERATOR, "get_accelerator")
+    ),
+    "deepspeed.comm.comm": Module("Collectives.", sets.COLLECTIVES | sets.COMM_LOG),
     "deepspeed.elasticity": Module(
         "Batches for many numbers of GPUs, as DeepSpeed had them until 0.19.6.",
         sets.ELASTIC | sets.ELASTIC_CONSTANTS | sets.ELASTIC_AGENT,
