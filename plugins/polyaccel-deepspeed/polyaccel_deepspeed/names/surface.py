@@ -114,6 +114,7 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.launcher.runner": Module(
         "The launcher.",
         yes("polyaccel_deepspeed.launcher", "DEEPSPEED_ENVIRONMENT_NAME")
+        | yes("polyaccel_deepspeed.hosts", DLTS_HOSTFILE="DEFAULT_HOSTFILE")
         | yes(sets.COMMANDS, main="launch")
         | yes(
             "polyaccel_deepspeed.resources",
