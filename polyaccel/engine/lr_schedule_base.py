@@ -75,8 +75,14 @@ class Schedule(ABC):
     def _apply(self) -> None:
         groups = self.optimizer.param_groups
         for group, lr in zip(groups, self.lrs_at(self.last_batch_iteration), strict=True):
-            group["lr"] = lr
-        for group, momentum in zip(groups, self.momenta_at(self.last_batch_iteration) or (), strict=False):
+            if hasattr(group["lr"], "fill_"):  # a tensor, to which the caller may refer
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._set_momenta(self.momenta_at(self.last_batch_iteration) or ())
+
+    def _set_momenta(self, momenta: Sequence[float]) -> None:
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
             if "betas" in group:
                 group["betas"] = (momentum, *group["betas"][1:])
             elif group.get("momentum"):

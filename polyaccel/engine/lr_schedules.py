@@ -58,13 +58,13 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         given = check_arguments(self, locals())
-        self._min_lrs, self._max_lrs = _warmup_range(optimizer, given)
-        self._num_steps, self._kind = given["warmup_num_steps"], given["warmup_type"]
+        self.min_lrs, self.max_lrs = _warmup_range(optimizer, given)
+        self.warmup_num_steps, self.warmup_type = given["warmup_num_steps"], given["warmup_type"]
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
-        height = warmup_ramp(iteration, num_steps=self._num_steps, kind=self._kind)
-        return _between(self._min_lrs, self._max_lrs, height)
+        height = warmup_ramp(iteration, num_steps=self.warmup_num_steps, kind=self.warmup_type)
+        return _between(self.min_lrs, self.max_lrs, height)
 
 
 class WarmupDecayLR(Schedule):
@@ -84,17 +84,17 @@ class WarmupDecayLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         given = check_arguments(self, locals())
-        self._min_lrs, self._max_lrs = _warmup_range(optimizer, given)
-        self._warmup, self._total = _durations(given)
-        self._kind = given["warmup_type"]
+        self.min_lrs, self.max_lrs = _warmup_range(optimizer, given)
+        self.warmup_num_steps, self.total_num_steps = _durations(given)
+        self.warmup_type = given["warmup_type"]
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
-        if iteration < self._warmup:
-            height = warmup_ramp(iteration, num_steps=self._warmup, kind=self._kind)
+        if iteration < self.warmup_num_steps:
+            height = warmup_ramp(iteration, num_steps=self.warmup_num_steps, kind=self.warmup_type)
         else:
-            height = linear_decay(iteration, begin=self._warmup, end=self._total)
-        return _between(self._min_lrs, self._max_lrs, height)
+            height = linear_decay(iteration, begin=self.warmup_num_steps, end=self.total_num_steps)
+        return _between(self.min_lrs, self.max_lrs, height)
 
 
 class WarmupCosineLR(Schedule):
@@ -115,19 +115,26 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         given = check_arguments(self, locals())
-        self._warmup, self._total = _durations(given)
+        self.warmup_num_steps, self.total_num_steps = _durations(given)
         self._start_ratio, self._end_ratio = given["warmup_min_ratio"], given["cos_min_ratio"]
-        self._kind = given["warmup_type"]
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.warmup_type = given["warmup_type"]
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
-        if iteration < self._warmup:
-            height = warmup_ramp(iteration, num_steps=self._warmup, kind=self._kind)
-            ratio = self._start_ratio + (1.0 - self._start_ratio) * height
-        else:
-            ratio = cosine_decay(iteration, begin=self._warmup, end=self._total, floor_ratio=self._end_ratio)
-        return [lr * ratio for lr in self._base_lrs]
+        ratio = self._ratio_at(iteration)
+        return [lr * ratio for lr in self.base_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """The present factor of each group's own rate."""
+        return self._ratio_at(self.last_batch_iteration)
+
+    def _ratio_at(self, iteration: int) -> float:
+        warmup, total = self.warmup_num_steps, self.total_num_steps
+        if iteration >= warmup:
+            return cosine_decay(iteration, begin=warmup, end=total, floor_ratio=self._end_ratio)
+        height = warmup_ramp(iteration, num_steps=warmup, kind=self.warmup_type)
+        return self._start_ratio + (1.0 - self._start_ratio) * height
 
 
 class OneCycle(Schedule):
@@ -165,10 +172,10 @@ class OneCycle(Schedule):
             cycle_second_stair_count = cycle_first_stair_count
         given = check_arguments(self, locals())
         groups = optimizer.param_groups
-        self._min_lrs, self._max_lrs = _range(groups, given, "cycle_min_lr", "cycle_max_lr")
-        self._min_moms, self._max_moms = _range(groups, given, "cycle_min_mom", "cycle_max_mom")
+        self.min_lrs, self.max_lrs = _range(groups, given, "cycle_min_lr", "cycle_max_lr")
+        self.min_moms, self.max_moms = _range(groups, given, "cycle_min_mom", "cycle_max_mom")
         self._lr_rate, self._mom_rate = given["decay_lr_rate"], given["decay_mom_rate"]
-        self._shape = CycleShape(
+        self.cycle = CycleShape(
             first_steps=given["cycle_first_step_size"],
             second_steps=given["cycle_second_step_size"],
             first_stairs=given["cycle_first_stair_count"],
@@ -181,19 +188,32 @@ class OneCycle(Schedule):
             self._cycles_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle in which the rate rises."""
+        return self.cycle.first_steps / self.cycle.total_steps
+
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """The betas, or the momentum, of each group at the present iteration; None where they are left alone."""
+        momenta = self.momenta_at(self.last_batch_iteration)
+        if momenta is None:
+            return None
+        groups = zip(self.optimizer.param_groups, momenta, strict=True)
+        return [(momentum, *group.get("betas", ())[1:]) for group, momentum in groups]
+
     def lrs_at(self, iteration: int) -> list[float]:
-        if self._shape.has_ended(iteration):
-            decay = 1.0 + self._lr_rate * self._shape.decay_intervals(iteration)
-            return [lr / decay for lr in self._min_lrs]
-        return _between(self._min_lrs, self._max_lrs, self._shape.height(iteration))
+        if self.cycle.has_ended(iteration):
+            decay = 1.0 + self._lr_rate * self.cycle.decay_intervals(iteration)
+            return [lr / decay for lr in self.min_lrs]
+        return _between(self.min_lrs, self.max_lrs, self.cycle.height(iteration))
 
     def momenta_at(self, iteration: int) -> list[float] | None:
         if not self._cycles_momentum:
             return None
-        if not self._shape.has_ended(iteration):
-            return _between(self._max_moms, self._min_moms, self._shape.height(iteration))
-        growth = 1.0 + self._mom_rate * self._shape.decay_intervals(iteration)
-        momenta = [momentum * growth for momentum in self._max_moms]
+        if not self.cycle.has_ended(iteration):
+            return _between(self.max_moms, self.min_moms, self.cycle.height(iteration))
+        growth = 1.0 + self._mom_rate * self.cycle.decay_intervals(iteration)
+        momenta = [momentum * growth for momentum in self.max_moms]
         if max(momenta, default=0.0) >= 1.0:
             expected = f"the momentum has grown to {max(momenta):.6g} at iteration {iteration}; it must stay under 1"
             hint = "lower it, or raise decay_step_size"
@@ -218,7 +238,7 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         given = check_arguments(self, locals())
-        self._min_lrs = _per_group(optimizer.param_groups, given, "lr_range_test_min_lr")
+        self.min_lrs = _per_group(optimizer.param_groups, given, "lr_range_test_min_lr")
         self._step_size, self._step_rate = given["lr_range_test_step_size"], given["lr_range_test_step_rate"]
         self._staircase = given["lr_range_test_staircase"]
         super().__init__(optimizer, last_batch_iteration)
@@ -227,7 +247,7 @@ class LRRangeTest(Schedule):
         factor = range_test_factor(
             iteration, step_size=self._step_size, step_rate=self._step_rate, staircase=self._staircase
         )
-        return [lr * factor for lr in self._min_lrs]
+        return [lr * factor for lr in self.min_lrs]
 
 
 SCHEDULES: Mapping[str, type[Schedule]] = {

@@ -11,6 +11,7 @@ from polyaccel.cli.streams import flush_output, open_closed_streams
 from polyaccel.errors import PolyaccelError
 from polyaccel_deepspeed.hosts import run_on_hosts, ssh_parser
 from polyaccel_deepspeed.launcher import launch_arguments, launch_ranks
+from polyaccel_deepspeed.resources import require_hosts
 
 OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "pt2pt")
 """What `ds_bench` times."""
@@ -23,6 +24,12 @@ def launch(args: Sequence[str] | None = None) -> int:
     code = _shown("deepspeed", lambda: launch_ranks(given))
     flush_output()
     return code
+
+
+def launch_or_raise(args: Sequence[str] | None = None) -> int:
+    """`deepspeed.launcher.runner.main`: as `launch`, and wrong hosts or slots are a ValueError, as in DeepSpeed."""
+    require_hosts(launch_arguments(args))
+    return launch(args)
 
 
 def report(argv: Sequence[str] | None = None) -> int:

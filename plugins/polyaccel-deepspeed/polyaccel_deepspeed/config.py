@@ -31,7 +31,7 @@ from polyaccel_deepspeed.config_rules import RULES, known_keys, whole_batch
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
 from polyaccel_deepspeed.engine.monitors import get_monitor_config
 from polyaccel_deepspeed.keys.experts import pop_routing
-from polyaccel_deepspeed.keys.settled import settle
+from polyaccel_deepspeed.keys.settled import settle, wrong_writer
 from polyaccel_deepspeed.keys.translated import TRANSLATIONS
 from polyaccel_deepspeed.refused_keys import drop_removed, pop_refused
 
@@ -54,8 +54,10 @@ def normalise(source: Any) -> tuple[Tree, tuple[Change, ...]]:
     tree = read_text(source)
     if not isinstance(tree, dict):
         return tree, ()
+    wrong = wrong_writer(tree)
     changes = [change for rule in _FIRST for change in rule(tree)]
     dropped, refused = settle(tree)
+    refused += wrong
     changes += [*pop_routing(tree), *dropped, *(change for rule in _RULES for change in rule(tree))]
     refused += pop_refused(tree)
     if refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -63,7 +64,9 @@ def parse_resource_filter(
     Raises BadResources where both are given, or name what there is not.
     """
     if include_str and exclude_str:
-        raise BadResources(f"include {include_str!r} and exclude {exclude_str!r}", hint="give one of them")
+        raise BadResources(
+            f"include {include_str!r} and exclude {exclude_str!r}", hint="give one of them", value=exclude_str
+        )
     known = {host: list(slots) for host, slots in host_info.items()}
     if not (include_str or exclude_str):
         return known
@@ -113,3 +116,22 @@ def parse_range_list(range_str: str) -> list[int]:
     if cores != sorted(set(cores)):
         raise BadResources(f"cores {range_str!r}", hint="let the ranges go up, and not overlap", value=range_str)
     return cores
+
+
+def require_hosts(given: argparse.Namespace) -> None:
+    """Raise BadResources where the launcher's options exclude each other, or name hosts or slots that do not exist."""
+    chosen, left_out = given.include or "", given.exclude or ""
+    counts = {"num_nodes": given.num_nodes, "num_gpus": given.nproc}
+    counted = [f"{name} {count}" for name, count in counts.items() if count is not None]
+    if counted and (chosen or left_out):
+        raise BadResources(
+            f"{', '.join(counted)} with include {chosen!r} and exclude {left_out!r}",
+            hint="count hosts and slots, or name them",
+            value=chosen or left_out,
+        )
+    pool = fetch_hostfile(given.hostfile) if given.hostfile is not None else None
+    if pool is not None:
+        parse_inclusion_exclusion(pool, chosen, left_out)
+    elif given.num_nodes is not None and given.num_nodes > 1 and given.hosts is None:
+        hint = "pass --hostfile"
+        raise BadResources(f"{given.num_nodes} hosts, and no file names them", hint=hint, value=given.num_nodes)

@@ -71,8 +71,8 @@ class OneCycleParams(Section):
     """Decay of the learning rate after the cycle, for each `decay_step_size`."""
     cycle_first_step_size: PositiveInt = 2000
     """Steps of the rise."""
-    cycle_second_step_size: PositiveInt | None = None
-    """Steps of the fall; null is as many as of the rise."""
+    cycle_second_step_size: CountInt | None = None
+    """Steps of the fall; null is as many as of the rise, and 0 falls at once."""
     cycle_first_stair_count: CountInt = 0
     """Stairs in the rise; 0 is smooth."""
     cycle_second_stair_count: CountInt | None = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.engine.base import learning_rates
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.observability.profiles import ProfileNode
 from polyaccel.observability.timing import OUTSIDE
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
@@ -208,6 +209,11 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         if steps > 1 and self.zero.plan.policy.precision.adds_in_16_bits(types) and not self._warned_of_16_bits:
             self._warned_of_16_bits = True
             log.warning('micro-batches add up in 16 bits: say "data_types": {"grad_accum_dtype": "fp32"} in the config')
+
+    @property
+    def profile(self) -> ProfileNode | None:
+        """Operations of the pass that `flops_profiler` names, by module; None before it, and on other ranks than 0."""
+        return self._work.profile
 
     # The update.
 

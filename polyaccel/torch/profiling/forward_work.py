@@ -17,6 +17,7 @@ from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.core.types import ParamSpec
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
+from polyaccel.observability.profiles import ProfileNode
 from polyaccel.torch.profiling.kineto import KinetoProfiler, unit_spans
 from polyaccel.torch.profiling.operations import CountingMode
 from polyaccel.torch.profiling.profiler import StepProfile
@@ -65,6 +66,11 @@ class ForwardWork:
         if floating is not None:
             device, dtype = floating.device, settings.autocast_dtype or floating.dtype
             counter.measure_peak = lambda: measured_peak(device, dtype)
+
+    @property
+    def profile(self) -> ProfileNode | None:
+        """The profile that the config asks for; None before it was reported."""
+        return None if self._profile is None else self._profile.found
 
     def forward_pass(self, inputs: Any, named: Any, *, counts: bool) -> AbstractContextManager[None]:
         """Around a forward pass; `counts`: it is trained on."""

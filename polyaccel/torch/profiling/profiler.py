@@ -25,11 +25,12 @@ class StepProfile:
         self._module = module
         self._numels = numels
         self._is_counted = False
-        self._is_done = False
+        self.found: ProfileNode | None = None
+        """What was reported; None before."""
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """Around a forward pass of optimizer step `step`."""
-        return nullcontext() if self._is_done or step < self._settings.step else self._looking()
+        return nullcontext() if self.found is not None or step < self._settings.step else self._looking()
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -39,9 +40,9 @@ class StepProfile:
         if not self._is_counted:
             self._is_counted = True
             return
-        self._is_done = True
+        self.found = self._profiler.profile()
         title = f"flops profile of step {self._settings.step}, one micro-batch of rank 0"
-        report_profile(self._profiler.profile(), title, self._settings)
+        report_profile(self.found, title, self._settings)
         self._profiler = None
 
 

@@ -131,6 +131,26 @@ def test_unknown_options_of_a_writer_are_refused() -> None:
         load_resolved(tree, world_size=1)
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("checkpoint.writer", "type", "fsat"),
+        ("checkpoint.writer", "data_parallel", "node"),
+        ("checkpoint.writer", "io_buffer_size", "64M"),
+        ("torch_autocast", "lower_precision_safe_modules", ["torch.nn.Linaer"]),
+        ("torch_autocast", "lower_precision_safe_modules", ["Linear"]),
+    ],
+)
+def test_a_value_that_deepspeed_refuses_is_refused(section: str, name: str, value: Any) -> None:
+    assert problems(tree_of(section, {name: value})) == [(f"{section}.{name}", value)]
+
+
+def test_values_that_deepspeed_takes_are_taken() -> None:
+    writer = {"type": "fast", "data_parallel": "Socket", "io_buffer_size": 1024, "decoupled": True}
+    normalise(tree_of("checkpoint", {"writer": writer}))
+    normalise(tree_of("torch_autocast", {"lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.Conv2d"]}))
+
+
 MIXTRAL = {"model_type": "mixtral", "num_experts_per_tok": 2, "hidden_act": "silu"}
 DEEPSEEK = {
     "model_type": "deepseek_v3", "num_experts_per_tok": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,

@@ -63,6 +63,16 @@ def test_an_engine_profiles_the_step_that_its_config_names(stage: int, tmp_path:
         engine.backward(engine(torch.ones(4, 30)).square().mean())
         engine.step()
         assert table.exists() == (step > 2)  # counted in step 2, timed in the pass after
+    profiler = engine.flops_profiler
+    assert (profiler.flops, profiler.macs, profiler.params) == (6400, 3200, 830)
+    assert profiler.get_total_flops(as_string=True) == "6.4 KFLOPs"
+    profiler.start_profile()
+    engine(torch.ones(8, 30))
+    profiler.stop_profile()
+    assert profiler.get_total_flops() == 12800
+    profiler.print_model_aggregated_profile()
+    profiler.end_profile()
+    assert profiler.flops == 6400
     engine.destroy()
     deepspeed.comm.destroy_process_group()
     head, *rows = table.read_text().splitlines()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher import runner
+from deepspeed.launcher.runner import main
 from deepspeed.utils.numa import parse_range_list
 
 HOSTS = {"one": [0, 1, 2, 3], "two": [0, 1, 2, 3]}
@@ -61,3 +62,24 @@ def test_ranges_of_cores_go_up() -> None:
     for text in ("0,2-6,5-9", "8,2-6", "1,6-2", "", "1-", "a"):
         with pytest.raises(ValueError):
             parse_range_list(text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num_nodes 1 -i localhost x.py",
+        "--num_gpus 1 -e localhost x.py",
+        "--num_nodes 2 x.py",
+        "-H {hosts} -i c x.py",
+        "-H {hosts} -i a:3 x.py",
+        "-H {hosts} -i a -e b x.py",
+        "-H {wrong} x.py",
+    ],
+)
+def test_the_launchers_main_raises_value_errors(words: str, tmp_path: Path) -> None:
+    hosts, wrong = tmp_path / "hosts", tmp_path / "wrong"
+    hosts.write_text("a slots=2\nb slots=2\n")
+    wrong.write_text("a 2\n")
+    with pytest.raises(ValueError) as caught:
+        main(words.format(hosts=hosts, wrong=wrong).split())
+    assert caught.value.value  # type: ignore[attr-defined]

@@ -134,10 +134,10 @@ class Attributes(TorchEngine):
 
     @cached_property
     def flops_profiler(self) -> Any:
-        """The counter of operations, which has not been started."""
-        from polyaccel_deepspeed.engine.profiling import FlopsProfiler
+        """The counter of operations: not started, and after the step that the config profiles, with its totals."""
+        from polyaccel_deepspeed.engine.profiling import EngineProfiler
 
-        return FlopsProfiler(self.module)
+        return EngineProfiler(self)
 
     @cached_property
     def checkpoint_engine(self) -> CheckpointEngine:

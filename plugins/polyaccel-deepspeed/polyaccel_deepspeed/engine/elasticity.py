@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from logging import getLogger
 from typing import Any
@@ -76,6 +77,7 @@ def compute_elastic_config(
         raise ElasticityConfigError("the config has no section elasticity", hint='add "elasticity": {...}')
     if not elasticity_enabled(tree):
         raise ElasticityConfigError("elasticity.enabled is not true", hint='write "enabled": true')
+    _require_version(target_deepspeed_version)
     section = _section(tree[ELASTICITY])
     if section.version == 0.1 and section.model_parallel_size > 1:
         raise ElasticityConfigError(
@@ -99,6 +101,17 @@ def compute_elastic_config(
         batch, micro = _of_any(section, world_size)
     found = (batch.train_batch_size, list(batch.world_sizes))
     return (*found, micro) if return_microbatch else found
+
+
+def _require_version(target: str) -> None:
+    """Raise ElasticityError for a version that had no elasticity."""
+    numbers = [int(number) for number in re.findall(r"\d+", target)[:3]]
+    if numbers and numbers < [int(number) for number in MINIMUM_DEEPSPEED_VERSION.split(".")]:
+        raise ElasticityError(
+            f"target_deepspeed_version={target!r} has no elasticity",
+            hint=f"name {MINIMUM_DEEPSPEED_VERSION} or a later one",
+            value=target,
+        )
 
 
 def _of_ranks(batch: ElasticBatch, world_size: int, return_microbatch: bool) -> tuple[Any, ...]:

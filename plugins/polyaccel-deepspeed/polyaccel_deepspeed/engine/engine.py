@@ -20,11 +20,11 @@ from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 from polyaccel_deepspeed.engine.adapters import FusesAdapters
 from polyaccel_deepspeed.engine.attributes import Attributes
+from polyaccel_deepspeed.engine.errors import deepspeeds_errors
 from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
 from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
 from polyaccel_deepspeed.engine.parameters import ParameterOffload
-from polyaccel_deepspeed.engine.save_errors import deepspeeds_errors
 from polyaccel_deepspeed.engine.settings import Settings
 from polyaccel_deepspeed.engine.unmanaged import CallerAccumulates
 from polyaccel_deepspeed.engine.wrappers import wrap
@@ -267,9 +267,10 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Backward passes inside accumulate on this rank; what they left is reduced once, when the block ends.
 
-        Call `step` after it. Raises PolyaccelError where the caller counts micro-batches.
+        Call `step` after it. Raises PolyaccelError where the caller counts micro-batches, and inside `no_sync`.
         """
         self.require_managed("coalesce_grad_reduction")
+        self.require_synced("coalesce_grad_reduction is nested in no_sync, or in itself")
         with self.no_sync():
             yield
         self.zero.begin_backward(reduce=True)

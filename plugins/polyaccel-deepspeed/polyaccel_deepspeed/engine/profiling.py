@@ -10,6 +10,7 @@ from torch import nn
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.observability.profiles import ProfileNode, TableStyle, profile_table, shown
+from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.profiling.profiler import ModuleProfiler, inputs_of_shape, profile_module
 
 
@@ -79,7 +80,7 @@ class FlopsProfiler:
     ) -> None:
         """Print the table of what was seen, or write it to `output_file`; the attributes `flops`, `macs` and `params`
         keep its totals."""
-        self.flops, self.macs, self.params = self.get_total_flops(), self.get_total_macs(), self.get_total_params()
+        self._keep_totals()
         style = TableStyle(depth=module_depth, top=top_modules, detailed=detailed, recomputed=self.recompute_fwd_factor)
         _tell(profile_table(self._seen, f"flops profile of step {profile_step}", style), output_file)
 
@@ -87,11 +88,46 @@ class FlopsProfiler:
         """Print the classes of modules with most operations at each depth."""
         self.print_model_profile(module_depth=module_depth, top_modules=top_modules, detailed=False)
 
+    def _keep_totals(self) -> None:
+        self.flops, self.macs, self.params = self.get_total_flops(), self.get_total_macs(), self.get_total_params()
+
     @property
     def _seen(self) -> ProfileNode:
         if self._profiler is None:
             raise PolyaccelError("nothing was profiled", hint="call start_profile before the forward pass")
         return self._profiler.profile()
+
+
+class EngineProfiler(FlopsProfiler):
+    """`engine.flops_profiler`. Where a script has not started it, it has what the section `flops_profiler` has seen."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        super().__init__(engine.module, engine)
+        self._engine = engine
+
+    def _keep_totals(self) -> None:
+        pass  # they are properties
+
+    @property
+    def _seen(self) -> ProfileNode:
+        if self._profiler is None and self._engine.profile is not None:
+            return self._engine.profile
+        return super()._seen
+
+    @property
+    def flops(self) -> Any:
+        """Operations of the forward passes."""
+        return self.get_total_flops()
+
+    @property
+    def macs(self) -> Any:
+        """Multiplications with their additions."""
+        return self.get_total_macs()
+
+    @property
+    def params(self) -> Any:
+        """Parameters of the model."""
+        return self.get_total_params()
 
 
 def get_model_profile(

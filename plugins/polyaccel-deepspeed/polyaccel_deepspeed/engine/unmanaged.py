@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from polyaccel.errors import PolyaccelError
 from polyaccel.torch.engine.torch_engine import TorchEngine
+from polyaccel_deepspeed.engine.errors import WrongCall
 
 
 class CallerAccumulates(TorchEngine):
@@ -36,6 +37,7 @@ class CallerAccumulates(TorchEngine):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As `TorchEngine.step`; an update at each call where the caller accumulates."""
+        self.require_synced("step was called inside no_sync")
         samples, calls, self._backward_calls = self.global_samples, self._backward_calls, 0
         if not self._is_unmanaged:
             super().step(lr_kwargs)
@@ -56,8 +58,18 @@ class CallerAccumulates(TorchEngine):
     def require_managed(self, name: str) -> None:
         """Raise PolyaccelError where the caller accumulates, whose boundary is `step`."""
         if self._is_unmanaged:
-            raise PolyaccelError(
+            raise WrongCall(
                 f"{name} was called, and managed_gradient_accumulation is false",
                 hint="call engine.step() where an accumulation ends",
                 value=name,
             )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As `TorchEngine.no_sync`."""
+        self.require_synced("no_sync is nested in no_sync")
+        return super().no_sync()
+
+    def require_synced(self, what: str) -> None:
+        """Raise PolyaccelError inside `no_sync`, where `what` may not be."""
+        if not self._passes.reduce:
+            raise WrongCall(what, hint="leave the no_sync block first")

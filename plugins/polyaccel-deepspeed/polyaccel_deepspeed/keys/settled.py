@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from importlib import import_module
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from polyaccel.config.keys import parent_of, value_of
 from polyaccel.errors import Problem
@@ -21,6 +22,20 @@ _Positive = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1)] | None
 _Attribute = Annotated[str, Field(pattern=r"^[^.]+$")] | None
 _Table = dict[str, Any] | None
+
+
+def _importable(name: str) -> str:
+    """A class by its dotted name. Raises ValueError where there is none, as for DeepSpeed."""
+    module, _, last = name.rpartition(".")
+    try:
+        getattr(import_module(module), last)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name} is no class: {error}") from error
+    return name
+
+
+_Class = Annotated[str, AfterValidator(_importable)]
+_Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
 Preset = Literal["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_5_moe", "minimax_m3"]
 
 
@@ -57,7 +72,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored(
         "torch_autocast",
         "gradients of every module travel in communication_data_type, by default in float32",
-        {"lower_precision_safe_modules": (None, list[str] | None)},
+        {"lower_precision_safe_modules": (None, list[_Class] | None)},
     ),
     Ignored(
         "autotuning",
@@ -224,6 +239,35 @@ NEVER: tuple[Never, ...] = (
 """All keys that are refused for good; a tuple lists several values that ask for nothing."""
 
 SWITCHES = tuple(dict.fromkeys(one.switch for one in NEVER if one.switch is not None))
+
+
+WRITER: Mapping[str, Any] = {
+    "data_parallel": Annotated[Literal["REPLICA", "SOCKET", "MACHINE"], _Upper] | None,
+    "decoupled": bool | None,
+    "io_buffer_double": bool | None,
+    "io_buffer_size": _Positive | None,
+    "io_multiplier": _Positive | None,
+    "show_statistics": bool | None,
+    "type": Annotated[Literal["MOCK", "PYTHON", "FAST"], _Upper] | None,
+}
+"""Types of the values of `checkpoint.writer`."""
+
+
+def wrong_writer(tree: Tree) -> list[Problem]:
+    """The values in `checkpoint.writer` that DeepSpeed refuses."""
+    writer = value_of(tree, "checkpoint.writer")
+    found = writer if isinstance(writer, Mapping) else {}
+    return [
+        Problem(f"checkpoint.writer.{name}", found[name], "is not a value of this key", _choices(kind))
+        for name, kind in WRITER.items()
+        if name in found and not _is_one(found[name], kind)
+    ]
+
+
+def _choices(kind: Any) -> str:
+    """What a key takes, for a hint."""
+    names = [one for part in get_args(kind) for choice in get_args(part)[:1] for one in get_args(choice)]
+    return f"use one of {', '.join(names)}" if names else "leave it out: it has no effect"
 
 
 def settle(tree: Tree) -> tuple[list[Change], list[Problem]]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from polyaccel.config.keys import parent_of, value_of
 from polyaccel_deepspeed.change import Change, Tree
+from polyaccel_deepspeed.keys.settled import WRITER
 
-_WRITER_OPTIONS = ("data_parallel", "io_buffer_double", "io_buffer_size", "io_multiplier", "show_statistics", "type")
 UNMANAGED = "managed_gradient_accumulation"
 
 
@@ -56,7 +56,7 @@ def _writer(tree: Tree) -> Iterator[Change]:
     if name not in table or not (writer is None or isinstance(writer, Mapping)):
         return
     del table[name]
-    left = {key: value for key, value in (writer or {}).items() if key not in (*_WRITER_OPTIONS, "decoupled")}
+    left = {key: value for key, value in (writer or {}).items() if key not in WRITER}
     if left:
         table[name] = left  # for polyaccel to refuse by name
     if writer:

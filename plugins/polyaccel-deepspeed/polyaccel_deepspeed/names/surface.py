@@ -115,7 +115,7 @@ _PUBLIC: dict[str, Module] = {
         "The launcher.",
         yes("polyaccel_deepspeed.launcher", "DEEPSPEED_ENVIRONMENT_NAME")
         | yes("polyaccel_deepspeed.hosts", DLTS_HOSTFILE="DEFAULT_HOSTFILE")
-        | yes(sets.COMMANDS, main="launch")
+        | yes(sets.COMMANDS, main="launch_or_raise")
         | yes(
             "polyaccel_deepspeed.resources",
             *("apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile", "parse_inclusion_exclusion"),
@@ -204,7 +204,8 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.runtime.lr_schedules": Module(
         "Learning rates.",
-        yes("polyaccel.engine.lr_schedules", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
+        yes("polyaccel.engine.lr_schedules", "LRRangeTest")
+        | yes("polyaccel_deepspeed.engine.schedules", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
         | yes("polyaccel_deepspeed.config", "VALID_LR_SCHEDULES")
         | SCHEDULE_CONSTANTS
         | never("schedules by command-line arguments", "add_tuning_arguments", "get_config_from_args"),

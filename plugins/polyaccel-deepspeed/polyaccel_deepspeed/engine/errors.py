@@ -1,4 +1,4 @@
-"""Errors of `save_checkpoint` that are what DeepSpeed raises, too."""
+"""Errors that are what DeepSpeed raises, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyaccel.errors import CheckpointError
+from polyaccel.errors import CheckpointError, PolyaccelError
+
+
+class WrongCall(PolyaccelError, AssertionError):
+    """A call in a place where it may not be."""
 
 
 class TagMismatch(CheckpointError, AssertionError):
