@@ -126,7 +126,8 @@ def initialize(
         mesh_param: (data-parallel ranks, sequence-parallel ranks), for a model that shards its sequences itself.
         config_params: DeepSpeed's older name of `config`.
         params: For JAX: pytree of the function's parameters, whose floating leaves are trained; a list of pytrees for a
-            list of functions; or a flax `TrainState`, of which all is taken, its steps and optimizer states too.
+            list of functions; or a flax `TrainState`, of which all is taken, its steps and optimizer states too. Or a
+            module of nnx or equinox, or a dict of them: the function is then `fn(module, batch, rng)`.
         state: For JAX: pytree of arrays that the function carries, such as running statistics, counters and random
             keys. The function is then `fn(params, state, batch, rng)` and returns (loss, new state), or (loss, (new
             state, auxiliary output)). The engine replaces the state after each micro-batch; `engine.state` is its

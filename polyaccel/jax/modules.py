@@ -3,7 +3,8 @@
 The batch is passed as to a module of torch: a mapping as named arguments, a tuple or list as positional ones, anything
 else as the one argument; it returns its loss, or (loss, auxiliary output). The module is in training mode where there
 is a random key, and in evaluation mode elsewhere, by its own switch (`model.eval()` of nnx, `inference_mode` of
-equinox) and by arguments like `train`. Its repeated blocks are units (`polyaccel.jax.program.module_units`). Its state
+equinox) and by arguments like `train`. A function may get the module in place of parameters (`FunctionOfModule`), as
+losses of nnx and equinox do. Its repeated blocks are units (`polyaccel.jax.program.module_units`). Its state
 is carried (`polyaccel.jax.program.carried`): collections of linen other than "params", variables of nnx that are not
 `Param` or random, and `equinox.nn.State`.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,11 +26,50 @@ from polyaccel.jax.program.module_calls import LinenStreams, ModuleCall, missing
 from polyaccel.jax.program.module_units import blocks_of, equinox_with_units, linen_interceptor, nnx_with_units
 
 
+@dataclass(frozen=True)
+class FunctionOfModule:
+    """A function `fn(module, batch, rng)`, and the module of nnx or equinox, or the modules, that it gets."""
+
+    function: Any
+    module: Any
+
+
+def function_of_module(model: Any, params: Any) -> tuple[Any, Any]:
+    """Return model and params, with a function and the module that is its params as one `FunctionOfModule`."""
+    nnx = sys.modules.get("flax.nnx")
+    is_function = callable(model) and _library_of(model) is None
+    if not is_function or params is None:
+        return model, params
+    has_optimizer = nnx is not None and isinstance(params, nnx.ModelAndOptimizer)
+    return (FunctionOfModule(model, params), None) if has_optimizer or _library_of(params) else (model, params)
+
+
+def _library_of(module: Any) -> str | None:
+    """The library of a module, or of a collection of modules, that has its parameters inside."""
+    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    if nnx is not None:
+        own = list(module.values()) if isinstance(module, dict) else module
+        own = list(own) if isinstance(own, (list, tuple)) else [own]
+        if own and all(isinstance(one, nnx.Module) for one in own):
+            return "nnx"
+    if equinox is not None:
+
+        def is_module(node: Any) -> bool:
+            return isinstance(node, equinox.Module)
+
+        if any(map(is_module, jax.tree.leaves(module, is_leaf=is_module))):
+            return "equinox"
+    return None
+
+
 def as_function(model: Any, params: Any, state: Any = None, *, with_units: bool = True) -> tuple[LossFn, Any, Any]:
     """Return function, parameters and state of `model`, whose repeated blocks are units `with_units`.
 
     flax.linen needs `params` from `model.init`. With state the function is `fn(params, state, batch, rng)`.
     """
+    if isinstance(model, FunctionOfModule):
+        convert = _from_nnx if _library_of(model.module) == "nnx" else _from_equinox
+        return convert(model.module, params, state, with_units, model.function)
     kind = type(model).__name__
     for package, name, convert in _KINDS:
         loaded = sys.modules.get(package)
@@ -59,21 +100,34 @@ def as_function(model: Any, params: Any, state: Any = None, *, with_units: bool 
 
 def trained_part(model: Any, params: Any) -> Any:
     """Return the trained arrays of a module that has its own, else `params`."""
-    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
-    if nnx is not None and params is None and isinstance(model, nnx.Module):
-        return nnx.state(model, nnx.Param)
-    if equinox is not None and params is None and isinstance(model, equinox.Module):
+    if params is not None:
+        return params
+    model = model.module if isinstance(model, FunctionOfModule) else model
+    library = _library_of(model)
+    if library == "nnx":
+        from flax import nnx
+
+        return nnx.split(model, nnx.Param, ...)[1]
+    if library == "equinox":
+        import equinox
+
         return equinox.filter(model, equinox.is_inexact_array)
-    return params
+    return None
 
 
 def with_params(model: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a module of nnx or equinox whose trained arrays `convert` has made; others as they are."""
-    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
-    if nnx is not None and isinstance(model, nnx.Module):
+    if isinstance(model, FunctionOfModule):
+        return replace(model, module=with_params(model.module, convert))
+    library = _library_of(model)
+    if library == "nnx":
+        from flax import nnx
+
         graph, own, rest = nnx.split(model, nnx.Param, ...)
         return nnx.merge(graph, convert(own), rest)
-    if equinox is not None and isinstance(model, equinox.Module):
+    if library == "equinox":
+        import equinox
+
         own, rest = equinox.partition(model, equinox.is_inexact_array)
         return equinox.combine(convert(own), rest)
     return model
@@ -143,13 +197,17 @@ def _from_linen(model: Any, params: Any, state: Any, with_units: bool) -> tuple[
     return carrying, params, state
 
 
-def _from_nnx(model: Any, params: Any, state: Any, with_units: bool) -> tuple[LossFn, Any, Any]:
+def _from_nnx(model: Any, params: Any, state: Any, with_units: bool, function: Any = None) -> tuple[LossFn, Any, Any]:
     from flax import nnx
 
     _require_own(params, state)
-    model.eval()
+    modules = list(model.values()) if isinstance(model, dict) else model
+    modules = modules if isinstance(modules, (list, tuple)) else [modules]
+    for module in modules:
+        module.eval()
     still, *_ = nnx.split(model, nnx.Param, nnx.RngState, ...)
-    model.train()
+    for module in modules:
+        module.train()
     moving, trained, rest, others = nnx.split(model, nnx.Param, nnx.RngState, ...)
     # whose paths are the names of layers, without the variables around the arrays
     named, carried = nnx.to_pure_dict(trained), nnx.to_pure_dict(others)
@@ -160,7 +218,7 @@ def _from_nnx(model: Any, params: Any, state: Any, with_units: bool) -> tuple[Lo
     of_params, of_state = jax.tree.structure(trained), jax.tree.structure(others)
     leaves, structure = jax.tree.flatten(rest)
     is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    of_call = ModuleCall(type(model))
+    call = _call_of(model, function)
 
     def run(params: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
         drawn = [
@@ -170,9 +228,8 @@ def _from_nnx(model: Any, params: Any, state: Any, with_units: bool) -> tuple[Lo
         graph = still if rng is None else moving
         variables = jax.tree.unflatten(of_params, jax.tree.leaves(params))
         kept = jax.tree.unflatten(of_state, jax.tree.leaves(state))
-        args, named = of_call.arguments(batch, trains=rng is not None)
         merged = nnx_with_units(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn), kept), blocks)
-        found = merged(*args, **named)
+        found = call(merged, batch, rng)
         return found, nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))))
 
     if not jax.tree.leaves(carried):
@@ -180,7 +237,24 @@ def _from_nnx(model: Any, params: Any, state: Any, with_units: bool) -> tuple[Lo
     return lambda params, state, batch, rng: with_new_state(*run(params, state, batch, rng)), named, carried
 
 
-def _from_equinox(model: Any, params: Any, state: Any, with_units: bool) -> tuple[LossFn, Any, Any]:
+def _call_of(model: Any, function: Any) -> Callable[[Any, Any, Any], Any]:
+    """(module, batch, rng) -> what the function gives, or without one the module's own call."""
+    if function is not None:
+        _require_arguments(function, None)
+        found: Callable[[Any, Any, Any], Any] = function
+        return found
+    of_call = ModuleCall(type(model))
+
+    def call(module: Any, batch: Any, rng: Any) -> Any:
+        args, named = of_call.arguments(batch, trains=rng is not None)
+        return module(*args, **named)
+
+    return call
+
+
+def _from_equinox(
+    model: Any, params: Any, state: Any, with_units: bool, function: Any = None
+) -> tuple[LossFn, Any, Any]:
     import equinox
 
     _require_own(params, None)
@@ -195,6 +269,16 @@ def _from_equinox(model: Any, params: Any, state: Any, with_units: bool) -> tupl
     arrays, moving = equinox.partition(model, equinox.is_inexact_array)
     _, still = equinox.partition(equinox.nn.inference_mode(model), equinox.is_inexact_array)
     blocks = blocks_of(arrays) if with_units else ()
+
+    def combined(params: Any, rng: Any) -> Any:
+        return equinox_with_units(equinox.combine(params, still if rng is None else moving), blocks)
+
+    if function is not None:
+        _require_arguments(function, state)
+        if state is None:
+            return lambda params, batch, rng: function(combined(params, rng), batch, rng), arrays, None
+        carrying = lambda params, state, batch, rng: function(combined(params, rng), state, batch, rng)  # noqa: E731
+        return carrying, arrays, state
     of_call = ModuleCall(type(model))
     if state is not None and "state" not in of_call.names:
         raise PolyaccelError(
@@ -207,15 +291,14 @@ def _from_equinox(model: Any, params: Any, state: Any, with_units: bool) -> tupl
     def run(params: Any, carried: Mapping[str, Any], batch: Any, rng: Any) -> Any:
         key = {"key": rng} if "key" in of_call.names else {}
         args, named = of_call.arguments(batch, trains=rng is not None, **key, **carried)
-        static = still if rng is None else moving
-        return equinox_with_units(equinox.combine(params, static), blocks)(*args, **named)
+        return combined(params, rng)(*args, **named)
 
     if state is None:
         return lambda params, batch, rng: run(params, {}, batch, rng), arrays, None
     return lambda params, state, batch, rng: run(params, {"state": state}, batch, rng), arrays, state
 
 
-_KINDS: tuple[tuple[str, str, Callable[[Any, Any, Any, bool], tuple[LossFn, Any, Any]]], ...] = (
+_KINDS: tuple[tuple[str, str, Callable[..., tuple[LossFn, Any, Any]]], ...] = (
     ("flax.linen", "Module", _from_linen),
     ("flax.nnx", "Module", _from_nnx),
     ("equinox", "Module", _from_equinox),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,11 @@ def require_only_params(params: Any) -> None:
         elif _is_of_optax(node):
             hint += ", and the transformation as optimizer=, whose states the engine makes"
             what = "a state of an optax transformation"
+        elif _is_other_variable(node):
+            hint = (
+                "pass the module as params=, and fn(module, batch, rng) as model=; or nnx.split(module, nnx.Param, ...)"
+            )
+            what = "a variable of nnx other than nnx.Param"
         else:
             hint += f" ({place}['params']), and the others as state={{'batch_stats': {place}['batch_stats']}}"
             what = "variables with running statistics (batch_stats)"
@@ -58,7 +64,12 @@ def require_only_params(params: Any) -> None:
 
 def _is_state(node: Any) -> bool:
     has_statistics = isinstance(node, Mapping) and "params" in node and "batch_stats" in node
-    return has_statistics or _has(node, "opt_state") or _is_of_optax(node)
+    return has_statistics or _has(node, "opt_state") or _is_of_optax(node) or _is_other_variable(node)
+
+
+def _is_other_variable(node: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
 
 
 def _has(node: Any, name: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from polyaccel.checkpoint.convert.trees import ENGINE, OPTAX, OPTIMIZER, packed, unpacked
 from polyaccel.errors import PolyaccelError
+from polyaccel.jax.modules import FunctionOfModule, function_of_module
 from polyaccel.jax.optax_optimizer import OptaxOptimizer, TransformationOptimizer
 from polyaccel.jax.optax_whole import WholeStates
 from polyaccel.jax.pytree import path_name
@@ -98,6 +99,7 @@ def taken_apart(model: Any, params: Any, state: Any, optimizer: Any) -> Parts:
 
     Raises PolyaccelError for a training state that has taken steps and gets another transformation.
     """
+    model, params = function_of_module(model, params)
     model, optimizer, begun = _of_nnx(model, optimizer)
     if _is_train_state(params):
         whole, params = params, params.params
@@ -118,6 +120,9 @@ def _of_nnx(model: Any, optimizer: Any) -> tuple[Any, Any, Begun | None]:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return model, optimizer, None
+    if isinstance(model, FunctionOfModule):
+        module, *found = _of_nnx(model.module, optimizer)
+        return replace(model, module=module), *found
     if isinstance(model, nnx.ModelAndOptimizer):
         whole, model = model, model.model
         return model, *_of_optimizer(nnx, model, whole, optimizer)

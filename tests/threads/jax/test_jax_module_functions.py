@@ -1,0 +1,138 @@
+"""A loss function that takes a module of nnx or equinox trains on an engine as in the library's own loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("equinox")
+pytest.importorskip("flax")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import polyaccel
+from polyaccel.errors import ShardingError
+from polyaccel.testkit.ranks.threads import run_threads
+
+CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 40}}
+STEPS = 3
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.norm(x))
+
+
+def batch_of(step: int) -> dict[str, Any]:
+    draw = np.random.default_rng(step)
+    return {"x": draw.standard_normal((8, 4)).astype("f"), "y": draw.standard_normal((8, 1)).astype("f")}
+
+
+def loss_of_nnx(module: Any, batch: Any, rng: Any = None) -> Any:
+    return jnp.square(module(batch["x"]) - batch["y"]).mean()
+
+
+def loss_of_equinox(module: Any, batch: Any, rng: Any = None) -> Any:
+    return jnp.square(jax.vmap(module)(batch["x"]) - batch["y"]).mean()
+
+
+def plain_nnx() -> tuple[list[float], Any]:
+    module = Normed(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, optax.adamw(0.02, weight_decay=0.5), wrt=nnx.Param)
+    losses = []
+    for step in range(STEPS):
+        loss, gradients = nnx.value_and_grad(loss_of_nnx)(module, batch_of(step))
+        optimizer.update(module, gradients)
+        losses.append(float(loss))
+    return losses, nnx.to_pure_dict(nnx.state(module))
+
+
+def plain_equinox() -> tuple[list[float], Any]:
+    module = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
+    transformation = optax.adamw(0.02)
+    state = transformation.init(eqx.filter(module, eqx.is_inexact_array))
+    losses = []
+    for step in range(STEPS):
+        loss, gradients = eqx.filter_value_and_grad(loss_of_equinox)(module, batch_of(step))
+        updates, state = transformation.update(gradients, state, eqx.filter(module, eqx.is_inexact_array))
+        module = eqx.apply_updates(module, updates)
+        losses.append(float(loss))
+    return losses, eqx.filter(module, eqx.is_inexact_array)
+
+
+@pytest.mark.parametrize("given", ["Optimizer", "ModelAndOptimizer", "optax"])
+def test_a_loss_of_nnx_trains_its_module(given: str) -> None:
+    def train(ranks: Any) -> None:
+        module, recipe = Normed(nnx.Rngs(0)), optax.adamw(0.02, weight_decay=0.5)
+        arguments = {
+            "Optimizer": lambda: {"params": module, "optimizer": nnx.Optimizer(module, recipe, wrt=nnx.Param)},
+            "ModelAndOptimizer": lambda: {"params": nnx.ModelAndOptimizer(module, recipe, wrt=nnx.Param)},
+            "optax": lambda: {"params": module, "optimizer": recipe},
+        }[given]()
+        engine = polyaccel.initialize(model=loss_of_nnx, config=CONFIG, **arguments)
+        losses = [float(engine.train_batch(batch_of(step))) for step in range(STEPS)]
+        nnx.update(module, engine.params)
+        nnx.update(module, engine.state)
+        engine.destroy()
+        np.testing.assert_allclose(losses, wanted[0], rtol=1e-6)
+        found = nnx.to_pure_dict(nnx.state(module))
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6), found, wanted[1])
+
+    wanted = plain_nnx()
+    run_threads(1, train)
+
+
+def test_a_loss_of_equinox_trains_its_module_on_ranks() -> None:
+    def train(ranks: Any) -> None:
+        module = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
+        engine = polyaccel.initialize(model=loss_of_equinox, params=module, optimizer=optax.adamw(0.02), config=CONFIG)
+        half = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+        for step in range(STEPS):
+            engine.train_batch({name: part[half] for name, part in batch_of(step).items()})
+        found = jax.tree.leaves(engine.params)
+        trained = eqx.combine(engine.params, module)
+        assert trained(jnp.ones(4)).shape == (1,)
+        engine.destroy()
+        for one, other in zip(found, jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+    _, wanted = plain_equinox()
+    run_threads(2, train)
+
+
+def test_several_modules_train_together() -> None:
+    def train(ranks: Any) -> None:
+        modules = {"first": Normed(nnx.Rngs(0)), "second": Normed(nnx.Rngs(1))}
+        engine = polyaccel.initialize(
+            model=lambda modules, batch, rng: jnp.square(modules["first"](batch) + modules["second"](batch)).mean(),
+            params=modules,
+            optimizer=optax.sgd(0.1),
+            config=CONFIG,
+        )
+        losses = [float(engine.train_batch(batch_of(0)["x"])) for _ in range(STEPS)]
+        assert losses[-1] < losses[0]
+        assert engine.state.keys() == engine.params.keys() == modules.keys()
+        engine.destroy()
+
+    run_threads(1, train)
+
+
+def test_statistics_of_nnx_are_no_parameters() -> None:
+    def build(ranks: Any) -> None:
+        with pytest.raises(ShardingError) as error:
+            polyaccel.initialize(
+                model=loss_of_nnx, params=nnx.state(Normed(nnx.Rngs(0))), optimizer=optax.sgd(0.1), config=CONFIG
+            )
+        assert error.value.value == "BatchStat"
+
+    run_threads(1, build)
