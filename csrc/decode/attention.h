@@ -69,8 +69,11 @@ static inline void mix_some(const pa_attention* p, int64_t slot, int64_t h, int6
     for (int64_t first = 0, page = 0; first < count; first += p->page, page++) {
         const T* value = in_page<T>(p, slot, page, p->values, h) + i;
         const int64_t last = smaller(first + p->page, count);
+        const T* const next = h + 1 < p->key_heads ? in_page<T>(p, slot, page, p->keys, h + 1) : value;
         for (int64_t t = first; t < last; t++, value += p->head) {
             const lanes share = shares[t] - (lanes){};
+            for (int line = 0; line < COUNT * LANES * (int)sizeof(T); line += 64)
+                __builtin_prefetch((const char*)(next + (t - first) * p->head + i) + line, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < COUNT; c++) sums[c] = fused(share, widened(value + c * LANES), sums[c]);
         }
