@@ -1,12 +1,10 @@
 """Weights of linear layers as int8 or int4 with a scale for each group of a row.
 
 [Note: Weights in groups]
-A row has one scale for every `group_size` inputs; its last group may be shorter. The scale is the largest magnitude of
-the group over 127 (7 with 4 bits), in float32, so that a weight differs from its original by half a scale at most. The
-layer keeps its class and its forward, which finds the weight of a product under the old name, computed again in each
-pass. Groups are plain attributes: the engine neither shards nor saves them. A weight that another module has too stays
-as it is. The bytes lie as the decoder's kernel reads them, which [Note: Packed groups] in csrc/decode/grouped.h
-describes.
+A row has one scale for every `group_size` inputs: the step of [Note: Integers in groups] in integer_groups. The layer
+keeps its class and its forward, which finds the weight of a product under the old name, computed again in each pass.
+Groups are plain attributes: the engine neither shards nor saves them. A weight that another module has too stays as it
+is. The bytes lie as the decoder's kernel reads them, which [Note: Packed groups] in csrc/decode/grouped.h describes.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.ops.decode import PackedWeight
+from polyaccel.torch.integer_groups import in_groups, integers, magnitudes, steps_of
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
 from polyaccel.torch.tensor_parallel.layers import become
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
-_LARGEST = {8: 127, 4: 7}
 _PACKED = 16
 _IN_UNIT = 4
 _MATRIX = 2
@@ -38,12 +36,11 @@ class GroupedWeight:
         self._is_transposed, self._dtype = is_transposed, weight.dtype
         outputs, inputs = rows.shape
         size = min(group_size, inputs)
-        groups = functional.pad(rows, (0, -inputs % size, 0, -outputs % _PACKED)).view(-1, -(-inputs // size), size)
-        scales = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
-        steps = groups / torch.where(scales == 0, 1.0, scales)
-        values = steps.round_().clamp_(-_LARGEST[bits], _LARGEST[bits]).to(torch.int8)
-        by_block = scales.view(-1, _PACKED, groups.shape[1]).transpose(1, 2).contiguous()
-        self.packed = PackedWeight(_packed(values, bits), by_block, outputs, inputs, size, bits)
+        groups = in_groups(functional.pad(rows, (0, 0, 0, -outputs % _PACKED)), size)
+        largest = magnitudes(groups)
+        by_block = steps_of(largest, bits).view(-1, _PACKED, groups.shape[1]).transpose(1, 2).contiguous()
+        codes = _packed(integers(groups, largest, bits), bits)
+        self.packed = PackedWeight(codes, by_block, outputs, inputs, size, bits)
 
     @property
     def nbytes(self) -> int:

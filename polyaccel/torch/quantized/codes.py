@@ -2,12 +2,10 @@
 
 [Note: Codes of frozen weights]
 A row is cut into groups of `group_size` inputs; its last group may be shorter. The scale of a group is its largest
-magnitude, in float32. A code stands for a level between -1 and 1, the nearest one to a weight over its scale:
-
-- `nf4`: 16 levels, quantiles of a normal distribution (arXiv 2305.14314, appendix E), two codes a byte, the first in
-  the high bits;
-- `int4`: the 15 levels -7/7 to 7/7, two codes a byte;
-- `int8`: the 255 levels -127/127 to 127/127, as int8.
+magnitude, in float32. `int8` and `int4` have the integers of [Note: Integers in groups] in integer_groups, the second
+plus 7. A code of `nf4` stands for the level between -1 and 1 that is nearest to a weight over its scale: one of 16,
+quantiles of a normal distribution (arXiv 2305.14314, appendix E). Of 4 bits two codes are a byte, the first in the high
+bits.
 
 Double quantisation holds the scales of a row as a byte each. The least one of 256 scales and a 255th of their span are
 in float32. Floats are stored as int32 with the same bits: no engine converts integers to the type of its parameters.
@@ -25,20 +23,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.integer_groups import MOST, in_groups, integers, magnitudes, steps_of
 
-LEVELS = {
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-    "int4": tuple(step / 7 for step in range(-7, 8)),
-}  # fmt: skip
-"""The levels of 4-bit codes, ascending."""
-DTYPES = (*LEVELS, "int8")
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The levels of `nf4`, ascending."""
+_BITS = {"int4": 4, "int8": 8}
+DTYPES = ("nf4", *_BITS)
 SCALES_A_SPAN = 256
 """Scales that share a least one and a step, under double quantisation."""
-_LARGEST = 127
 _STEPS = 255
 
 
@@ -96,22 +92,21 @@ class CodeFormat(WeightFormat):
                 hint="load the weights of a model of the same sizes",
                 value=tuple(weight.shape),
             )
-        rows = weight.detach().float()
-        grouped = functional.pad(rows, (0, self.groups * self.size - self.columns)).view(self.rows, self.groups, -1)
-        scales = grouped.abs().amax(-1)
-        stored = self._stored(scales)
-        scales = self.scales(stored)
-        grouped = grouped / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
-        units = grouped.flatten(1)[:, : self.columns].contiguous()
-        return self._codes(units), *stored
-
-    def _codes(self, units: Tensor) -> Tensor:
+        groups = in_groups(weight.detach().float(), self.size)
+        stored = self._stored(magnitudes(groups))
+        codes = self._codes(groups, self.scales(stored)).flatten(1)[:, : self.columns].contiguous()
         if self.dtype == "int8":
-            return (units * _LARGEST).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-        levels = _levels(self.dtype, units.device)
-        codes = torch.bucketize(units, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+            return codes, *stored
         codes = functional.pad(codes, (0, self.columns % 2))
-        return codes[:, 0::2] << 4 | codes[:, 1::2]
+        return codes[:, 0::2] << 4 | codes[:, 1::2], *stored
+
+    def _codes(self, groups: Tensor, scales: Tensor) -> Tensor:
+        if self.dtype in _BITS:
+            found = integers(groups, scales, _BITS[self.dtype])
+            return found if self.dtype == "int8" else (found + MOST[4]).to(torch.uint8)
+        levels = _levels(groups.device)
+        units = groups / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
+        return torch.bucketize(units, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
 
     def _stored(self, scales: Tensor) -> tuple[Tensor, ...]:
         if not self.double_quant:
@@ -134,8 +129,10 @@ class CodeFormat(WeightFormat):
         """Return the matrix as `dtype`, computed in float32."""
         codes, *others = stored
         scales = self.scales(others).unsqueeze(-1)
+        if self.dtype in _BITS:
+            scales = steps_of(scales, _BITS[self.dtype])
         if self.dtype == "int8":
-            units, scales = codes.float(), scales / _LARGEST
+            units = codes.float()
         else:
             pairs = _pairs(self.dtype, codes.device)
             units = pairs.index_select(0, codes.flatten().int()).view(self.rows, -1)[:, : self.columns]
@@ -168,16 +165,15 @@ def _as_int(floats: Tensor) -> Tensor:
 _TABLES: dict[tuple[str, str, torch.device], Tensor] = {}
 
 
-def _levels(dtype: str, device: torch.device) -> Tensor:
-    return _table("levels", dtype, device, lambda: torch.tensor(LEVELS[dtype]))
+def _levels(device: torch.device) -> Tensor:
+    return _table("levels", "nf4", device, lambda: torch.tensor(LEVELS))
 
 
 def _pairs(dtype: str, device: torch.device) -> Tensor:
-    """The two levels of each byte: one look-up gives both."""
+    """What each byte stands for, two levels or two integers: one look-up gives both."""
 
     def make() -> Tensor:
-        levels = torch.zeros(16)
-        levels[: len(LEVELS[dtype])] = torch.tensor(LEVELS[dtype])
+        levels = torch.tensor(LEVELS) if dtype == "nf4" else torch.arange(16.0) - MOST[4]
         return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1)
 
     return _table("pairs", dtype, device, make)

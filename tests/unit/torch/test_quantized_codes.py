@@ -10,6 +10,7 @@ import torch
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.quantized.codes import DTYPES, LEVELS, CodeFormat
+from polyaccel.torch.weight_groups import GroupedWeight
 
 OFFSET = 0.9677083
 """The largest probability of NF4: the mean of 1 - 1/30 and 1 - 1/32."""
@@ -24,7 +25,8 @@ def matrix(rows: int = 5, columns: int = 45) -> torch.Tensor:
 
 
 def levels_of(dtype: str) -> np.ndarray:
-    return np.arange(-127, 128) / 127 if dtype == "int8" else np.array(LEVELS[dtype])
+    most = {"int8": 127, "int4": 7}.get(dtype)
+    return np.array(LEVELS) if most is None else np.arange(-most, most + 1) / most
 
 
 def codes_of(form: CodeFormat, stored: torch.Tensor) -> np.ndarray:
@@ -40,7 +42,7 @@ def test_nf4_has_the_quantiles_of_a_normal_distribution() -> None:
     above = [quantile(p) for p in np.linspace(OFFSET, 0.5, 9)[:-1]]
     below = [-quantile(p) for p in np.linspace(OFFSET, 0.5, 8)[:-1]]
     wanted = np.array(sorted([*above, *below, 0.0])) / max(above)
-    np.testing.assert_allclose(LEVELS["nf4"], wanted, atol=1e-6)
+    np.testing.assert_allclose(LEVELS, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 64])
@@ -67,6 +69,14 @@ def test_codes_and_scales_are_those_of_the_reference(dtype: str, double: bool, s
             distances = np.abs(levels - unit)
             assert distances[codes[row, column]] <= distances.min() + 1e-6
             assert found[row, column] == pytest.approx(levels[codes[row, column]] * scale, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("int8", 8), ("int4", 4)])
+def test_training_and_inference_have_the_same_integers(dtype: str, bits: int) -> None:
+    weight = matrix()
+    form = CodeFormat(dtype, 16, False, *weight.shape)
+    decoded = form.decode(form.encode(weight), torch.float32)
+    assert torch.equal(GroupedWeight(weight, 16, bits=bits).weight(), decoded)
 
 
 def test_what_is_stored_is_small_and_of_integers() -> None:
