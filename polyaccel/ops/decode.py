@@ -52,7 +52,7 @@ class DecodeGroupedFn(Protocol):
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Where the keys and values of a layer are, as [Note: Pages of keys and values] in csrc/decode/attention.h has it."""
+    """Where a layer's keys and values are: see [Note: Pages of keys and values] in csrc/decode/attention.h."""
 
     table: Any
     """Int64, shape (slots, pages of a slot): addresses of pages, zero where there is none."""

@@ -118,13 +118,21 @@ def set_scratch(call: CGrouped, weight: PackedWeight, rows: int, scratch: Tensor
     call.steps = call.step_sums + 4 * rows * groups
 
 
-def attention_call(
-    pages: LayerPages, turns: tuple[Tensor, Tensor] | None, heads: int, scale: float
-) -> CAttention:
+def attention_call(pages: LayerPages, turns: tuple[Tensor, Tensor] | None, heads: int, scale: float) -> CAttention:
     """The structure of attention over a cache, without new tokens."""
     rotated = 0 if turns is None else turns[0].shape[-1]
     call = CAttention(type=TYPES[pages.dtype], scale=scale, pages=pages.table.data_ptr())
-    sizes = (pages.tokens, pages.table.shape[1], pages.keys, pages.values, 0, heads, pages.key_heads, pages.head, rotated)
+    sizes = (
+        pages.tokens,
+        pages.table.shape[1],
+        pages.keys,
+        pages.values,
+        0,
+        heads,
+        pages.key_heads,
+        pages.head,
+        rotated,
+    )
     for name, value in zip((*_PAGES, *_SIZES), sizes, strict=True):
         setattr(call, name, value)
     if turns is not None:

@@ -32,8 +32,8 @@ from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
 
 log = getLogger(__name__)
-_OF_ONE_MODEL = ("tensor", "sequence", "expert")
-"""Axes whose ranks compute one model together, in calls that all of them make."""
+_OF_ONE_PASS = ("sequence", "expert")
+"""Axes whose ranks exchange tokens inside the module's own passes."""
 
 
 class Generates:
@@ -134,7 +134,7 @@ class Generates:
             with evaluating(module), draws, torch.no_grad(), self._autocast(), fused:
                 if policy.is_exact:
                     return self._generate_exactly(module, inputs, named)
-                if not own_decoder or not is_whole or any(map(self.mesh.has_several, _OF_ONE_MODEL)):
+                if not own_decoder or not is_whole or any(map(self.mesh.has_several, _OF_ONE_PASS)):
                     return module.generate(*inputs, **named)  # type: ignore[operator]
                 kernels = self.accelerator.decode_kernels()
                 return decoded(module, kernels, inputs, named, seed=seed, batch_size=batch_size)

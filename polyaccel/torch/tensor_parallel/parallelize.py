@@ -16,6 +16,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.torch.deferred_init.mapped import MappedFiles
 from polyaccel.torch.deferred_init.tensor import DeferredTensor, put
 from polyaccel.torch.deferred_init.values import is_deferred, value_of
+from polyaccel.torch.sharding.sharded import EngineHook
 from polyaccel.torch.sharding.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.cross_entropy import VocabularyLoss
 from polyaccel.torch.tensor_parallel.layers import (
@@ -98,10 +99,10 @@ def parallelize_module(model: nn.Module, communicator: Communicator, plan: CutPl
             module.parallel_cuts = {name: TensorShard(block) for name, block in found.items()}
     if plan.tokens is not None and stream is not None:
         _share_tokens(modules, plan.tokens, ShardSpec(ranks, regions, tokens=stream), stream)
-        model.register_forward_hook(lambda *_: stream.forget(), always_call=True)
+        model.register_forward_hook(EngineHook(lambda *_: stream.forget()), always_call=True)
     if plan.loss_sizes is not None:
         setattr(model, "loss_function", VocabularyLoss(ranks, plan.loss_sizes))  # noqa: B010 - a property of theirs
-    model.register_forward_hook(lambda *_: regions.leave(), always_call=True)
+    model.register_forward_hook(EngineHook(lambda *_: regions.leave()), always_call=True)
     sync_rng(ranks)
     if is_logged and communicator.ranks[ranks.rank] == 0:
         _log.info("%s", plan.table())

@@ -105,6 +105,34 @@ def test_a_step_is_one_call_where_all_parts_are_known(kind):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "qwen3_moe"])
+def test_tensor_ranks_decode_their_parts_to_the_tokens_of_the_whole_model(kind, monkeypatch):
+    """A token is a call for each half of a block and an exchange after it, where all parts are known."""
+    runs = []
+
+    class Watched(fast.Decoder):
+        def step(self, tokens, slots, positions):
+            runs.append(self._whole and len(self._whole._runs))
+            return super().step(tokens, slots, positions)
+
+    monkeypatch.setattr(fast, "Decoder", Watched)
+    plain = model_of(kind)
+    asked = {**prompts(), "max_new_tokens": 5}
+    wanted = plain.generate(**asked, do_sample=False)
+
+    def work(communicator, model):
+        config = make_config(0, zero={}, tensor_parallel={"autotp_size": 2})
+        engine = polyaccel.initialize(model=model, config=config)[0]
+        assert torch.equal(engine.generate(**asked, do_sample=False), wanted)
+        drawn = engine.generate(**asked, **SAMPLES, seed=3)
+        engine.destroy()
+        return drawn
+
+    one, other = on_threads(2, work, partial(copy.deepcopy, plain))
+    assert torch.equal(one, other)
+    assert set(runs) == {None if kind == "qwen3_moe" else 4 * plain.config.num_hidden_layers + 2}
+
+
 @combinations(
     kind=["gpt2", "llama"], stage=[0, 2, 3], world=[1, 2], adapters=["none", "LoRA", "fused"], units=[False, True]
 )

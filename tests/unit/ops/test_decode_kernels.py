@@ -109,7 +109,8 @@ def test_what_kernels_do_not_know_is_left_to_torch(table):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("tokens", [4, 16])
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "head", "rotated"), [(4, 4, 8, 8), (3, 1, 6, 6), (6, 2, 40, 0), (2, 1, 70, 20), (1, 1, 13, 10)]
+    ("heads", "key_heads", "head", "rotated"),
+    [(4, 4, 8, 8), (3, 1, 6, 6), (6, 2, 40, 0), (2, 1, 70, 20), (1, 1, 13, 10)],
 )
 def test_attention_writes_pages_and_is_that_of_float64(table, heads, key_heads, head, rotated, dtype, tokens):
     torch.manual_seed(head)

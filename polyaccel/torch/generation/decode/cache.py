@@ -71,9 +71,8 @@ class PagedCache:
 
     def write(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
         """Write the first keys and values (key heads, tokens, head) of a sequence."""
-        for page, key, value in zip(
-            self._held[slot], keys.split(self._tokens, 1), values.split(self._tokens, 1), strict=False
-        ):
+        parts = (torch.split(one, self._tokens, 1) for one in (keys, values))
+        for page, key, value in zip(self._held[slot], *parts, strict=False):
             page[layer, 0, :, : key.shape[1]] = key
             page[layer, 1, :, : key.shape[1]] = value
 

@@ -60,7 +60,9 @@ class Decoder:
         self._turns = self._tables(like)
         is_compiled = DECODE_ATTENTION in kernels and like.dtype in _COMPILED and like.device.type == "cpu"
         shape = (len(structure.layers), structure.key_heads, structure.head_numel)
-        cache = PagedCache(shape, slots, capacity, like.dtype) if is_compiled else StaticCache(shape, slots, capacity, like)
+        cache = (
+            PagedCache(shape, slots, capacity, like.dtype) if is_compiled else StaticCache(shape, slots, capacity, like)
+        )
         self.cache: PagedCache | StaticCache = cache
         self._blocks = [self._block(index, layer, kernels) for index, layer in enumerate(structure.layers)]
         self._whole = self._whole_step(kernels, min(slots, MOST_ROWS))
@@ -220,7 +222,7 @@ class Decoder:
         k, v = self._heads(block, inputs, with_queries=False)[1:]
         if turns is not None:
             k = parts.turned(k, *turns)
-        for slot, key, value in zip(slots, k.split(list(lengths)), v.split(list(lengths)), strict=True):
+        for slot, key, value in zip(slots, *(torch.split(one, list(lengths)) for one in (k, v)), strict=True):
             self.cache.write(block.index, slot, key.transpose(0, 1), value.transpose(0, 1))
         places = torch.tensor(lengths, device=x.device) - 1
         used = torch.tensor(list(slots), device=x.device)

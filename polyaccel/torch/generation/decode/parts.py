@@ -6,6 +6,7 @@ Weights are the memory of the module's own parameters: nothing is copied, and an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,14 @@ from torch.nn import functional
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.decode import DECODE_GROUPED, DECODE_LINEAR, PackedWeight
 from polyaccel.torch.generation.decode.errors import Unsupported
+from polyaccel.torch.tensor_parallel.layers import (
+    ColumnLayer,
+    FeatureEmbedding,
+    RowLayer,
+    ShardSpec,
+    VocabularyEmbedding,
+)
+from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 from polyaccel.torch.weight_groups import GroupedLayer, has_weights
 
 Rowwise = Callable[[Tensor], Tensor]
@@ -54,6 +63,51 @@ def weights_of(module: nn.Module) -> tuple[Any, Any] | None:
     return (values(module.weight).t(), values(module.bias)) if is_plain(module, "Conv1D") else None
 
 
+@dataclass(frozen=True)
+class SharedLinear:
+    """A linear layer that tensor ranks share, as this rank computes it. The bias of rows comes after their sum."""
+
+    weight: Any
+    bias: Tensor | None
+    ranks: TensorRanks
+    adds_up: bool
+    """Whether the outputs of all ranks are added up."""
+    sizes: tuple[int, ...] | None
+    """Each rank's outputs, where they are gathered; its inputs, where this rank takes its part of them."""
+
+
+def shared_linear(module: nn.Module) -> SharedLinear | None:
+    """Return what a rank computes of a shared layer; None for another layer, and where its outputs are apart."""
+    if not isinstance(module, (ColumnLayer, RowLayer)) or not has_forward_of_class(module):
+        return None
+    own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("polyaccel."))
+    if own is not nn.Linear and own.__name__ != "Conv1D":
+        return None
+    share, bias = module.share, values(module.bias)
+    is_packed = isinstance(module, GroupedLayer)
+    weight = module.grouped.packed if is_packed else values(module.weight)
+    weight = weight.t() if share.is_transposed and not is_packed else weight
+    if share.rows is not None:
+        if is_packed or len(share.rows) > 1:
+            return None
+        ((first, count),) = share.rows
+        weight, bias = weight.narrow(0, first, count), None if bias is None else bias.narrow(0, first, count)
+    return SharedLinear(weight, bias, share.ranks, isinstance(module, RowLayer), share.sizes)
+
+
+def ranks_of(model: nn.Module) -> TensorRanks | None:
+    """Return the ranks that compute a model together; None for a whole one."""
+    shares = (getattr(part, "share", None) for part in model.modules())
+    return next((share.ranks for share in shares if isinstance(share, ShardSpec)), None)
+
+
+def width_of(module: nn.Module) -> int:
+    """Return the features of an embedding, of which a rank may have a part."""
+    share = getattr(module, "share", None)
+    own: int = values(module.weight).shape[1]
+    return own if share is None or share.sizes is None else sum(share.sizes)
+
+
 def linear(module: nn.Module, kernels: KernelTable) -> Rowwise:
     """Return a linear layer as a function; with adapters or without kernels for its weights, it is the module."""
     found = weights_of(module)
@@ -81,6 +135,8 @@ def embedding(module: nn.Module) -> Rowwise:
     """Return an embedding as a function of indices."""
     if not isinstance(module, nn.Embedding):
         raise Unsupported(f"embedding of {type(module).__name__}")
+    if type(module) in (VocabularyEmbedding, FeatureEmbedding):
+        return module
     if "forward" in type(module).__dict__ and type(module) is not nn.Embedding and not hasattr(module, "offset"):
         raise Unsupported(f"embedding of {type(module).__name__}")
     weight = values(module.weight)

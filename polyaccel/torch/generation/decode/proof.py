@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.ops.base import KernelTable
+from polyaccel.torch.generation.decode import parts
 from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.model import Decoder
 from polyaccel.torch.generation.decode.small import SPREADS, require_own_forwards, small_model, spread
@@ -32,7 +33,7 @@ def proved(model: nn.Module, structure: Structure, kernels: KernelTable) -> Stru
     signature = _signature(model)
     known = _PROVED.get(model)
     if known is None or known[0] != signature:
-        known = signature, _compared(model, structure, kernels)
+        known = signature, _agreed(model, _compared(model, structure, kernels))
         _PROVED[model] = known
     choice = known[1]
     if isinstance(choice, str):
@@ -47,6 +48,16 @@ def _compared(model: nn.Module, structure: Structure, kernels: KernelTable) -> C
         return next(iter(_fitting(model, structure, kernels, choices)))
     except Unsupported as reason:
         return str(reason)
+
+
+def _agreed(model: nn.Module, found: Choice | str) -> Choice | str:
+    """What was found, unless another rank of the model found none: all of them have to make the same calls."""
+    ranks = parts.ranks_of(model)
+    if ranks is None:
+        return found
+    device = next(model.parameters()).device
+    failed = ranks.maximum(torch.tensor([float(isinstance(found, str))], device=device))
+    return "another tensor rank has other logits" if failed.item() and not isinstance(found, str) else found
 
 
 def _choices_of_class(model: nn.Module, kernels: KernelTable) -> list[Choice]:

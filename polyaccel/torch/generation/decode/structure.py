@@ -108,10 +108,11 @@ def structure_of(model: nn.Module) -> Structure:
         raise Unsupported(f"{type(body).__name__} has {', '.join(sorted(named))}")
     if rotary is not None and getattr(rotary, "rope_type", "default") not in _ROTATIONS:
         raise Unsupported(f"rotary positions of the kind {getattr(rotary, 'rope_type', '')!r}")
-    heads = int(sizes.num_attention_heads)
-    key_heads = int(getattr(sizes, "num_key_value_heads", None) or heads)
-    head_numel = int(getattr(sizes, "head_dim", None) or sizes.hidden_size // heads)
+    head_numel = int(getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads)
     first = layers[0]
+    own: Any = getattr(_attention(first), "config", None) or sizes  # with the heads of a tensor rank
+    heads = int(own.num_attention_heads)
+    key_heads = int(getattr(own, "num_key_value_heads", None) or heads)
     is_parallel = bool(getattr(first, "use_parallel_residual", False))
     return Structure(
         embedding=embedding,

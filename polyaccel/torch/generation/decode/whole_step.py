@@ -5,6 +5,10 @@ Of a small model's token a third of the time goes to Python and torch's dispatch
 listed once, with their memory, and csrc/decode runs the list. Activations and norms are recognised by trying them:
 they have to give what the listed ones give. An unknown part, such as a layer with adapters, leaves the model to single
 calls.
+
+[Note: Exchanges in a token]
+Of a model that tensor ranks share each rank lists the operations of its own parts. Where the module's ranks add up or
+gather outputs the list is cut: a token is a call of csrc/decode, an exchange by the ranks' communicator, the next call.
 """
 
 from __future__ import annotations
@@ -17,7 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.decode import DECODE_STEPS, AttentionStep, DecodeStep, LayerPages, LinearStep, PackedWeight, RowwiseStep
+from polyaccel.ops.decode import (
+    DECODE_STEPS,
+    AttentionStep,
+    DecodeStep,
+    LayerPages,
+    LinearStep,
+    PackedWeight,
+    RowwiseStep,
+)
 from polyaccel.torch.generation.decode import parts
 from polyaccel.torch.generation.decode.cache import PagedCache
 from polyaccel.torch.generation.decode.errors import Unsupported
@@ -60,20 +72,22 @@ class WholeStep:
         if DECODE_STEPS not in kernels or self._like.dtype not in _CLOSE:
             raise Unsupported("no kernels of steps")
         self._structure, self._turns, self._steps = structure, turns, list[DecodeStep]()
+        self._kernel, self._runs = kernels[DECODE_STEPS], list[Callable[[int], Any]]()
         self._slots, self._positions = (torch.zeros(rows, dtype=torch.int64) for _ in "sp")
         self._rows = rows
-        self._x = self._memory(self._like.shape[1])
+        self._x = self._memory(parts.width_of(structure.embedding))
         for index, layer in enumerate(structure.layers):
             self._add_layer(layer, cache.layer(index))
         x = self._x if structure.final_norm is None else self._normed(structure.final_norm, self._x)
         self._out = self._linear(structure.head, x)
-        self._run = kernels[DECODE_STEPS](self._steps)
+        self._end_run()
 
     def __call__(self, x: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Return logits of embedded tokens (sequences, width)."""
         rows = len(x)
         self._x[:rows], self._slots[:rows], self._positions[:rows] = x, slots, positions
-        self._run(rows)
+        for run in self._runs:
+            run(rows)
         return self._out[:rows].clone()
 
     def _memory(self, width: int) -> Tensor:
@@ -137,11 +151,40 @@ class WholeStep:
         self._steps.append(RowwiseStep(_activation_kind(activation), x, y, other))
         return y
 
+    def _end_run(self) -> None:
+        """Let the operations so far be a call."""
+        if self._steps:
+            self._runs.append(self._kernel(self._steps))
+            self._steps = []
+
     def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
+        shared = parts.shared_linear(module)
+        if shared is not None:
+            return self._shared(shared, x)
         found = parts.weights_of(module)
         if found is None:
             raise Unsupported(f"a layer of {type(module).__name__}")
-        weight, bias = found
+        return self._product(*found, x)
+
+    def _shared(self, layer: parts.SharedLinear, x: Tensor) -> Tensor:
+        """See [Note: Exchanges in a token]."""
+        ranks, sizes = layer.ranks, layer.sizes
+        if not layer.adds_up:
+            own = self._product(layer.weight, layer.bias, x)
+            if sizes is None:
+                return own
+            whole = self._memory(sum(sizes))
+            self._end_run()
+            self._runs.append(lambda rows: whole[:rows].copy_(ranks.gathered(own[:rows], 1, sizes)))
+            return whole
+        y = self._product(layer.weight, None, x if sizes is None else ranks.part(x, 1, sizes))
+        self._end_run()
+        self._runs.append(lambda rows: ranks.sum(y[:rows]))
+        if layer.bias is not None:
+            self._steps.append(RowwiseStep("add", y, y, layer.bias.expand(self._rows, -1)))
+        return y
+
+    def _product(self, weight: Any, bias: Any, x: Tensor) -> Tensor:
         is_packed = isinstance(weight, PackedWeight)
         if not is_packed and (weight.dtype is not x.dtype or 1 not in weight.stride()):
             raise Unsupported(f"a weight of {weight.dtype}")
