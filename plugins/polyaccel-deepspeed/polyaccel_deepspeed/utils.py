@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.torch.sharding import leaf_modules
-from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
+from polyaccel.utils import safe_get_full_grad as reduced_gradient
+from polyaccel.utils import safe_set_full_grad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -156,6 +157,12 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 def ensure_directory_exists(filename: str) -> None:
     """Make the folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole gradient, and in `no_sync` this rank's own. Collective."""
+    whole = reduced_gradient(param)
+    return param.grad if whole is None else whole
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor], Any]) -> None:

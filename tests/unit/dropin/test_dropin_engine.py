@@ -129,3 +129,11 @@ def test_files_of_deepspeeds_optimizer_states_are_listed_in_the_order_of_ranks(t
     for name in names:
         (tmp_path / name).touch()
     assert get_optim_files(str(tmp_path)) == [str(tmp_path / name) for name in names]
+
+
+def test_the_gradient_in_no_sync_is_that_of_this_rank(engine: Any) -> None:
+    weight = engine.module.weight
+    with engine.no_sync():
+        for passes in (1, 2):
+            engine.backward(engine(torch.ones(4, 3)).sum())
+            assert torch.equal(deepspeed.utils.safe_get_full_grad(weight), torch.full((2, 3), 4.0 * passes))

@@ -79,7 +79,6 @@ LEAVES = yes(
 FRAGMENTS = yes(
     "polyaccel.utils",
     "safe_get_full_fp32_param",
-    "safe_get_full_grad",
     "safe_get_full_optimizer_state",
     "safe_get_local_fp32_param",
     "safe_get_local_grad",
@@ -90,7 +89,7 @@ FRAGMENTS = yes(
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
-) | yes(UTILS, "safe_update_full_grad_vectorized")
+) | yes(UTILS, "safe_get_full_grad", "safe_update_full_grad_vectorized")
 GROUPS = "polyaccel_deepspeed.engine.groups"
 PARALLEL = {
     **{
