@@ -36,7 +36,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-verl test-monitors test-quantized test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-verl test-monitors test-quantized test-page test-traces test-exchange test-deepspeed test-deepspeed-suite test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -142,6 +142,11 @@ test-deepspeed: ## let a real DeepSpeed 0.19.8, in a separate environment (1 GB)
 	$(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq torch==$(TORCH) numpy setuptools wheel
 	DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation deepspeed==0.19.8
 	DEEPSPEED_PYTHON=$(abspath $(VENV))-deepspeed/bin/python $(BIN)/python -m pytest tests/builds/dropin/test_real_deepspeed.py $(ARGS)
+
+test-deepspeed-suite: ## run DeepSpeed's own unit tests (git clones tag v0.19.8) over plugins/polyaccel-deepspeed on CPU ranks, in a separate environment, and write their counts: hours
+	$(MAKE) environment VENV=$(VENV)-suite EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers hjson'
+	$(VENV)-suite/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
+	nice -n 10 $(VENV)-suite/bin/python tests/deepspeed_suite $(ARGS)
 
 test-ray: ## run recipes/ray_train.py on a local Ray of two workers, in a separate environment (Ray: 300 MB)
 	$(MAKE) environment VENV=$(VENV)-ray EXTRAS=torch PACKAGES="pytest pytest-timeout 'ray[train]'"
