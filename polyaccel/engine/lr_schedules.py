@@ -134,7 +134,7 @@ class WarmupCosineLR(Schedule):
         if iteration >= warmup:
             return cosine_decay(iteration, begin=warmup, end=total, floor_ratio=self._end_ratio)
         height = warmup_ramp(iteration, num_steps=warmup, kind=self.warmup_type)
-        return self._start_ratio + (1.0 - self._start_ratio) * height
+        return float(self._start_ratio + (1.0 - self._start_ratio) * height)
 
 
 class OneCycle(Schedule):

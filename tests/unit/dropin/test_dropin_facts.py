@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from polyaccel_deepspeed.names.entry import Status
 from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
 from polyaccel_deepspeed.names.packages import ABSENT_MODULES, absent_module
 from polyaccel_deepspeed.names.surface import MODULES
+from polyaccel_deepspeed.to_come import TO_COME
 from polyaccel_deepspeed.version import __version__
 
 from polyaccel.config import load_resolved
@@ -131,9 +134,28 @@ def test_every_attribute_of_the_engine_is_there_or_says_why_not() -> None:
     assert [name for name in ABSENT_ATTRIBUTES if name not in FACTS["engine_attributes"] or hasattr(plain, name)] == []
 
 
-def test_names_that_come_later_name_their_issue() -> None:
-    reasons = {one.why for entry in MODULES.values() for one in entry.names.values() if one.status is Status.LATER}
-    assert [why for why in reasons if "issue" not in why and "every engine has generate" not in why] == []
+def every_answer() -> Iterator[tuple[str, str, str]]:
+    """What there is an answer to, with the answer and its reason."""
+    known = answers()
+    for key in FACTS["keys"]:
+        answer = answer_to(key, known)
+        yield key, *(("none", "") if answer is None else (answer.outcome.value, answer.why))
+    names = {f"{module}.{name}": one for module, entry in MODULES.items() for name, one in entry.names.items()}
+    members = {f"{owner}.{name}": one for owner, found in MEMBERS_ABSENT.items() for name, one in found.items()}
+    for name, one in (names | members | ABSENT_MODULES).items():
+        yield name, one.status.value, one.why
+    for name, why in ABSENT_ATTRIBUTES.items():
+        yield f"engine.{name}", "never", why
+
+
+def test_every_answer_is_works_or_has_a_reason_that_stays() -> None:
+    """What is "not yet" belongs to a feature of `to_come`, and every feature there has such an answer."""
+    found = [*every_answer()]
+    assert {outcome for _, outcome, _ in found} <= {"yes", "accepted", "never", "not yet"}
+    assert [name for name, outcome, why in found if outcome != "yes" and not why] == []
+    assert [(name, why) for name, outcome, why in found if (outcome == "not yet") and why not in TO_COME] == []
+    assert {why for _, outcome, why in found if outcome == "not yet"} == set(TO_COME)
+    assert [(name, why) for name, outcome, why in found if re.search(r"issue|not exist yet", why)] == []
 
 
 def test_what_is_there_takes_deepspeeds_arguments() -> None:

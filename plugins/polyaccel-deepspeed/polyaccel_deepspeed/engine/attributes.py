@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from polyaccel.torch.engine.torch_engine import TorchEngine
+from polyaccel_deepspeed import to_come
 from polyaccel_deepspeed.engine import groups
 from polyaccel_deepspeed.engine.timers import SynchronizedWallClockTimer
 from polyaccel_deepspeed.experts.gates import TopKGate
@@ -216,11 +217,11 @@ ABSENT_ATTRIBUTES = {
     "module_forward_pre_hook": "DeepSpeed's own",
     "optimized_linear_base_weight_sharding": "deepspeed.linear's layers are units of ZeRO",
     "optimized_linear_lora_enabled": "deepspeed.linear's layers are units of ZeRO",
-    "random_ltd_scheduler": "issue 50",
+    "random_ltd_scheduler": to_come.CURRICULUM,
     "scale_wrt_gas": "an argument of engine.backward",
     "summary_events": "engine.monitor writes events",
     "torch_autocast_z0_gradscaler": "engine.loss_scaler scales at every stage",
-    "update_interval": "ZenFlow: issue 52",
+    "update_interval": to_come.ZENFLOW,
     "warn_unscaled_loss": "DeepSpeed's own",
 }
 """Attributes that the engine does not have, and why."""

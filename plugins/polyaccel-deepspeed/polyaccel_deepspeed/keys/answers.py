@@ -10,6 +10,7 @@ from polyaccel.config import Config
 from polyaccel.config.keys import json_name, walk_keys
 from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.config.unsupported_keys import ABSENT, BELOW
+from polyaccel_deepspeed import to_come
 from polyaccel_deepspeed.keys.experts import ROUTING
 from polyaccel_deepspeed.keys.settled import IGNORED, NEVER
 from polyaccel_deepspeed.refused_keys import REMOVED
@@ -45,26 +46,26 @@ TRANSLATED = {
     "tensor_parallel.tensor_parallel": "= tensor_parallel.tp",
 }
 """Keys that polyaccel has under another name, with what is below them."""
-LATER: dict[str, int] = {
-    "bf16.bf16_master_weights_and_grads": 52,
-    "bf16.bf16_optimizer_states": 52,
-    "compression_training": 50,
-    "curriculum_learning": 50,
-    "data_efficiency": 50,
-    "eigenvalue": 50,
-    "fp16.fp16_master_weights_and_grads": 52,
-    "progressive_layer_drop": 50,
-    "quantize_training": 50,
-    "sparse_attention": 50,
-    "weight_quantization": 50,
-    "zero_optimization.mics_hierarchical_params_gather": 53,
-    "zero_optimization.mics_shard_size": 53,
-    "zero_optimization.offload_optimizer.super_offload": 52,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": 52,
-    "zero_optimization.zenflow": 52,
-    "zero_optimization.zeropp_loco_param": 53,
+LATER: dict[str, str] = {
+    "bf16.bf16_master_weights_and_grads": to_come.NARROW_MASTERS,
+    "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
+    "compression_training": to_come.COMPRESSION,
+    "curriculum_learning": to_come.CURRICULUM,
+    "data_efficiency": to_come.CURRICULUM,
+    "eigenvalue": to_come.COMPRESSION,
+    "fp16.fp16_master_weights_and_grads": to_come.NARROW_MASTERS,
+    "progressive_layer_drop": to_come.LAYER_DROP,
+    "quantize_training": to_come.COMPRESSION,
+    "sparse_attention": to_come.SPARSE_ATTENTION,
+    "weight_quantization": to_come.COMPRESSION,
+    "zero_optimization.mics_hierarchical_params_gather": to_come.MICS,
+    "zero_optimization.mics_shard_size": to_come.MICS,
+    "zero_optimization.offload_optimizer.super_offload": to_come.SUPER_OFFLOAD,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": to_come.MUON,
+    "zero_optimization.zenflow": to_come.ZENFLOW,
+    "zero_optimization.zeropp_loco_param": to_come.LOCO,
 }
-"""Keys whose feature comes, with what is below them, and the issue that brings it. This list only shrinks."""
+"""Keys whose feature comes, with what is below them, and why they are refused. This list only shrinks."""
 _TABLES = {"bfloat16.": "bf16.", "tensor_parallel.tensor_parallel.": "tensor_parallel.tp."}
 _ALIASES = {
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
@@ -98,7 +99,7 @@ def answers() -> dict[str, Answer]:
     for never in NEVER:
         why = f"{never.why}; {never.hint}"
         found |= {f"{never.section}.{name}": Answer(Outcome.NEVER, why) for name in never.keys}
-    later = {key: Answer(Outcome.LATER, f"issue {issue}") for key, issue in LATER.items()}
+    later = {key: Answer(Outcome.LATER, why) for key, why in LATER.items()}
     return {key: _covering(key, later) or one for key, one in found.items()} | later
 
 

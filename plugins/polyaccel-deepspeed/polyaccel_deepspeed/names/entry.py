@@ -48,9 +48,5 @@ def accepted(why: str, home: str, *names: str, **renamed: str) -> dict[str, Name
     return {name: Name(Status.ACCEPTED, one.home, why) for name, one in found.items()}
 
 
-def later(why: str, *names: str) -> dict[str, Name]:
-    return {name: Name(Status.LATER, why=why) for name in names}
-
-
 def never(why: str, *names: str) -> dict[str, Name]:
     return {name: Name(Status.NEVER, why=why) for name in names}

@@ -4,28 +4,40 @@ reason, then module by module. They can be imported, for scripts that only ask `
 
 from __future__ import annotations
 
+from polyaccel_deepspeed import to_come
 from polyaccel_deepspeed.names.entry import Name, Status
 
 _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     (
-        Status.LATER,
-        "DualPipeV's own classes: issue 49; a PipelineModule trains by the schedule dualpipe-v",
+        Status.NEVER,
+        'a PipelineModule trains by this schedule where the config has "pipeline": {"schedule": "dualpipe-v"}',
         {
             "deepspeed": "DualPipeVEngine DualPipeVModule",
             "deepspeed.pipe": "DualPipeVModule",
         },
     ),
     (
-        Status.LATER,
-        "DeepSpeed's adapters and losses for sequences: issue 49; sequence_parallel_size cuts sequences",
+        Status.NEVER,
+        "every rank computes whole images; sequence_parallel_size cuts the tokens of the language model",
+        {
+            "deepspeed.sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter "
+            "Qwen2VLFusionAdapter SPModelInfo UlyssesSPViTAttention auto_wrap_model_for_sp detect_model_sp_info",
+        },
+    ),
+    (
+        Status.NEVER,
+        "tensor_parallel.vocab_parallel_lm_head cuts the vocabulary, and the model's own loss is computed over it",
+        {
+            "deepspeed.sequence": "VocabParallelCausalLMLoss VocabParallelCrossEntropyLoss "
+            "configure_vocab_parallel_loss vocab_parallel_cross_entropy",
+        },
+    ),
+    (
+        Status.NEVER,
+        "a step inside DeepSpeed's attention; DistributedAttention exchanges heads and tokens",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP",
-            "deepspeed.sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter "
-            "Qwen2VLFusionAdapter SPModelInfo UlyssesSPViTAttention VocabParallelCausalLMLoss "
-            "VocabParallelCrossEntropyLoss auto_wrap_model_for_sp configure_vocab_parallel_loss "
-            "detect_model_sp_info vocab_parallel_cross_entropy",
-            "deepspeed.sequence.layer": "apply_rotary_pos_emb post_all2all pre_all2all_fun "
-            "register_all_to_all_group single_all_to_all uneven_heads_all2all",
+            "deepspeed.sequence.layer": "post_all2all pre_all2all_fun register_all_to_all_group uneven_heads_all2all",
         },
     ),
     (
@@ -38,14 +50,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.LATER,
-        "estimates from Python: issue 50; `polyaccel plan` prints them for every stage",
-        {
-            "deepspeed.runtime.zero.stage3": "estimate_zero3_model_states_mem_needs",
-            "deepspeed.runtime.zero.stage_1_and_2": "estimate_zero2_model_states_mem_needs",
-        },
-    ),
-    (
         Status.NEVER,
         "layers that DeepSpeed puts in place of a model's; init_inference keeps the model's and takes a dict",
         {
@@ -55,15 +59,15 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
-        "ZenFlow; offload_optimizer updates on the host",
+        Status.LATER,
+        to_come.ZENFLOW,
         {
             "deepspeed.ops.adam": "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
         },
     ),
     (
         Status.LATER,
-        "Muon, which issue 52 brings",
+        to_come.MUON,
         {
             "deepspeed": "resolve_per_head_muon_after_sharding set_optimizer_flags",
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polyaccel_deepspeed import to_come
 from polyaccel_deepspeed.names.entry import Name, Status
 
 _NEVER = {
@@ -30,6 +31,7 @@ _NEVER = {
     "deepspeed.runtime.checkpoint_engine": "storages are plugins: checkpoint.storage names one",
     "deepspeed.runtime.domino": "tensor ranks cut a model's own layers",
     "deepspeed.runtime.pipe": "deepspeed.pipe has the module; schedules are pipeline.schedule",
+    "deepspeed.runtime.rollout": "engine.generate makes rollouts from the weights that are trained",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with the device nvme",
     "deepspeed.runtime.tensor_parallel": "tensor_parallel in the config, or deepspeed.tp_model_init",
     "deepspeed.runtime.zero": "pieces of DeepSpeed's stages; deepspeed.zero has what scripts use",
@@ -38,18 +40,17 @@ _NEVER = {
 }
 """The reason for each package; the longest prefix counts."""
 _LATER = {
-    "deepspeed.ops.random_ltd": 50,
-    "deepspeed.runtime.data_pipeline": 50,
-    "deepspeed.runtime.rollout": 48,
-    "deepspeed.runtime.superoffload": 52,
-    "deepspeed.runtime.weight_quantizer": 50,
-    "deepspeed.runtime.zenflow": 52,
-    "deepspeed.runtime.zero.muon": 52,
+    "deepspeed.ops.random_ltd": to_come.CURRICULUM,
+    "deepspeed.runtime.data_pipeline": to_come.CURRICULUM,
+    "deepspeed.runtime.superoffload": to_come.SUPER_OFFLOAD,
+    "deepspeed.runtime.weight_quantizer": to_come.COMPRESSION,
+    "deepspeed.runtime.zenflow": to_come.ZENFLOW,
+    "deepspeed.runtime.zero.muon": to_come.MUON,
 }
-"""Packages whose feature comes, and the issue that brings it. This list only shrinks."""
+"""Packages whose feature comes. This list only shrinks."""
 
 ABSENT_MODULES = {prefix: Name(Status.NEVER, why=why) for prefix, why in _NEVER.items()} | {
-    prefix: Name(Status.LATER, why=f"issue {issue}") for prefix, issue in _LATER.items()
+    prefix: Name(Status.LATER, why=why) for prefix, why in _LATER.items()
 }
 
 

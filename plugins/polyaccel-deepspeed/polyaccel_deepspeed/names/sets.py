@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyaccel_deepspeed.names.entry import accepted, later, never, yes
+from polyaccel_deepspeed.names.entry import accepted, never, yes
 
 ACCELERATOR = "polyaccel_deepspeed.accelerator"
 CHECKPOINT = "polyaccel_deepspeed.checkpoint"
@@ -31,14 +31,20 @@ LION = yes(OPTIMIZERS, "DeepSpeedCPULion", "FusedLion")
 LAMB = yes(OPTIMIZERS, "FusedLamb")
 EXTERNAL = yes("polyaccel.zero", "register_external_parameter")
 NO_EXTERNAL = yes("polyaccel.zero", "unregister_external_parameter")
-PLAN = "estimates from Python: issue 50; `polyaccel plan` prints them for every stage"
-ESTIMATES_2 = later(
-    PLAN, "estimate_zero2_model_states_mem_needs_all_cold", "estimate_zero2_model_states_mem_needs_all_live"
+ESTIMATES = "polyaccel_deepspeed.estimates"
+ESTIMATES_2 = yes(
+    ESTIMATES,
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
 )
-ESTIMATES_3 = later(
-    PLAN, "estimate_zero3_model_states_mem_needs_all_cold", "estimate_zero3_model_states_mem_needs_all_live"
+ESTIMATES_3 = yes(
+    ESTIMATES,
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
 )
-TILES = later("linear layers in tiles: issue 50; stage 3 gathers them whole", "TiledLinear", "TiledLinearReturnBias")
+TILES = yes("polyaccel_deepspeed.tiled_linear", "TiledLinear", "TiledLinearReturnBias")
 ELASTIC_AGENT = never("the agent is torch's own: `polyaccel run --launcher torchelastic`", "DSElasticAgent")
 ELASTIC_ERRORS = yes(ELASTICITY, "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize") | yes(
     "polyaccel.config.sections.elasticity", "ElasticityConfig"

@@ -270,7 +270,11 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.zero.stage_1_and_2": Module("Stages 1 and 2.", ZERO_OPTIMIZER | sets.ESTIMATES_2),
     "deepspeed.runtime.zero.tiling": Module("Layers in tiles.", sets.TILES),
     "deepspeed.sequence": Module("Long sequences."),
-    "deepspeed.sequence.layer": Module("Long sequences.", yes(sets.SEQUENCE, "DistributedAttention")),
+    "deepspeed.sequence.layer": Module(
+        "Long sequences.",
+        yes(sets.SEQUENCE, "DistributedAttention")
+        | yes("polyaccel_deepspeed.sequences.exchange", "apply_rotary_pos_emb", "single_all_to_all"),
+    ),
     "deepspeed.utils": Module(
         "Helpers.",
         sets.LOGGING
