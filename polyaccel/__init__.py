@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from polyaccel.frontend import init_inference as init_inference
     from polyaccel.frontend import initialize as initialize
     from polyaccel.observability.progress_view import open_progress as open_progress
+    from polyaccel.torch.compression.models import init_compression as init_compression
+    from polyaccel.torch.compression.models import redundancy_clean as redundancy_clean
+    from polyaccel.torch.compression.models import student_initialization as student_initialization
     from polyaccel.torch.engine.inference_engine import InferenceEngine as InferenceEngine
     from polyaccel.torch.engine.torch_engine import TorchEngine as TorchEngine
     from polyaccel.torch.quantized.models import dequantize_frozen as dequantize_frozen
@@ -46,13 +49,16 @@ _HOMES = {
     "begin_run": "polyaccel.engine.run_folder",
     "dequantize_frozen": "polyaccel.torch.quantized.models",
     "get_accelerator": "polyaccel.accelerators",
+    "init_compression": "polyaccel.torch.compression.models",
     "init_distributed": "polyaccel.comm",
     "init_inference": "polyaccel.frontend",
     "initialize": "polyaccel.frontend",
     "load_config": "polyaccel.config",
     "open_progress": "polyaccel.observability.progress_view",
     "quantize_frozen": "polyaccel.torch.quantized.models",
+    "redundancy_clean": "polyaccel.torch.compression.models",
     "set_accelerator": "polyaccel.accelerators",
+    "student_initialization": "polyaccel.torch.compression.models",
 }
 _ROOMS = ("checkpointing", "comm", "jax", "torch", "utils", "zero")
 
@@ -69,6 +75,7 @@ __all__ = [
     "comm",
     "dequantize_frozen",
     "get_accelerator",
+    "init_compression",
     "init_distributed",
     "init_inference",
     "initialize",
@@ -76,7 +83,9 @@ __all__ = [
     "load_config",
     "open_progress",
     "quantize_frozen",
+    "redundancy_clean",
     "set_accelerator",
+    "student_initialization",
     "torch",
     "utils",
     "zero",

@@ -16,6 +16,7 @@ from polyaccel.config.sections.activation_checkpointing import ActivationCheckpo
 from polyaccel.config.sections.autotuning import AutotuningConfig
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
+from polyaccel.config.sections.compression import CompressionConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.generation import GenerationConfig
 from polyaccel.config.sections.hybrid_engine import HybridEngineConfig
@@ -189,6 +190,8 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """Activations that are recomputed instead of kept."""
 
+    compression_training: CompressionConfig = CompressionConfig()
+    """Quantisation and pruning while training."""
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     """Generation from the engine that trains."""
     generation: GenerationConfig = GenerationConfig()

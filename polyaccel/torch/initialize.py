@@ -23,6 +23,7 @@ from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.api.optimizer import schedule_class
+from polyaccel.torch.compression.in_step import CompressedStep
 from polyaccel.torch.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.deferred_init.init import outside_construction
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
@@ -32,6 +33,7 @@ from polyaccel.torch.experts.load_metrics import ExpertLoadMetrics
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
 from polyaccel.torch.rewrites.base import OptimizerLike
+from polyaccel.torch.rewrites.compression import compress_first, is_compressed
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.engine_registry import load
 from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
@@ -93,6 +95,7 @@ def initialize(
     require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
     require_unsharded(model)
+    compress_first(model, runtime.config, optimizer, model_parameters)
     if run is not None and run.variant.is_plain:
         classes, of_data = (engine_class, pipeline_engine_class), (training_data, collate_fn)
         return plain_run(run, model, runtime, optimizer, model_parameters, *of_data, lr_scheduler, *classes)
@@ -140,6 +143,7 @@ def _compose(
         rewrites.remove(alone=True)
         raise
     _attend_experts(runtime, rewrites.model, engine)
+    _attend_compression(runtime, rewrites.model, engine)
     if isinstance(engine, PipelineEngine):
         section = runtime.config.pipeline
         engine.compose_pipeline(section.schedule, section.chunks)
@@ -169,6 +173,18 @@ def _attend_experts(runtime: EngineBuilder, model: nn.Module, engine: TorchEngin
         watched = ExpertLoadMetrics(model, runtime.process_group_for(("data", "sequence")))
         engine.expert_figures = watched.take
         runtime.cleanup_callbacks.append(watched.release)
+
+
+def _attend_compression(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine) -> None:
+    """Let masks and ranges of compressed layers follow the engine's steps."""
+    if is_compressed(model):
+        counters = engine.counters
+        step = CompressedStep(
+            model, lambda: counters.global_steps, lambda: runtime.process_group_for(("data", "sequence"))
+        )
+        engine.before_forward.append(step.before_forward)
+        engine.after_step.append(step.after_step)
+        runtime.cleanup_callbacks.append(step.release)
 
 
 def _described(training_data: Any) -> str:

@@ -30,6 +30,7 @@ PASSES_ON = {  # Entry points of users that take a config too, and check it.
     "frontend.py",
     "engine/base.py",  # keeps it for users, as `engine.config`
     "torch/api/activations.py",
+    "torch/compression/models.py",
     "torch/deferred_init/init.py",
 }
 NO_CONFIG_OF_OURS = {"jax"}

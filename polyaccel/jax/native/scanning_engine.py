@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyaccel.engine.lr_schedules import Schedule
+from polyaccel.engine.lr_schedule_base import Schedule
 from polyaccel.jax.engine import JaxEngine, OptimizerGroups
 from polyaccel.jax.native.many_steps import StepAhead, StepsProgram
 from polyaccel.jax.native.mesh import DeviceMesh

@@ -15,7 +15,7 @@ from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.core.tagged_json import is_serializable
 from polyaccel.core.types import ParamSpec
 from polyaccel.engine.base_checksum import base_checksums
-from polyaccel.engine.lr_schedules import Schedule
+from polyaccel.engine.lr_schedule_base import Schedule
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer

@@ -17,7 +17,7 @@ from polyaccel.core.types import DType
 from polyaccel.engine.base_checksum import base_checksums
 from polyaccel.engine.groups import require_order
 from polyaccel.engine.imported_states import own_scalars, own_schedule_state, state_names
-from polyaccel.engine.lr_schedules import Schedule
+from polyaccel.engine.lr_schedule_base import Schedule
 from polyaccel.engine.resume import LoadPlan, SavedValues, check_names, validate_state_dict, wanted_state
 from polyaccel.errors import CheckpointError, ConfigError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer

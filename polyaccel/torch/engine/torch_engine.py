@@ -53,6 +53,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
     """
 
     linears: Linears
+    before_forward: list[Callable[[], None]]
+    """What is called before each forward pass of a training step, on all ranks."""
     _autocast: ForwardAutocast
     _warned_of_16_bits = _is_closed = False
 
@@ -65,6 +67,7 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         self._module_settings = settings = rewrites.settings
         self._autocast = ForwardAutocast(self.device.type, settings.autocast_dtype)
         self._losses: list[Tensor] = []
+        self.before_forward = []
         self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
         self.recomputation: Recomputation | None = None
         self._rewrites = rewrites
@@ -126,6 +129,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
         if is_trained_on:
             self._train_unfrozen()
+            for call in self.before_forward:
+                call()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
         again = nullcontext() if self.recomputation is None else self.recomputation.forward_pass(inputs, named)
         counted = self._work.forward_pass(inputs, named, counts=is_trained_on)

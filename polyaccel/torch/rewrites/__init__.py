@@ -10,6 +10,7 @@ because they see the parameters that are left.
 from __future__ import annotations
 
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
+from polyaccel.torch.rewrites.compression import CompressedLayers
 from polyaccel.torch.rewrites.cuts import ExpertParallel, MegatronCuts, TensorParallel
 from polyaccel.torch.rewrites.engine import (
     ActivationCheckpointing,
@@ -26,6 +27,7 @@ from polyaccel.torch.rewrites.stages import PipelineBlocks, PipelineLayers
 __all__ = ["REWRITES", "AppliedRewrite", "Rewrite", "RewriteContext"]
 
 REWRITES: tuple[Rewrite, ...] = (
+    CompressedLayers(),
     PipelineLayers(),
     QuantizedWeights(),
     ReadyModel(),

@@ -34,7 +34,7 @@ from polyaccel.zero.fragments import GRAD, PARAM
 
 __all__ = ["ALWAYS_ON", "plain_run", "record_engine", "record_steps", "shares_samples", "unstaged", "verified_config"]
 
-ALWAYS_ON = frozenset({"optimizer", "zero_optimization"})
+ALWAYS_ON = frozenset({"compression_training", "optimizer", "zero_optimization"})
 """Rewrites without which an engine cannot train; without ZeRO's shards it trains at stage 0."""
 
 

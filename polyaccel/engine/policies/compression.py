@@ -1,0 +1,163 @@
+"""What a config compresses, as rules that a frontend finds layers for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from polyaccel.config import Config
+from polyaccel.config.sections.compression import PruningConfig
+
+PruningKind = Literal["sparse", "row", "head", "channel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRule:
+    """Weights in few bits: `start_bits` from step `offset` on, and a bit less every `period` steps to `target_bits`.
+
+    `mix_loss` is what the share of the unquantised value loses in each step; None mixes none of it in.
+    """
+
+    key: str
+    modules: tuple[str, ...]
+    offset: int
+    start_bits: int
+    target_bits: int
+    period: int
+    groups: int
+    is_symmetric: bool
+    is_stochastic: bool
+    mix_loss: float | None
+
+    def bits_at(self, step: int) -> int:
+        """The bits after `step` optimizer steps; 0 before it begins."""
+        if step < self.offset:
+            return 0
+        if not self.period:
+            return self.target_bits
+        return max(self.target_bits, self.start_bits - (step - self.offset) // self.period)
+
+    def own_share_at(self, step: int) -> float:
+        """The share of the unquantised value after `step` optimizer steps."""
+        return 0.0 if self.mix_loss is None else max(0.0, 1.0 - self.mix_loss * (step - self.offset))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRule:
+    """Inputs in few bits from step `offset` on."""
+
+    key: str
+    modules: tuple[str, ...]
+    offset: int
+    bits: int
+    is_symmetric: bool
+    is_static: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruningRule:
+    """A share of layers that stays from step `offset` on. `related` are the layers of each expression of `modules`."""
+
+    key: str
+    kind: PruningKind
+    modules: tuple[str, ...]
+    related: tuple[tuple[str, ...], ...]
+    offset: int
+    dense_ratio: float
+    is_learned: bool
+    num_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReduction:
+    """A student's layers `teacher_layers` of its teacher, under `prefix`, and `others` as they are."""
+
+    prefix: str
+    teacher_layers: tuple[int, ...]
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionPolicy:
+    """All rules of a config."""
+
+    weights: tuple[WeightRule, ...] = ()
+    inputs: tuple[InputRule, ...] = ()
+    pruning: tuple[PruningRule, ...] = ()
+    reduction: LayerReduction | None = None
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether layers are changed while they train."""
+        return bool(self.weights or self.inputs or self.pruning)
+
+
+def compression_policy_of(config: Config) -> CompressionPolicy:
+    """The rules of the section `compression_training`."""
+    section, reduction = config.compression_training, None
+    if section.layer_reduction.enabled:
+        layers = section.layer_reduction
+        reduction = LayerReduction(
+            prefix=layers.module_name_prefix, teacher_layers=layers.teacher_layer, others=layers.other_module_name
+        )
+    kinds: Mapping[PruningKind, Any] = {
+        "sparse": section.sparse_pruning,
+        "row": section.row_pruning,
+        "head": section.head_pruning,
+        "channel": section.channel_pruning,
+    }
+    return CompressionPolicy(
+        weights=tuple(_weight_rules(config)),
+        inputs=tuple(_input_rules(config)),
+        pruning=tuple(rule for kind, one in kinds.items() for rule in _pruning_rules(kind, one)),
+        reduction=reduction,
+    )
+
+
+def _weight_rules(config: Config) -> Iterator[WeightRule]:
+    section = config.compression_training.weight_quantization
+    shared = section.shared_parameters
+    mixed = shared.fp16_mixed_quantize
+    for name, group in section.different_groups.items() if shared.enabled else ():
+        yield WeightRule(
+            key=f"compression_training.weight_quantization.different_groups.{name}",
+            modules=group.modules,
+            offset=shared.schedule_offset,
+            start_bits=group.params.start_bits,
+            target_bits=group.params.target_bits,
+            period=group.params.quantization_period,
+            groups=shared.quantize_groups,
+            is_symmetric=shared.quantization_type == "symmetric",
+            is_stochastic=shared.rounding == "stochastic",
+            mix_loss=mixed.quantize_change_ratio if mixed.enabled else None,
+        )
+
+
+def _input_rules(config: Config) -> Iterator[InputRule]:
+    section = config.compression_training.activation_quantization
+    shared = section.shared_parameters
+    for name, group in section.different_groups.items() if shared.enabled else ():
+        yield InputRule(
+            key=f"compression_training.activation_quantization.different_groups.{name}",
+            modules=group.modules,
+            offset=shared.schedule_offset,
+            bits=group.params.bits,
+            is_symmetric=shared.quantization_type == "symmetric",
+            is_static=shared.range_calibration == "static",
+        )
+
+
+def _pruning_rules(kind: PruningKind, section: PruningConfig) -> Iterator[PruningRule]:
+    shared = section.shared_parameters
+    for name, group in section.different_groups.items() if shared.enabled else ():
+        yield PruningRule(
+            key=f"compression_training.{kind}_pruning.different_groups.{name}",
+            kind=kind,
+            modules=group.modules,
+            related=group.related_modules or ((),) * len(group.modules),
+            offset=shared.schedule_offset,
+            dense_ratio=group.params.dense_ratio,
+            is_learned=shared.method == "topk",
+            num_heads=getattr(shared, "num_heads", None) or 0,
+        )

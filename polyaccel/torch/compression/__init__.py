@@ -1,0 +1,1 @@
+"""Quantisation and pruning while training, of layers that stay what they are for everything else."""

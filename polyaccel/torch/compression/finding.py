@@ -1,0 +1,131 @@
+"""The layers of a model that rules of compression name, and what is wrong with rules that fit none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from polyaccel.engine.policies.compression import PruningRule, WeightRule
+from polyaccel.errors import Problem
+from polyaccel.torch.compression.layers import is_transposed, output_dim
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def matching(layers: Mapping[str, nn.Module], expressions: Iterable[str]) -> list[str]:
+    each = list(expressions)
+    return [name for name in layers if name and any(one == "*" or re.search(one, name) for one in each)]
+
+
+def has_weight(layer: nn.Module, *, allows_embedding: bool = True) -> bool:
+    is_known = isinstance(layer, (nn.Linear, *CONVOLUTIONS)) or is_transposed(layer)
+    is_known |= allows_embedding and isinstance(layer, nn.Embedding)
+    weight = layer._parameters.get("weight")
+    return is_known and weight is not None and weight.is_floating_point()
+
+
+def pruned(
+    layers: Mapping[str, nn.Module], rule: PruningRule, problems: list[Problem]
+) -> Iterator[tuple[PruningRule, str, list[str]]]:
+    """Yield the layers that `rule` prunes, each with those that follow it."""
+    kinds: tuple[type, ...] = CONVOLUTIONS if rule.kind == "channel" else (nn.Linear,)
+    for expression, related in zip(rule.modules, rule.related, strict=True):
+        names = [
+            name
+            for name in matching(layers, [expression])
+            if has_weight(layers[name], allows_embedding=False)
+            and (rule.kind == "sparse" or isinstance(layers[name], kinds) or is_transposed(layers[name]))
+        ]
+        problems += unfit(rule.key, [expression], names)
+        others = [name for name in matching(layers, related) if _can_follow(layers[name])]
+        if related:
+            problems += unfit(rule.key, related, others)
+        near = _near(names, others)
+        for name in names:
+            mine = near[name]
+            problems += _size_problems(rule, name, layers, mine)
+            yield rule, name, mine
+
+
+def _near(names: list[str], others: list[str]) -> dict[str, list[str]]:
+    """Give each of `others` to the layer whose name begins as its own does for longest, as blocks of a model have."""
+    given: dict[str, list[str]] = {name: [] for name in names}
+    for other in others:
+        if names:
+            given[max(names, key=lambda name: _shared_parts(name, other))].append(other)
+    return given
+
+
+def _shared_parts(one: str, other: str) -> int:
+    count = 0
+    for mine, theirs in zip(one.split("."), other.split("."), strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count
+
+
+def _can_follow(layer: nn.Module) -> bool:
+    is_norm = isinstance(layer, NORMS) and layer._parameters.get("weight") is not None
+    return is_norm or has_weight(layer, allows_embedding=False)
+
+
+def unfit(key: str, expressions: Iterable[str], names: list[str]) -> list[Problem]:
+    if names:
+        return []
+    hint = "name linear layers, convolutions or embeddings by a part of their full names"
+    return [Problem(f"{key}.modules", list(expressions), "no layer that can be compressed so has such a name", hint)]
+
+
+def twice(key: str, name: str, before: object) -> list[Problem]:
+    if before is None:
+        return []
+    return [Problem(f"{key}.modules", name, "is in another group too", "name each layer in one group")]
+
+
+def groups_problem(rule: WeightRule, name: str, layer: nn.Module) -> list[Problem]:
+    weight = layer._parameters["weight"]
+    assert weight is not None  # or the rule would not fit
+    if weight.numel() % rule.groups == 0:
+        return []
+    key = "compression_training.weight_quantization.shared_parameters.quantize_groups"
+    expected = f"does not divide the {weight.numel()} elements of {name!r}"
+    return [Problem(key, rule.groups, expected, "use a divisor of every weight's size")]
+
+
+def _size_problems(
+    rule: PruningRule, name: str, layers: Mapping[str, nn.Module], others: list[str]
+) -> Iterator[Problem]:
+    layer, hint = layers[name], "name layers that follow each other"
+    if rule.kind == "sparse":
+        return
+    if rule.kind == "channel" and getattr(layer, "groups", 1) != 1:
+        yield Problem(f"{rule.key}.modules", name, "is a convolution in groups", "leave it out")
+    is_head = rule.kind == "head"
+    weight = weight_of(layer)
+    size = weight.shape[1 - output_dim(layer)] if is_head else weight.shape[output_dim(layer)]
+    if is_head and size % rule.num_heads:
+        key = "compression_training.head_pruning.shared_parameters.num_heads"
+        yield Problem(key, rule.num_heads, f"does not divide the {size} inputs of {name!r}", "give the model's number")
+    for other in others:
+        theirs = layers[other]
+        dim = follower_dim(theirs, is_head=is_head)
+        if weight_of(theirs).shape[dim] != size or getattr(theirs, "groups", 1) != 1:
+            found = weight_of(theirs).shape[dim]
+            yield Problem(f"{rule.key}.related_modules", other, f"has {found} and not the {size} of {name!r}", hint)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    weight = layer._parameters["weight"]
+    assert weight is not None  # of layers that were chosen because they have one
+    return weight
+
+
+def follower_dim(layer: nn.Module, *, is_head: bool) -> int:
+    """The dimension of a follower's weight that is pruned: its inputs, or under head pruning its outputs."""
+    if isinstance(layer, NORMS):
+        return 0
+    return output_dim(layer) if is_head else 1 - output_dim(layer)

@@ -1,0 +1,370 @@
+"""Layers whose weight is compressed in each forward pass, and stays as it is for the optimizer.
+
+[Note: Compressed layers]
+A layer stays the object that it was, and an instance of its class. Its forward sees a compressed weight in the place of
+its own. That is a function of the whole weight, of masks among its buffers and of the step: equal on every rank, and
+computed from the gathered weight at stage 3. Gradients pass quantisation as if it were not there (straight-through,
+Bengio et al. 2013, arXiv 1308.3432), and masks as the products that they are. Autograd keeps a note in place of the
+compressed weight, and computes it again in backward: under stage 3 nothing whole stays between the passes.
+
+[Note: Masks of pruning]
+A mask has one number for each unit: -1 before pruning begins, then 1 or 0. Layers that follow a pruned one (its
+`related_modules`) ignore the inputs that are pruned, so that the exported model computes what the trained one does,
+whatever lies between both layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from polyaccel.engine.policies.compression import InputRule, PruningRule, WeightRule
+from polyaccel.errors import PolyaccelError
+from polyaccel.torch.compression.formulas import (
+    largest,
+    magnitudes,
+    noise_for,
+    quantized_in_range,
+    quantized_tokens,
+    quantized_weight,
+)
+from polyaccel.torch.graph_breaks import outside_graphs
+from polyaccel.torch.sharding.pending import PendingParameter
+from polyaccel.torch.sharding.sharded import ShardedParameter
+
+_ABSENT = (ShardedParameter, PendingParameter)
+
+
+class Clock:
+    """The optimizer steps that are done: an engine's, or those that `advance` has counted. Copies keep the number."""
+
+    def __init__(self) -> None:
+        self._own = 0
+        self._source: Callable[[], int] | None = None
+
+    @property
+    def step(self) -> int:
+        return self._own if self._source is None else self._source()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no engine gives the number: layers then make their masks themselves."""
+        return self._source is None
+
+    def follow(self, source: Callable[[], int] | None) -> None:
+        """Take the number from `source` from now on; None keeps the present one."""
+        self._own, self._source = self.step, source
+
+    def advance(self) -> None:
+        """Count a step, in training without an engine."""
+        self._own += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_own": self.step, "_source": None}
+
+
+class Mask:
+    """What is pruned of `layer` along `dim` of its weight, in units of `block` slices; `dim` None: single weights."""
+
+    def __init__(self, layer: CompressedLayer, rule: PruningRule, dim: int | None, block: int, name: str) -> None:
+        self.layer, self.rule, self.dim, self.block, self.name = layer, rule, dim, block, name
+        self._version = -1
+        self._has_begun = False
+
+    @property
+    def scores(self) -> nn.Parameter | None:
+        """The scores that are trained; None where magnitudes decide once."""
+        return self.layer._parameters.get(f"{self.name}_scores")
+
+    @property
+    def values(self) -> Tensor:
+        """The mask in its buffer."""
+        values = self.layer._buffers[f"{self.name}_mask"]
+        assert values is not None  # registered with it
+        return values
+
+    def has_begun(self) -> bool:
+        """Whether the mask was made, by this process or before its values were loaded."""
+        values = self.values
+        if values._version != self._version:
+            self._version = values._version
+            self._has_begun = bool(values.flatten()[0] >= 0)
+        return self._has_begun
+
+    def is_due(self, step: int) -> bool:
+        """Whether the mask is to be made of magnitudes now."""
+        return not self.rule.is_learned and step >= self.rule.offset and not self.has_begun()
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Make the mask of the weight's present magnitudes."""
+        self.values.copy_(largest(self.magnitudes(), self.rule.dense_ratio))
+
+    def magnitudes(self) -> Tensor:
+        """Return the magnitude of each unit of the weight."""
+        weight = present(self.layer._parameters["weight"])
+        return weight.detach().abs() if self.dim is None else magnitudes(weight, self.dim, self.block)
+
+    def at(self, step: int) -> Tensor | None:
+        """Return the mask of each unit: a function of scores, or what the buffer has; None before pruning begins."""
+        if step < self.rule.offset:
+            return None
+        if (scores := self.scores) is not None:
+            return _Largest.apply(present(scores), self.rule.dense_ratio)  # type: ignore[no-untyped-call, no-any-return]
+        return self.values if self.has_begun() else None
+
+    def kept(self, step: int) -> Tensor:
+        """Return the indices along `dim` that stay."""
+        found = self.at(step)
+        total = len(self.values) * self.block
+        if found is None:
+            return torch.arange(total)
+        return torch.nonzero(found.detach().repeat_interleave(self.block) > 0).flatten()
+
+
+class Compression:
+    """What happens to one layer's weight and inputs. `masks` are its own, `followed` those of layers before it."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self.name, self.clock = name, clock
+        self.weights: WeightRule | None = None
+        self.inputs: InputRule | None = None
+        self.masks: list[Mask] = []
+        self.followed: list[tuple[Mask, int]] = []
+        """Masks of layers before it, each with the dimension of this layer's weight that they prune."""
+        self.seen: tuple[Tensor, Tensor] | None = None
+        """The least and the largest input since the last step, for a static range."""
+
+    def begin_masks(self) -> None:
+        """Make the masks whose step has come, of magnitudes."""
+        for mask in self.masks:
+            if mask.is_due(self.clock.step):
+                mask.make()
+
+    def masked(self, layer: CompressedLayer, weight: Tensor) -> Tensor:
+        """Return `weight` with zeros for what is pruned."""
+        for mask, dim in (*((one, one.dim) for one in self.masks), *self.followed):
+            found = mask.at(self.clock.step)
+            if found is not None:
+                weight = _Masked.apply(weight, shaped(found, weight, dim, mask.block))  # type: ignore[no-untyped-call]
+        return weight
+
+    def masked_bias(self, layer: CompressedLayer, bias: Tensor) -> Tensor:
+        """Return `bias` with zeros for outputs that are pruned."""
+        for mask, dim in (*((one, one.dim) for one in self.masks), *self.followed):
+            if dim == output_dim(layer) and (found := mask.at(self.clock.step)) is not None:
+                bias = _Masked.apply(bias, found.repeat_interleave(mask.block))  # type: ignore[no-untyped-call]
+        return bias
+
+    def quantized(self, weight: Tensor) -> Tensor:
+        """Return the values of `weight` in the bits of this step, without a graph."""
+        rule, step = self.weights, self.clock.step
+        bits = 0 if rule is None else rule.bits_at(step)
+        if rule is None or not bits:
+            return weight
+        with torch.no_grad():
+            noise = noise_for(self.name, step, weight) if rule.is_stochastic else None
+            found = quantized_weight(weight, bits, rule.groups, is_symmetric=rule.is_symmetric, noise=noise)
+            share = rule.own_share_at(step)
+            return share * weight + (1.0 - share) * found if share else found
+
+    def quantized_input(self, layer: CompressedLayer, x: Tensor) -> Tensor:
+        """Return the values of `x` in few bits, without a graph; a static range sees it."""
+        rule = self.inputs
+        if rule is None or not x.is_floating_point() or not x.numel():
+            return x
+        if not rule.is_static:
+            if self.clock.step < rule.offset:
+                return x
+            return quantized_tokens(x, rule.bits, is_symmetric=rule.is_symmetric)
+        low, high = x.detach().amin().float(), x.detach().amax().float()
+        if layer.training and torch.is_grad_enabled():
+            self.seen = (low, high) if self.seen is None else _joined(self.seen, (low, high))
+        if self.clock.step < rule.offset:
+            return x
+        known = layer._buffers["input_range"]
+        assert known is not None  # registered with the rule
+        is_known = known[0] <= known[1]
+        low, high = torch.where(is_known, known[0], low), torch.where(is_known, known[1], high)
+        return quantized_in_range(x, rule.bits, low, high, is_symmetric=rule.is_symmetric)
+
+
+class CompressedLayer(nn.Module):
+    """A layer with a compressed weight in forward. See [Note: Compressed layers]."""
+
+    compression: Compression
+
+    @outside_graphs
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The layer's own forward, with compressed inputs and weight."""
+        how, own = self.compression, self.__dict__
+        if inputs and isinstance(inputs[0], Tensor):
+            x = straight_through(inputs[0], how.quantized_input(self, inputs[0]))
+            inputs = (x, *inputs[1:])
+        weight = present(self._parameters["weight"])
+        if how.clock.is_alone and self.training and torch.is_grad_enabled():
+            how.begin_masks()
+        masked = how.masked(self, weight)
+        values = how.quantized(masked)
+        shown = {"weight": straight_through(masked, values)}
+        if (bias := self._parameters.get("bias")) is not None:
+            shown["bias"] = how.masked_bias(self, present(bias))
+
+        def again(weight: Tensor) -> Tensor:
+            with torch.no_grad():
+                return how.quantized(how.masked(self, weight))
+
+        own.update(shown)
+        try:
+            if shown["weight"] is weight:
+                return super().forward(*inputs, **named)
+            with noted(weight, shown["weight"], again):
+                return super().forward(*inputs, **named)
+        finally:
+            for name in shown:
+                own.pop(name, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the class from which this one was made: no module has this one under its name."""
+        return _unfilled, (own_class(self),), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Other values with the gradient of the first ones."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, others: Tensor) -> Tensor:
+        return others.view_as(others)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Largest(torch.autograd.Function):
+    """The mask of the largest scores, whose gradient is that of the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dense_ratio: float) -> Tensor:
+        return largest(scores, dense_ratio).to(scores.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Masked(torch.autograd.Function):
+    """The product of values and a mask, which is kept as it is; a mask of scores has a gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(values if ctx.needs_input_grad[1] else None, mask)
+        return values * mask.to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        values, mask = ctx.saved_tensors
+        of_values = grad * mask.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        of_mask = None if values is None else (grad * values).sum_to_size(mask.shape).to(mask.dtype)
+        return of_values, of_mask
+
+
+def straight_through(values: Tensor, others: Tensor) -> Tensor:
+    """Return `others`, with gradients that go to `values`; `values` itself where both are one tensor."""
+    if values is others:
+        return values
+    return _StraightThrough.apply(values, others)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def shaped(mask: Tensor, weight: Tensor, dim: int | None, block: int) -> Tensor:
+    """Return the mask of each unit as one that multiplies `weight`."""
+    if dim is None:
+        return mask
+    shape = [1] * weight.dim()
+    shape[dim] = -1
+    return mask.repeat_interleave(block).view(shape)
+
+
+def output_dim(layer: nn.Module) -> int:
+    """The dimension of the weight that counts outputs: the second one of transformers' Conv1D."""
+    return 1 if is_transposed(layer) else 0
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether the weight of a layer is (inputs, outputs)."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(layer).__mro__
+    )
+
+
+class _Note:
+    """Stands for a tensor in the memory of a compressed weight; `kept` is what the hooks in force saved of the layer's
+    own, which had then the version `version`."""
+
+    def __init__(self, tensor: Tensor, kept: Any, version: int) -> None:
+        self.place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.kept, self.version = kept, version
+
+
+def noted(
+    weight: Tensor, compressed: Tensor, again: Callable[[Tensor], Tensor]
+) -> AbstractContextManager[Any]:  # nothing where no hooks may be
+    """Return hooks that save a note of a compressed weight, and anything else as the hooks in force do."""
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return nullcontext()
+    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # None where there are none
+    memory = compressed.untyped_storage().data_ptr()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage().data_ptr() == memory:
+            return _Note(tensor, outer[0](weight.detach()) if outer else weight.detach(), weight._version)
+        return outer[0](tensor) if outer else tensor
+
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, _Note):
+            return outer[1](saved) if outer else saved  # type: ignore[no-any-return]
+        own = outer[1](saved.kept) if outer else saved.kept
+        if not outer and own._version != saved.version:
+            raise PolyaccelError(
+                "a compressed weight was updated between its forward and its backward pass",
+                hint="call backward before the update, once for each forward",
+            )
+        return again(own).contiguous().as_strided(*saved.place)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def present(parameter: Any) -> Any:
+    """The parameter, whose values have been brought here: a function of autograd would take an empty one."""
+    if type(parameter) in _ABSENT:
+        Tensor.detach(parameter)
+    return parameter
+
+
+def own_class(layer: nn.Module) -> Any:
+    """The class that a layer had before it was compressed."""
+    return next(kind for kind in type(layer).__mro__ if not issubclass(kind, CompressedLayer))
+
+
+def _unfilled(own: type) -> Any:
+    kind: Any = compressed_class(own)
+    return kind.__new__(kind)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def compressed_class(own: type) -> type:
+    """Return the class of compressed layers of the class `own`."""
+    if own not in _CLASSES:
+        _CLASSES[own] = type(f"Compressed{own.__name__}", (CompressedLayer, own), {"__module__": __name__})
+    return _CLASSES[own]
+
+
+def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.minimum(one[0], other[0]), torch.maximum(one[1], other[1])

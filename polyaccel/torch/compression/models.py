@@ -1,0 +1,295 @@
+"""Models with compressed layers: found by the rules of a config, and made plain again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.config import Config, load_config
+from polyaccel.engine.policies.compression import (
+    CompressionPolicy,
+    PruningRule,
+    compression_policy_of,
+)
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.torch.compression.finding import (
+    NORMS,
+    follower_dim,
+    groups_problem,
+    has_weight,
+    matching,
+    pruned,
+    twice,
+    unfit,
+    weight_of,
+)
+from polyaccel.torch.compression.formulas import magnitudes
+from polyaccel.torch.compression.layers import (
+    Clock,
+    CompressedLayer,
+    Compression,
+    Mask,
+    compressed_class,
+    output_dim,
+    own_class,
+)
+from polyaccel.torch.compression.students import copy_layers
+from polyaccel.torch.deferred_init.values import is_deferred, value_of
+from polyaccel.torch.sharding.ownership import record_of
+
+GivenConfig = str | Path | Mapping[str, Any] | Config
+
+
+def init_compression(model: nn.Module, config: GivenConfig, teacher_model: nn.Module | None = None) -> nn.Module:
+    """Compress the layers that a config's `compression_training` names, in place. DeepSpeed's name.
+
+    `initialize` does so too. Call it before where the optimizer is made by the script and `"method": "topk"` adds
+    scores, which are parameters. With `layer_reduction` it copies the teacher's layers first.
+
+    Args:
+        model: A module that belongs to no engine.
+        config: The config: a path, a mapping or a `Config`.
+        teacher_model: The model whose layers `layer_reduction` copies.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ConfigError: A rule names no layer, or one that it cannot compress.
+        PolyaccelError: The model belongs to an engine, or `layer_reduction` is on without a teacher.
+
+    Example:
+        ```python
+        model = polyaccel.init_compression(model, "config.json")
+        engine, *_ = polyaccel.initialize(model=model, config="config.json")
+        ```
+    """
+    policy = compression_policy_of(load_config(config))
+    if policy.reduction is not None:
+        if teacher_model is None:
+            raise PolyaccelError("layer_reduction is on, and there is no teacher", hint="pass teacher_model=")
+        copy_layers(model, teacher_model, policy.reduction)
+    compress(model, policy)
+    return model
+
+
+def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
+    """Make compressed layers plain again, in place, with the values and sizes that they compute with. DeepSpeed's name.
+
+    What is pruned by rows, heads or channels is gone, from related layers too. Quantised weights have their levels.
+
+    Args:
+        model: A module that `init_compression` or `initialize` compressed; its engine was destroyed.
+        config: The config: a path, a mapping or a `Config`.
+
+    Returns:
+        The same module, which needs polyaccel no more.
+
+    Raises:
+        PolyaccelError: The model belongs to an engine, or nothing of it is compressed.
+
+    Example:
+        ```python
+        engine.destroy()
+        model = polyaccel.redundancy_clean(model, "config.json")
+        torch.save(model.state_dict(), "small.pt")
+        ```
+    """
+    load_config(config)
+    layers = dict(_compressed(model))
+    if not layers:
+        kind = type(model).__name__
+        raise PolyaccelError(f"nothing of {kind} is compressed", hint="call init_compression first", value=kind)
+    _require_free(layers)
+    cuts = [
+        (layer, dim, mask.kept(layer.compression.clock.step))
+        for layer in layers.values()
+        for mask, dim in _cut_dims(layer)
+    ]
+    for layer in layers.values():
+        _settle(layer)
+    for layer, dim, kept in cuts:
+        _cut(layer, dim, kept)
+    for layer in layers.values():
+        _plain(layer)
+    return model
+
+
+def student_initialization(student_model: nn.Module, teacher_model: nn.Module, config: GivenConfig) -> nn.Module:
+    """Copy the teacher's layers that `layer_reduction` names into a student, in place. DeepSpeed's name.
+
+    Args:
+        student_model: A module with as many layers as `teacher_layer` names.
+        teacher_model: A module of the same structure with more layers.
+        config: The config: a path, a mapping or a `Config`.
+
+    Returns:
+        The student.
+
+    Raises:
+        PolyaccelError: `layer_reduction` is off, or a module or layer that it names does not exist.
+
+    Example:
+        ```python
+        student = polyaccel.student_initialization(student, teacher, "config.json")
+        ```
+    """
+    reduction = compression_policy_of(load_config(config)).reduction
+    if reduction is None:
+        raise PolyaccelError("layer_reduction is off", hint='set "layer_reduction": {"enabled": true, ...}')
+    copy_layers(student_model, teacher_model, reduction)
+    return student_model
+
+
+# Finding layers.
+
+
+def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
+    """Compress the layers of `model` that rules name, in place; returns their full names, () where it was done before.
+
+    Raises ConfigError naming every rule that fits no layer, and PolyaccelError for a model of an engine.
+    """
+    if not policy.has_rules or any(_compressed(model)):
+        return ()
+    clock, layers, problems = Clock(), dict(model.named_modules()), list[Problem]()
+    found: dict[str, Compression] = {}
+
+    def layer_named(name: str) -> Compression:
+        return found.setdefault(name, Compression(name, clock))
+
+    for rule in policy.weights:
+        names = [name for name in matching(layers, rule.modules) if has_weight(layers[name])]
+        problems += unfit(rule.key, rule.modules, names)
+        for name in names:
+            problems += groups_problem(rule, name, layers[name])
+            problems += twice(rule.key, name, layer_named(name).weights)
+            found[name].weights = rule
+    for of_inputs in policy.inputs:
+        names = [
+            name for name in matching(layers, of_inputs.modules) if has_weight(layers[name], allows_embedding=False)
+        ]
+        problems += unfit(of_inputs.key, of_inputs.modules, names)
+        for name in names:
+            problems += twice(of_inputs.key, name, layer_named(name).inputs)
+            found[name].inputs = of_inputs
+    pruning = [row for rule in policy.pruning for row in pruned(layers, rule, problems)]
+    if problems:
+        raise ConfigError(problems)
+    for name in {*found, *(name for _, name, _ in pruning), *(other for *_, others in pruning for other in others)}:
+        layer_named(name)
+    _require_free({name: layers[name] for name in found})
+    for name, how in found.items():
+        _convert(layers[name], how)
+    for of_pruning, name, others in pruning:
+        _prune(layers, of_pruning, name, others)
+    return tuple(name for name in layers if name in found)
+
+
+# Converting them, and back.
+
+
+def _convert(layer: nn.Module, how: Compression) -> None:
+    layer.__class__ = compressed_class(type(layer))
+    assert isinstance(layer, CompressedLayer)  # now
+    layer.compression = how
+    if how.inputs is not None and how.inputs.is_static:
+        layer.register_buffer("input_range", torch.tensor([float("inf"), float("-inf")]))
+
+
+def _prune(layers: Mapping[str, nn.Module], rule: PruningRule, name: str, others: list[str]) -> None:
+    layer = layers[name]
+    assert isinstance(layer, CompressedLayer)  # converted before
+    weight, block = weight_of(layer), 1
+    if rule.kind == "sparse":
+        dim, shape = None, tuple(weight.shape)
+    else:
+        dim = 1 - output_dim(layer) if rule.kind == "head" else output_dim(layer)
+        block = weight.shape[dim] // rule.num_heads if rule.kind == "head" else 1
+        shape = (weight.shape[dim] // block,)
+    mask = Mask(layer, rule, dim, block, rule.kind)
+    layer.register_buffer(f"{rule.kind}_mask", torch.full(shape, -1, dtype=torch.int8, device=_device_of(weight)))
+    layer.compression.masks.append(mask)
+    if rule.is_learned:
+        layer.register_parameter(f"{rule.kind}_scores", nn.Parameter(_first_scores(weight, mask, shape)))
+    for other in others:
+        follower = layers[other]
+        assert isinstance(follower, CompressedLayer)  # converted before
+        follower.compression.followed.append((mask, follower_dim(follower, is_head=rule.kind == "head")))
+
+
+def _device_of(weight: Tensor) -> torch.device:
+    return torch.device("cpu") if is_deferred(weight) else weight.device
+
+
+@torch.no_grad()
+def _first_scores(weight: Tensor, mask: Mask, shape: tuple[int, ...]) -> Tensor:
+    """Return scores that begin with the weight's magnitudes, so that the first mask is that of `l1`."""
+    values = value_of(weight)
+    if values.is_meta:
+        return torch.zeros(shape, device=values.device)
+    found = values.abs().float() if mask.dim is None else magnitudes(values, mask.dim, mask.block)
+    return (found / found.max().clamp(min=torch.finfo(torch.float32).tiny)).view(shape)
+
+
+def _compressed(model: nn.Module) -> Iterator[tuple[str, CompressedLayer]]:
+    return ((name, part) for name, part in model.named_modules() if isinstance(part, CompressedLayer))
+
+
+def _require_free(layers: Mapping[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        if any(record_of(one) is not None for one in layer.parameters(recurse=False)):
+            hint = "compress it before polyaccel.initialize, and clean it after engine.destroy()"
+            raise PolyaccelError(f"{name!r} belongs to an engine", hint=hint, value=name)
+
+
+def _cut_dims(layer: CompressedLayer) -> Iterator[tuple[Mask, int]]:
+    for mask in layer.compression.masks:
+        if mask.dim is not None:
+            yield mask, mask.dim
+    yield from layer.compression.followed
+
+
+@torch.no_grad()
+def _settle(layer: CompressedLayer) -> None:
+    """Give a layer's parameters the values that its forward computes with."""
+    how, weight = layer.compression, weight_of(layer)
+    values = how.quantized(how.masked(layer, weight))
+    if values is not weight:
+        weight.copy_(values)
+    if (bias := layer._parameters.get("bias")) is not None:
+        bias.copy_(how.masked_bias(layer, bias))
+
+
+@torch.no_grad()
+def _cut(layer: CompressedLayer, dim: int, kept: Tensor) -> None:
+    """Keep the slices `kept` along `dim` of the layer's weight, and of all that goes with them."""
+    weight = weight_of(layer)
+    is_output = isinstance(layer, NORMS) or dim == output_dim(layer)
+    tables: list[tuple[dict[str, Any], str, int]] = [(layer._parameters, "weight", dim)]
+    if is_output:
+        tables.append((layer._parameters, "bias", 0))
+        tables += [(layer._buffers, name, 0) for name in ("running_mean", "running_var")]
+    for table, name, along in tables:
+        value = table.get(name)
+        if value is not None:
+            chosen = value.detach().index_select(along, kept.to(weight.device)).clone()
+            is_parameter = isinstance(value, nn.Parameter)
+            table[name] = nn.Parameter(chosen, requires_grad=value.requires_grad) if is_parameter else chosen
+    outputs = ("num_features", "out_features", "out_channels", "nf")
+    for attribute in outputs if is_output else ("in_features", "in_channels", "nx"):
+        if hasattr(layer, attribute):
+            setattr(layer, attribute, len(kept))
+
+
+def _plain(layer: CompressedLayer) -> None:
+    """Give a layer its own class again, without what compression added."""
+    for mask in layer.compression.masks:
+        layer._buffers.pop(f"{mask.name}_mask", None)
+        layer._parameters.pop(f"{mask.name}_scores", None)
+    layer._buffers.pop("input_range", None)
+    del layer.__dict__["compression"]
+    layer.__class__ = own_class(layer)
