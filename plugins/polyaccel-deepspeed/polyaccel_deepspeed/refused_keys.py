@@ -13,7 +13,6 @@ from polyaccel_deepspeed.change import Change, Tree
 
 REMOVED = {
     "amp": "Apex mixed precision",
-    "compression_training": "compression",
     "curriculum_learning": "the top-level curriculum",
     "eigenvalue": "eigenvalues for quantisation",
     "graph_harvesting": "graph harvesting",

@@ -72,8 +72,8 @@ OTHER_NAMES = {
     "stage3_gather_fp16_weights_on_model_save": True,
 }
 """Keys of `zero_optimization` by names that are older, or without their `stage3_`; and values for them."""
-REMOVED = "deepspeed.elasticity"
-"""Modules that DeepSpeed has removed since 0.19.6, and that there are here."""
+REMOVED = ("deepspeed.compression", "deepspeed.elasticity")
+"""Modules that DeepSpeed has removed since 0.19.5, and that there are here."""
 SHARED = FACTS["source_modules"] | FACTS["modules"]
 SET_BY_INITIALIZE = ("config", "lr_scheduler", "monitor", "mpu", "optimizer", "training_dataloader")
 """Attributes that an engine has, and its class has not."""

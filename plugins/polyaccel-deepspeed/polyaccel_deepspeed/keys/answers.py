@@ -49,7 +49,6 @@ TRANSLATED = {
 LATER: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
-    "compression_training": to_come.COMPRESSION,
     "curriculum_learning": to_come.CURRICULUM,
     "data_efficiency": to_come.CURRICULUM,
     "eigenvalue": to_come.COMPRESSION,

@@ -137,6 +137,16 @@ def _strict_specs(tree: Tree) -> Iterator[Change]:
             yield Change(key, "is compared with the model's type in deepspeed.initialize")
 
 
+def _compression(tree: Tree) -> Iterator[Change]:
+    """Techniques that are off may have values for which there is nothing: DeepSpeed does not read them."""
+    section = tree.get("compression_training")
+    for name, technique in list(section.items()) if isinstance(section, dict) else ():
+        table = technique if name == "layer_reduction" else value_of(technique, "shared_parameters")
+        if isinstance(technique, Mapping) and not (isinstance(table, Mapping) and table.get("enabled", False)):
+            del section[name]
+            yield Change(f"compression_training.{name}", "was dropped: it is off")
+
+
 TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _nested_tensors,
     _allgather_size,
@@ -148,5 +158,6 @@ TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _amp,
     _unmanaged,
     _strict_specs,
+    _compression,
 )
 """In their order. Each removes its keys from the tree."""

@@ -6,14 +6,21 @@ from polyaccel_deepspeed.names.entry import Module, never, yes
 
 _WRAPPERS = "polyaccel_deepspeed.engine.wrappers"
 _HELPERS = yes("polyaccel_deepspeed.utils", "recursive_getattr", "recursive_setattr")
+_COMPRESS = "polyaccel_deepspeed.compression"
+_COMPRESSION = yes(_COMPRESS, "init_compression", "redundancy_clean")
 
 ZERO_OPTIMIZER = yes(_WRAPPERS, "DeepSpeedZeroOptimizer")
 STAGE_3_OPTIMIZER = yes(_WRAPPERS, "DeepSpeedZeroOptimizer_Stage3")
 DEEPSPEED_OPTIMIZER = yes(_WRAPPERS, "DeepSpeedOptimizer")
 
 WRAPPERS: dict[str, Module] = {
-    "deepspeed.compression": Module("What is left of compression."),
-    "deepspeed.compression.helper": Module("Attributes by dotted names.", _HELPERS),
+    "deepspeed.compression": Module("Compression, as of DeepSpeed 0.19.5.", _COMPRESSION),
+    "deepspeed.compression.compress": Module(
+        "Compression, as of DeepSpeed 0.19.5.", _COMPRESSION | yes(_COMPRESS, "student_initialization")
+    ),
+    "deepspeed.compression.helper": Module(
+        "Attributes by dotted names, and other classes.", _HELPERS | yes(_COMPRESS, "convert_conv1d_to_linear")
+    ),
     "deepspeed.runtime.base_optimizer": Module(
         "The engine's optimizer.", DEEPSPEED_OPTIMIZER | yes(_WRAPPERS, "ZeROOptimizer")
     ),
