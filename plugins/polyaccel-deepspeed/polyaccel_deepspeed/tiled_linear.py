@@ -13,7 +13,7 @@ from polyaccel.errors import PolyaccelError
 
 
 class TiledLinear(nn.Module):
-    """`nn.Linear` in `out_splits` x `in_splits` tiles, `linears[row][column]`. The last column has the bias.
+    """`nn.Linear` in `out_splits` x `in_splits` tiles, the modules `linears[row][column]`. The last column has a bias.
 
     `input_is_already_split`: the input is a sequence of parts. Without `combine_out_splits` the output is a list.
     `linear_cls` makes the tiles, with the named arguments that are left. `init_linear` has the first values.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_runs import GOLDEN, exported
+from polyaccel_deepspeed import universal
 from polyaccel_deepspeed.exchange.exporting import write
 from polyaccel_deepspeed.exchange.importing import read
 
@@ -116,3 +117,20 @@ def test_a_format_that_nobody_writes_is_named(out: Path, tmp_path: Path, capsys:
     assert main(arguments) == 1
     assert "expected one of safetensors, bin, dcp, orbax" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"), [("zero1", "34e2506da5ededaf"), ("zero2", "34e2506da5ededaf"), ("zero3", "eb620e93d6514839")]
+)
+def test_a_checkpoint_of_deepspeeds_is_converted_as_its_own_converter_does(
+    name: str, digest: str, tmp_path: Path
+) -> None:
+    """Digests are of the values that `ds_to_universal` of DeepSpeed 0.19.8 wrote, its flat ones of stage 3 too."""
+    places = ["--input_folder", str(GOLDEN / name / "global_step4"), "--output_folder", str(tmp_path / "step4")]
+    assert universal.main(universal.parse_arguments(places)) == 0
+    found = hashlib.sha256()
+    for fqn in TRAINED:
+        for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+            value = loaded(tmp_path / "step4" / "zero" / fqn / f"{kind}.pt")["param"]
+            found.update(value.detach().contiguous().numpy().tobytes())
+    assert found.hexdigest()[:16] == digest

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 from polyaccel_deepspeed.config import normalise, read_config
 from polyaccel_deepspeed.engine.tensors import with_layer_specs
 from polyaccel_deepspeed.keys.experts import ROUTING, require_routing
@@ -111,6 +113,11 @@ def test_a_key_that_asks_for_nothing_is_dropped_and_another_value_refused(never:
             "checkpoint",
             {"async": True, "keep_last": 3},
         ),
+        (
+            {"zero_optimization": {"stage": 2, "sub_group_size": 1e4, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization",
+            {"stage": 2, "reduce_bucket_size": 10_000, "offload_optimizer": {"device": "cpu"}},
+        ),
         ({"amp": {"enabled": True}}, "torch_autocast", {"enabled": True, "dtype": "float16"}),
         ({"amp": {"enabled": True, "opt_level": "O2", "loss_scale": 8}}, "fp16", {"enabled": True, "loss_scale": 8.0}),
         ({"amp": {"enabled": True, "opt_level": "O0"}}, "torch_autocast", None),
@@ -123,6 +130,31 @@ def test_a_key_is_read_as_another_one_with_one_line(written: dict[str, Any], key
     if written != {"communication_data_type": "fp16"}:
         assert len(changes) == 1
     load_resolved(tree, world_size=2)
+
+
+def peak_of_update(section: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes of memory that an update on the host borrows at once, and the parameters after three steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, **section}
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=model, config={**config, "zero_optimization": zero})
+    for step in range(3):
+        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
+        engine.backward(engine(inputs.bfloat16()).float().square().mean())
+        engine.step()
+    nbytes = max(shard.master.nbytes for shard in engine.zero.shards)
+    found = {name: one.detach().clone() for name, one in model.named_parameters()}
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+    return nbytes, found
+
+
+def test_sub_groups_bound_what_the_host_updates_at_once() -> None:
+    whole, params = peak_of_update({})
+    tiles, same = peak_of_update({"sub_group_size": 5_000})
+    assert (whole, tiles) == (133_120, 16_896)  # bytes of master weights
+    assert all(torch.equal(one, same[name]) for name, one in params.items())
 
 
 def test_unknown_options_of_a_writer_are_refused() -> None:

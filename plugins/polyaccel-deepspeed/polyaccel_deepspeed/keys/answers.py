@@ -42,6 +42,7 @@ TRANSLATED = {
     "nebula": "= checkpoint.async, and checkpoint.keep_last for its retention",
     "seq_parallel_communication_data_type": "= communication_data_type, where ranks share sequences",
     "tensor_parallel.partition_config.layer_specs[].model_types": "specs of other types of models are left out",
+    "zero_optimization.sub_group_size": "= reduce_bucket_size where the host updates; no effect elsewhere",
     "tensor_parallel.partition_config.strict_mode": "true: a linear layer without a spec is an error",
     "tensor_parallel.tensor_parallel": "= tensor_parallel.tp",
 }

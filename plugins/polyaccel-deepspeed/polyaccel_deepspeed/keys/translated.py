@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from polyaccel.config.keys import parent_of, value_of
+from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel_deepspeed.change import Change, Tree
 from polyaccel_deepspeed.keys.settled import WRITER
 
+_BUCKET = ZeroConfig.model_fields["reduce_bucket_size"].default
 UNMANAGED = "managed_gradient_accumulation"
 
 
@@ -40,6 +42,18 @@ def _sequence_gradients(tree: Tree) -> Iterator[Change]:
         yield Change(key, f"= {written!r} was read as communication_data_type = {read!r}, for ranks share sequences")
     elif written is not None:
         yield Change(key, f"= {written!r} has no effect: no ranks share sequences")
+
+
+def _sub_groups(tree: Tree) -> Iterator[Change]:
+    """A host updates a bucket at a time, so its buckets are the tiles."""
+    zero = tree.get("zero_optimization")
+    if not isinstance(zero, dict) or value_of(tree, "zero_optimization.offload_optimizer.device") in (None, "none"):
+        return
+    size, bucket = zero.get("sub_group_size"), zero.get("reduce_bucket_size", _BUCKET)
+    if isinstance(size, int | float) and isinstance(bucket, int | float) and 1 <= size < bucket:
+        zero["reduce_bucket_size"] = int(zero.pop("sub_group_size"))
+        said = f"= {size!r} was read as reduce_bucket_size: the host updates a bucket at a time"
+        yield Change("zero_optimization.sub_group_size", said)
 
 
 def _local_storage(tree: Tree) -> Iterator[Change]:
@@ -151,6 +165,7 @@ TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _nested_tensors,
     _allgather_size,
     _sequence_gradients,
+    _sub_groups,
     _local_storage,
     _writer,
     _datastates,
