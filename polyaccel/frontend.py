@@ -131,7 +131,8 @@ def initialize(
         state: For JAX: pytree of arrays that the function carries, such as running statistics, counters and random
             keys. The function is then `fn(params, state, batch, rng)` and returns (loss, new state), or (loss, (new
             state, auxiliary output)). The engine replaces the state after each micro-batch; `engine.state` is its
-            value. For a module of linen a mapping of collections, for one of equinox its `equinox.nn.State`.
+            value. For a module of linen a mapping of collections, for one of equinox its `equinox.nn.State`, for a list
+            of layers a list with the state of each, None for one without.
         state_reduction: For JAX: what ranks make of the state at the accumulation boundary. "mean" averages floating
             leaves, and others must be equal. "none" keeps each rank's own. A function of a leaf's dotted name returns
             one of the two.

@@ -46,6 +46,8 @@ class CarriedState(ABC):
     Collective. Raises PolyaccelError for a reduction that is neither "mean" nor "none".
     """
 
+    clashes: bool | None = None
+    """Whether a parameter has the name of a leaf; None: as this rank's parameters are."""
     data: list[Any]
     """The state of this rank as programs take it; in native mode with a leading axis over devices."""
 
@@ -175,7 +177,7 @@ class CarriedState(ABC):
 
     def _named(self, params: Mapping[str, Any]) -> Iterator[tuple[StateLeaf, str, jax.Array, bool]]:
         """The leaves with their names in a checkpoint: dotted paths, behind "state" where a parameter has one."""
-        clashes = any(leaf.name in params for leaf in self.form.leaves)
+        clashes = any(leaf.name in params for leaf in self.form.leaves) if self.clashes is None else self.clashes
         for leaf, value, mean in zip(self.form.leaves, self.data, self.is_averaged, strict=True):
             yield leaf, f"state.{leaf.name}" if clashes else leaf.name, value, mean
 
@@ -188,8 +190,8 @@ class StateOfEngine:
     _require_own_process: Callable[..., None]
 
     def _carry(self, form: StateForm, first: Any) -> CarriedState:
-        """The state between micro-batches, from its first value. Collective. Layers of a pipeline have none."""
-        raise InvariantError("layers of a pipeline carry no state", value=form.structure)
+        """The state between micro-batches, from its first value. Collective."""
+        raise InvariantError("an engine of no kind carries a state", value=form.structure)
 
     @property
     @engine_call

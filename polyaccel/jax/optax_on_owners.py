@@ -20,7 +20,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.jax.elementwise.graph import Graph
 from polyaccel.jax.optax_whole import WholeStates
-from polyaccel.jax.owners.exchange import Place, SliceExchange, balanced_owners, gather_values
+from polyaccel.jax.owners.exchange import Owners, Place, SliceExchange, gather_values
 from polyaccel.jax.owners.placement import Holder, Placement, RankPrograms
 from polyaccel.jax.traced_transformation import TracedTransformation
 from polyaccel.jax.views import array_over
@@ -32,13 +32,12 @@ _FEW = 65_536
 
 
 class OptaxOnOwners(WholeStates):
-    """Runs a transformation where shards are cut over `world_size` ranks, of which this is `rank`."""
+    """Runs a transformation on the `owners` of parameters, whose shards are cut over ranks or are with other stages."""
 
-    def __init__(self, traced: TracedTransformation, rank: int, world_size: int) -> None:
+    def __init__(self, traced: TracedTransformation, owners: Owners) -> None:
         super().__init__(traced)
-        self._rank = rank
-        numels = {fqn: prod(one.shape) for fqn, one in zip(traced.names, traced.shapes, strict=True)}
-        self.owners = balanced_owners(numels, world_size)
+        self._among, self._rank = owners, owners.ranks.rank
+        self.owners = owners.of
         """The rank that updates each of the caller's parameters."""
         self.place: Place = lambda fqn, start: (fqn, start)
         """Where an element of the engine's parameter stands in the caller's."""
@@ -48,7 +47,7 @@ class OptaxOnOwners(WholeStates):
         scale = jax.ShapeDtypeStruct((), np.float32)
         self._graph = Graph.trace(self._moved, self._tree, state, self._tree, scale, traced.loss_shape, selects=True)
         self._placed = self._settle()
-        if rank == 0 and (sent := self._placed.sent_elements()) > _FEW:
+        if self._rank == 0 and (sent := self._placed.sent_elements()) > _FEW:
             message = "operations of %s need several whole parameters: all ranks get %d elements more in each update"
             log.warning(message, traced.name, sent)
 
@@ -86,6 +85,14 @@ class OptaxOnOwners(WholeStates):
     def _programs(self) -> RankPrograms:
         return self._placed.programs_of(self._rank, [*self._of_params, *self.holders])
 
+    def states_by_path(self, communicator: Communicator) -> dict[str, Any]:
+        """As `WholeStates.states_by_path`, over the ranks that exchange values."""
+        return super().states_by_path(self._among.ranks)
+
+    def state_blobs(self, rank: int) -> dict[str, bytes]:
+        """As `WholeStates.state_blobs`."""
+        return self.blobs_of(self._state or [], self._rank) if self._among.saves else {}
+
     def _is_held(self, holder: Holder) -> bool:
         return holder is None or holder == self._rank
 
@@ -97,19 +104,38 @@ class OptaxOnOwners(WholeStates):
         weights, grads = dict[str, Buffer](), dict[str, Buffer]()
         for shard in shards:
             assert shard.grad is not None  # set by the step
-            exchange = SliceExchange(communicator, shard.bucket, self.owners, self.place)
+            ready.append(shard)
+            if self._among.in_step is None:
+                for piece in shard.slices:
+                    window = (piece.shard_offset, piece.length)
+                    weights[piece.fqn], grads[piece.fqn] = shard.master.view(*window), shard.grad.view(*window)
+                continue
+            exchange = SliceExchange(communicator, shard.bucket, self._among.in_step, self.place)
             self._collect(exchange, shard, shard.master, weights, "master weights to owners")
             self._collect(exchange, shard, shard.grad, grads, "gradients to owners")
-            ready.append(shard)
             exchanges.append(exchange)
-        moved = self._run(self._arrays(weights), self._arrays(grads), grad_scale, loss, communicator)
+        moved = self._run(self._arrays(weights), self._arrays(grads), grad_scale, loss, self._among.ranks)
         weights.clear()
         grads.clear()
+        if self._among.in_step is None:
+            yield from self._written(ready, moved)
+            return
         for shard, exchange in zip(ready, exchanges, strict=True):
             compute = shard.tier.compute
             places = {self.place(slot.param.fqn, 0)[0] for slot in shard.bucket.slots}
             whole = {name: compute.import_array(moved[name].reshape(-1)) for name in places & moved.keys()}
             exchange.from_owners(whole, shard.master, "master weights from owners")
+            for run in shard.runs:
+                shard.write_params(run)
+            yield shard
+
+    @staticmethod
+    def _written(shards: Sequence[Shard], moved: dict[str, Any]) -> Iterator[Shard]:
+        """Shards with their new weights, which this rank computed all."""
+        for shard in shards:
+            for piece in shard.slices:
+                flat = shard.tier.compute.import_array(moved[piece.fqn].reshape(-1))
+                shard.master.view(piece.shard_offset, piece.length).copy_from(flat)
             for run in shard.runs:
                 shard.write_params(run)
             yield shard

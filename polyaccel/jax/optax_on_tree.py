@@ -5,7 +5,7 @@ Where every rank has all weights and optimizer states, at stage 0 and on one ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
-from polyaccel.errors import ShardingError
 from polyaccel.jax.elementwise.evaluate import NotElementwise
 from polyaccel.jax.optax_on_mesh import OptaxOnMesh
 from polyaccel.jax.optax_on_owners import OptaxOnOwners
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.optax_whole import WholeStates
+from polyaccel.jax.owners.exchange import Owners
 from polyaccel.jax.traced_transformation import TracedTransformation
 from polyaccel.jax.views import array_over
 from polyaccel.zero.update.optimizers import Group, Shard
@@ -74,28 +74,16 @@ def optax_optimizer(
     *,
     may_be_whole: bool,
     on_slices: bool = True,
-    owners: tuple[int, int] | None = None,
-    on_mesh: bool = False,
+    owners: Callable[[], Owners] | None,
 ) -> OptaxOptimizer | OptaxOnTree | OptaxOnOwners | OptaxOnMesh:
     """Return the optimizer of `transformation` on slices, or on whole parameters: on all ranks if `may_be_whole`, on
-    `owners`, which are this rank and the number of ranks, or `on_mesh`. Raises ShardingError."""
+    `owners`, or without them on a mesh. Raises ShardingError."""
     traced = TracedTransformation(transformation, params, param_dtype)
     if may_be_whole and not on_slices:
         return OptaxOnTree(traced)
     try:
         return OptaxOptimizer(traced)
-    except NotElementwise as error:
+    except NotElementwise:
         if may_be_whole:
             return OptaxOnTree(traced)
-        if owners is not None:
-            return OptaxOnOwners(traced, *owners)
-        if on_mesh:
-            return OptaxOnMesh(traced)
-        name = error.name or traced.name
-        raise ShardingError(
-            f"the optax transformation {name} does not update elements independently ({error}), and this run has no "
-            "whole parameters for it",
-            hint="leave the stages of the pipeline out, or use an elementwise one; clip by norm with "
-            '"gradient_clipping" of the config, LAMB is in the config too',
-            value=name,
-        ) from None
+        return OptaxOnMesh(traced) if owners is None else OptaxOnOwners(traced, owners())

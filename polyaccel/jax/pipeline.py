@@ -25,6 +25,7 @@ from polyaccel.comm.work import Work
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
+from polyaccel.jax.program.carried import StateForm, returned_kind
 from polyaccel.jax.program.function import loss_and_aux
 from polyaccel.jax.pytree import as_array, dtype_of, named_leaves
 from polyaccel.jax.views import array_over
@@ -85,8 +86,9 @@ class ArrayExchange:
         self._sending.clear()
 
 
-Layer = Callable[[Any, Any, Any], Any]
-"""`layer(params, value, rng)` -> the value that the next layer gets, any pytree of arrays."""
+Layer = Callable[..., Any]
+"""`layer(params, value, rng)` -> the value that the next layer gets, any pytree of arrays; or, where it has a state,
+`layer(params, state, value, rng)` -> (value, new state)."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,16 @@ class LayerList:
     """Layers, each with its own parameters. The first gets the inputs of a micro-batch, the last a pair of what the
     layer before it gives and the micro-batch's labels, and gives a scalar loss, or (loss, auxiliary output).
 
-    The key that layer i gets is `fold_in(rng, i)`, wherever it runs; in evaluation None.
+    The key that layer i gets is `fold_in(rng, i)`, wherever it runs; in evaluation None. `forms` has that of each
+    layer's state, None for one without; it is empty where no layer has one.
     """
 
     layers: tuple[Layer, ...]
+    forms: tuple[StateForm | None, ...] = ()
 
     @classmethod
-    def from_model(cls, model: Sequence[Layer], params: Any) -> LayerList:
-        """Raises PolyaccelError for what is not a list of functions with as many trees of parameters."""
+    def from_model(cls, model: Sequence[Layer], params: Any, state: Any = None) -> LayerList:
+        """Raises PolyaccelError for what is not a list of functions with as many trees of parameters, and of state."""
         if not model or not all(map(callable, model)):
             kinds = [type(one).__name__ for one in model]
             raise PolyaccelError(f"a model that is a list of {kinds}", hint="give a list of functions", value=kinds)
@@ -112,19 +116,59 @@ class LayerList:
                 hint="give params as a list with the pytree of each layer, {} for one without parameters",
                 value=count,
             )
-        return cls(tuple(model))
+        if state is None:
+            return cls(tuple(model))
+        if not isinstance(state, (list, tuple)) or len(state) != len(model):
+            count = len(state) if isinstance(state, (list, tuple)) else type(state).__name__
+            raise PolyaccelError(
+                f"{len(model)} layers, and state is {count}",
+                hint="give state as a list with the pytree of each layer, None for one without state",
+                value=count,
+            )
+        return cls(tuple(model), tuple(StateForm(tree) if jax.tree.leaves(tree) else None for tree in state))
 
-    def __call__(self, params: Any, batch: Any, rng: Any) -> Any:
-        """What the last layer gives, for a whole micro-batch."""
+    def __call__(self, params: Any, *given: Any) -> Any:
+        """What the last layer gives, for a whole micro-batch: of (batch, rng), or of (state, batch, rng)."""
+        *state, batch, rng = given
         inputs, labels = pair_of(batch)
-        return self.run(range(len(self.layers)), params, inputs, labels, rng)
+        found, after = self.run(range(len(self.layers)), params, inputs, labels, rng, *state)
+        if not state:
+            return found
+        loss, aux = loss_and_aux(found)
+        return loss, (after, aux)
 
-    def run(self, part: range, params: Any, value: Any, labels: Any, rng: Any) -> Any:
-        """Return what the last layer of `part` gives for `value`; `params` has a tree for every layer."""
+    def run(
+        self, part: range, params: Any, value: Any, labels: Any, rng: Any, state: Sequence[Any] = ()
+    ) -> tuple[Any, list[Any]]:
+        """Return what the last layer of `part` gives for `value`, and the new state.
+
+        `params` and `state` have a tree for every layer.
+        """
+        after = list(state)
         for index in part:
             given = (value, labels) if index + 1 == len(self.layers) else value
-            value = self.layers[index](params[index], given, None if rng is None else jax.random.fold_in(rng, index))
-        return value
+            key = None if rng is None else jax.random.fold_in(rng, index)
+            form = self.forms[index] if self.forms else None
+            if form is None:
+                value = self.layers[index](params[index], given, key)
+                continue
+            found = self.layers[index](params[index], state[index], given, key)
+            if index + 1 == len(self.layers):
+                loss, result = form.split(found)
+                value, after[index] = (loss, result.aux), form.tree(result.state)
+            else:
+                value, after[index] = self._with_new_state(index, form, found)
+        return value, after
+
+    def _with_new_state(self, index: int, form: StateForm, found: Any) -> tuple[Any, Any]:
+        if not isinstance(found, tuple) or len(found) != 2:
+            kind = returned_kind(found)
+            raise PolyaccelError(
+                f"layer {index} ({self.names()[index]}) has a state, and returned a {kind}",
+                hint="return (value, new_state); new_state has the structure of the layer's state",
+                value=kind,
+            )
+        return found[0], form.tree(form.new_data(found[1]))
 
     def names(self) -> list[str]:
         """What each layer's function, or its class, is called."""
@@ -135,7 +179,7 @@ class LayerList:
         found: list[Any] = []
         value, names = inputs, self.names()
         for index in range(len(self.layers)):
-            run = partial(self.run, range(index, index + 1), rng=jax.random.key(0) if trains else None)
+            run = partial(self._run_one, range(index, index + 1), jax.random.key(0) if trains else None)
             try:
                 value = jax.eval_shape(run, params, value, labels)
             except (TypeError, ValueError) as error:
@@ -148,6 +192,11 @@ class LayerList:
                 ) from error
             found.append(value)
         return found
+
+    def _run_one(self, part: range, rng: Any, params: Any, value: Any, labels: Any) -> Any:
+        """`run` with a state of zeros, for shapes alone."""
+        state = [None if form is None else form.tree(form.zeros()) for form in self.forms]
+        return self.run(part, params, value, labels, rng, state)[0]
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
@@ -209,17 +258,27 @@ class ForwardPass(NamedTuple):
     result: Any
     kept: list[Any]
     how: _Pullback
-    arguments: tuple[Any, Any, Any]
-    """Trained leaves, other leaves, and the value that came in."""
+    arguments: tuple[Any, ...]
+    """Trained leaves, other leaves, the value that came in, and the state before."""
+    state: list[Any]
+    """The data of the stage's state after it."""
 
 
 class ChunkProgram:
     """The layers of `part` in training and in evaluation. `params` has a tree for each layer of the model, None for
     those of other chunks; `is_trained` has for each leaf there whether it has a gradient. Floating inputs have one too,
-    except for those of the micro-batch."""
+    except for those of the micro-batch. `form` is that of the state of the stage's layers."""
 
-    def __init__(self, layers: LayerList, part: range, params: Any, is_trained: Sequence[bool], check: Check) -> None:
-        self._layers, self._part = layers, part
+    def __init__(
+        self,
+        layers: LayerList,
+        part: range,
+        params: Any,
+        is_trained: Sequence[bool],
+        check: Check,
+        form: StateForm | None,
+    ) -> None:
+        self._layers, self._part, self._form = layers, part, form
         self._is_last = part.stop == len(layers.layers)
         self._structure = jax.tree.structure(params)
         self._is_trained = tuple(is_trained)
@@ -228,13 +287,15 @@ class ChunkProgram:
         self._backward = jax.jit(_pulled_back)
         self._evaluation = jax.jit(self._evaluate)
 
-    def forward(self, leaves: Sequence[Any], value: Any, labels: Any, rng: Any, factor: float) -> ForwardPass:
-        """Run a forward pass with `leaves`; the last chunk's loss counts `factor` times."""
+    def forward(
+        self, leaves: Sequence[Any], value: Any, labels: Any, rng: Any, factor: float, state: Sequence[Any] = ()
+    ) -> ForwardPass:
+        """Run a forward pass with `leaves` and the data of a `state`; the last chunk's loss counts `factor` times."""
         trained, others = self._split(leaves)
-        arguments = (trained, others, value, labels, rng, np.float32(factor))
+        arguments = (trained, others, value, list(state), labels, rng, np.float32(factor))
         self._check(self._forward, arguments)
-        result, kept, how = jax.block_until_ready(self._forward(*arguments))
-        return ForwardPass(result, kept, how, (trained, others, value))
+        result, after, kept, how = jax.block_until_ready(self._forward(*arguments))
+        return ForwardPass(result, kept, how, (trained, others, value, list(state)), after)
 
     def backward(self, made: ForwardPass, gradients: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return gradients of trained leaves and of the incoming value, from those of the result."""
@@ -243,9 +304,9 @@ class ChunkProgram:
         jax.block_until_ready(found)
         return found
 
-    def evaluate(self, leaves: Sequence[Any], value: Any, labels: Any) -> Any:
-        """The result of a forward pass, computed, with None for the random key."""
-        arguments = (*self._split(leaves), value, labels)
+    def evaluate(self, leaves: Sequence[Any], value: Any, labels: Any, state: Sequence[Any] = ()) -> Any:
+        """The result of a forward pass, computed, with None for the random key. The new state is dropped."""
+        arguments = (*self._split(leaves), value, list(state), labels)
         self._check(self._evaluation, arguments)
         return jax.block_until_ready(self._evaluation(*arguments))
 
@@ -253,35 +314,40 @@ class ChunkProgram:
         pairs = list(zip(leaves, self._is_trained, strict=True))
         return [leaf for leaf, wanted in pairs if wanted], [leaf for leaf, wanted in pairs if not wanted]
 
-    def _run(self, trained: Any, others: Any, value: Any, labels: Any, rng: Any) -> Any:
+    def _run(self, trained: Any, others: Any, value: Any, state: Any, labels: Any, rng: Any) -> tuple[Any, Any]:
+        """(what the chunk gives, the data of the state after it)."""
         wanted, rest = iter(trained), iter(others)
         leaves = [next(wanted) if is_trained else next(rest) for is_trained in self._is_trained]
         params = jax.tree_util.tree_unflatten(self._structure, leaves)
-        found = self._layers.run(self._part, params, value, labels, rng)
-        return loss_and_aux(found) if self._is_last else found
+        before = () if self._form is None else self._form.tree(state)
+        found, after = self._layers.run(self._part, params, value, labels, rng, before)
+        data = [] if self._form is None else self._form.new_data(after)
+        return loss_and_aux(found) if self._is_last else found, data
 
-    def _differentiate(self, trained: Any, others: Any, value: Any, labels: Any, rng: Any, factor: Any) -> Any:
+    def _differentiate(
+        self, trained: Any, others: Any, value: Any, state: Any, labels: Any, rng: Any, factor: Any
+    ) -> Any:
         leaves, structure = jax.tree.flatten(value)
         has_gradient = [self._part.start > 0 and is_float(leaf) for leaf in leaves]
 
         def run(trained: Any, floats: Any) -> Any:
             left = iter(floats)
             given = [next(left) if wanted else leaf for leaf, wanted in zip(leaves, has_gradient, strict=True)]
-            result = self._run(trained, others, jax.tree.unflatten(structure, given), labels, rng)
+            result, after = self._run(trained, others, jax.tree.unflatten(structure, given), state, labels, rng)
             if self._is_last:
-                return result[0] * factor.astype(result[0].dtype), result
-            return [leaf for leaf in jax.tree.leaves(result) if is_float(leaf)], result
+                return result[0] * factor.astype(result[0].dtype), (result, after)
+            return [leaf for leaf in jax.tree.leaves(result) if is_float(leaf)], (result, after)
 
         floats = [leaf for leaf, wanted in zip(leaves, has_gradient, strict=True) if wanted]
-        _, pullback, result = jax.vjp(run, trained, floats, has_aux=True)
+        _, pullback, (result, after) = jax.vjp(run, trained, floats, has_aux=True)
         arrays, made_of = jax.tree.flatten(pullback)
-        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((trained, others, value)))}
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((trained, others, value, state)))}
         sources = tuple(numbers.get(id(array), -1) for array in arrays)
         kept = [array for array, source in zip(arrays, sources, strict=True) if source < 0]
-        return result, kept, _Pullback(made_of, sources)
+        return result, after, kept, _Pullback(made_of, sources)
 
-    def _evaluate(self, trained: Any, others: Any, value: Any, labels: Any) -> Any:
-        return self._run(trained, others, value, labels, None)
+    def _evaluate(self, trained: Any, others: Any, value: Any, state: Any, labels: Any) -> Any:
+        return self._run(trained, others, value, state, labels, None)[0]
 
 
 def _pulled_back(kept: Any, how: _Pullback, arguments: Any, gradients: Any) -> Any:

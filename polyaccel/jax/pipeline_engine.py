@@ -13,16 +13,19 @@ import jax.numpy as jnp
 
 from polyaccel.core.types import DType
 from polyaccel.errors import CommError, PolyaccelError
+from polyaccel.jax.carried_state import CarriedState, ViewsState
 from polyaccel.jax.pipeline import ArrayExchange, ChunkProgram, ForwardPass, is_float, pair_of
+from polyaccel.jax.pipeline_stages import StageCut
 from polyaccel.jax.program.batches import as_inputs, as_weak, cast_floats, is_weak
 from polyaccel.jax.program.calls import engine_call
-from polyaccel.jax.rewrites import RewriteContext, StageCut
+from polyaccel.jax.program.carried import StateForm
+from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
 from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
-from polyaccel.pipeline.table import PipelineOp, PipelineTable, PipelineTask
+from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
 
 _FORWARD, _WEIGHT = PipelineOp.FORWARD, PipelineOp.BACKWARD_WEIGHT
 _INPUT = PipelineOp.BACKWARD_INPUT
@@ -54,7 +57,7 @@ class JaxPipelineEngine(ViewsEngine):
         self.parts = cut.parts
         """The layers of each chunk."""
         self._placement, self._stages, self._layers = table.placement, table.stages, cut.layers
-        self._shapes_of_params = cut.shapes_of_params
+        self._shapes_of_params, self._state_clashes = cut.shapes_of_params, cut.state_clashes
         super().__init__(rewrites)
         self._line = runtime.process_group_for(("pipe",))
         self._exchange = ArrayExchange(self._line, self.accelerator)
@@ -74,7 +77,17 @@ class JaxPipelineEngine(ViewsEngine):
             self._recorder.trace.add_source(lambda: spans_of(self.task_times))
 
     def _follow(self, table: PipelineTable) -> None:
-        """Do steps by `table` from now on."""
+        """Do steps by `table` from now on. Raises PipelineError where a state would meet micro-batches out of order."""
+        for chunk in range(len(table.placement)):
+            forwards = [
+                one.micro_batch for one in table.tasks[self._stage] if one.op is _FORWARD and one.chunk == chunk
+            ]
+            if self._carried is not None and forwards != sorted(forwards):
+                raise PipelineError(
+                    f"chunk {chunk} takes micro-batches in the order {forwards}, and its layers carry a state",
+                    hint="use a table whose forward passes are in order",
+                    value=forwards,
+                )
         self._micro_batch_count = table.micro_batches
         self._training = program_of(check_table(table)[self._stage])
         self._evaluation = program_of(check_table(table.forwards())[self._stage])
@@ -85,7 +98,20 @@ class JaxPipelineEngine(ViewsEngine):
 
     def _traced(self, batch: Any) -> Any:
         """That of the whole model, not of this stage."""
-        return jax.make_jaxpr(self._layers)(self._shapes_of_params, batch, jax.random.key(0))
+        state = [None if form is None else form.tree(form.zeros()) for form in self._layers.forms]
+        given = (self._shapes_of_params, *([state] if state else []), batch, jax.random.key(0))
+        return jax.make_jaxpr(self._layers)(*given)
+
+    def _carry(self, form: StateForm, first: Any) -> CarriedState:
+        """The state of this stage's layers, which its ranks reduce."""
+        ranks = self._stage_runtime.communicator
+        carried = ViewsState(form, first, self._rewrites.state_reduction, ranks, self._device)
+        carried.clashes = self._state_clashes
+        return carried
+
+    @property
+    def _state(self) -> list[Any]:
+        return [] if self._carried is None else self._carried.data
 
     def is_first_stage(self) -> bool:
         """Return whether this rank's stage has the first layers."""
@@ -245,10 +271,12 @@ class JaxPipelineEngine(ViewsEngine):
         with self.timer("forward" if trains else "data"):
             if trains:
                 rng = jax.random.fold_in(self._key, self.counters.micro_steps + micro_batch)
-                here.made = own.program.forward(own.leaves(), value, labels, rng, self._loss_factor)
+                here.made = own.program.forward(own.leaves(), value, labels, rng, self._loss_factor, self._state)
                 result = here.made.result
+                if self._carried is not None:
+                    self._carried.data = here.made.state
             else:
-                result = own.program.evaluate(own.leaves(), value, labels)
+                result = own.program.evaluate(own.leaves(), value, labels, self._state)
         if chunk + 1 == len(self._placement):
             losses[micro_batch], self.aux = result
         else:
@@ -312,6 +340,7 @@ class _Chunk:
             [tree if index in part else None for index, tree in enumerate(params)],
             [names[at][1] for at in self._at],
             engine._loss_function.check,
+            None if engine._carried is None else engine._carried.form,
         )
 
     def leaves(self) -> list[jax.Array]:

@@ -7,9 +7,8 @@ lays out the parameters that are left. `REWRITES` is the list, and `polyaccel.to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -27,14 +26,14 @@ from polyaccel.jax.carried_state import Reduction
 from polyaccel.jax.modules import as_function
 from polyaccel.jax.native_keys import native_problems
 from polyaccel.jax.optax_on_tree import optax_optimizer
-from polyaccel.jax.pipeline import LayerList, numels_of, shapes_of_params
+from polyaccel.jax.owners.exchange import Owners
+from polyaccel.jax.pipeline import LayerList
+from polyaccel.jax.pipeline_stages import StageCut, cut_of_stages, owners_of
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.pipeline.csv_schedule import write_table
-from polyaccel.pipeline.partition import layer_weights, split_layers
-from polyaccel.pipeline.select import select_schedule
-from polyaccel.pipeline.table import PipelineError, PipelineTable
+from polyaccel.pipeline.table import PipelineError
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
@@ -47,20 +46,6 @@ class RewritableEngine(Protocol):
 
     def shard_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Lay parameters out in buckets; return units gathered apart, and all names. Collective."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageCut:
-    """The layers of a list over pipeline stages. `parts` has those of each chunk."""
-
-    layers: LayerList
-    stage: int
-    parts: Sequence[range]
-    table: PipelineTable
-    table_for: Callable[[int], PipelineTable]
-    """The schedule for so many micro-batches."""
-    shapes_of_params: Any
-    """Shapes of the parameters of all layers."""
 
 
 @dataclass(kw_only=True)
@@ -129,14 +114,20 @@ class RewriteContext(BaseContext):
         return is_replicated and not self.is_native and not self.stacked and self.stages == 1
 
     @property
-    def has_owners(self) -> bool:
-        """Whether ranks can have whole parameters in turn, each those that it owns."""
-        return not self.is_native and self.stages == 1
-
-    @property
     def stages(self) -> int:
         """The number of pipeline stages."""
         return self.runtime.mesh.size_of(("pipe",))
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the layers of a list lie on several pipeline stages."""
+        return self.stages > 1 and not self.is_native
+
+    def stage_cut(self) -> StageCut:
+        """Return the layers over stages, before and after this rank's are left alone."""
+        if self.cut is None:
+            self.cut = cut_of_stages(self.runtime, self.model, self.params)
+        return self.cut
 
     def release(self) -> None:
         """Drop the caller's arrays, after the engine has read them."""
@@ -159,11 +150,9 @@ class FunctionOfModel(Rewrite):
         """Raises PolyaccelError for what is not a model with parameters, see `as_function`."""
         before = context.model
         if isinstance(before, (list, tuple)):
-            if context.state is not None:
-                hint = "leave state= out, or train one function without stages"
-                raise PolyaccelError("a list of layers carries no state", hint=hint, value="state")
-            layers = LayerList.from_model(before, context.params)
+            layers = LayerList.from_model(before, context.params, context.state)
             context.model, context.params = layers, list(context.params)
+            context.state = None if context.state is None else list(context.state)
             return AppliedRewrite(name=self.name, modules=tuple(map(str, range(len(layers.layers)))))
         found = as_function(before, context.params, context.state, with_units=context.with_units)
         context.model, context.params, context.state = found
@@ -192,7 +181,7 @@ class PipelineLayers(Rewrite):
     name = "pipeline"
 
     def is_on(self, context: RewriteContext) -> bool:
-        return context.stages > 1 and not context.is_native
+        return context.has_stages
 
     def check(self, context: RewriteContext) -> None:
         if problems := list(_pipeline_problems(context)):
@@ -200,14 +189,8 @@ class PipelineLayers(Rewrite):
 
     def apply(self, context: RewriteContext) -> AppliedRewrite:
         """Raises PipelineError for a stage without parameters, ShardingError where ranks have other layers."""
-        runtime, layers, params = context.runtime, context.model, context.params
-        asked = runtime.config.pipeline
-        table_for = partial(select_schedule, asked.schedule, context.stages, chunks=asked.chunks or None)
-        table = table_for(runtime.config.gradient_accumulation_steps)
-        method = "parameters" if asked.partition == "best" else asked.partition
-        parts = split_layers(layer_weights(method, layers.names(), numels_of(params)), table.chunks)
-        stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
-        own = {index for at, part in zip(table.placement, parts, strict=True) if at == stage for index in part}
+        runtime, layers, params, cut = context.runtime, context.model, context.params, context.stage_cut()
+        own, table, stage = cut.layers_of(cut.stage), cut.table, cut.stage
         mine = [tree if index in own else None for index, tree in enumerate(params)]
         if not jax.tree.leaves(mine):
             raise PipelineError(
@@ -219,14 +202,12 @@ class PipelineLayers(Rewrite):
         names = layers.names()
         placed = [
             f"chunk {chunk} on stage {at} with layers {[(index, names[index]) for index in part]}"
-            for chunk, (at, part) in enumerate(zip(table.placement, parts, strict=True))
+            for chunk, (at, part) in enumerate(zip(table.placement, cut.parts, strict=True))
         ]
         require_same_training(runtime.communicator, [described, *placed])
-        shapes = shapes_of_params(list(params), runtime.param_dtype)
-        context.cut = StageCut(
-            layers=layers, stage=stage, parts=parts, table=table, table_for=table_for, shapes_of_params=shapes
-        )
         context.params = mine
+        if context.state is not None:
+            context.state = [tree if index in own else None for index, tree in enumerate(context.state)]
         gone = [fqn for fqn in named_leaves(params)[0] if int(fqn.partition(".")[0]) not in own]
         others = tuple(str(index) for index in range(len(params)) if index not in own)
         return AppliedRewrite(name=self.name, modules=others, parameters=tuple(gone))
@@ -365,15 +346,17 @@ def _make_optimizer(context: RewriteContext) -> None:
             hint = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else hint
             raise PolyaccelError(f"a {kind} is not an optax transformation", hint=hint, value=kind)
         dtype = runtime.param_dtype
-        ranks = runtime.communicator
+
+        def owners() -> Owners:
+            return owners_of(runtime, context.params, context.stage_cut() if context.has_stages else None)
+
         context.slice_optimizer = optax_optimizer(
             client,
             context.params,
             dtype,
             may_be_whole=context.has_whole_parameters,
             on_slices=context.on_slices,
-            owners=(ranks.rank, ranks.world_size) if context.has_owners else None,
-            on_mesh=context.is_native,
+            owners=None if context.is_native else owners,
         )
         return
     section, native = runtime.config.optimizer, native_optimizer_of(runtime.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,6 +18,18 @@ from polyaccel.zero.plan.layout import Bucket, Slice
 
 Place = Callable[[str, int], tuple[str, int]]
 """From element `start` of a parameter of the engine to the caller's parameter and the element of that."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The rank that updates each parameter as a whole: `of` among `ranks`, which exchange values of programs, and
+    `in_step` among the ranks that have slices of it; None where these have it whole, and each is an owner."""
+
+    ranks: Communicator
+    of: Mapping[str, int]
+    in_step: Mapping[str, int] | None
+    saves: bool = True
+    """Whether this rank saves the states that it has, and no other rank has them too."""
 
 
 def balanced_owners(numels: Mapping[str, int], world_size: int) -> dict[str, int]:

@@ -82,8 +82,7 @@ class StateForm:
     def split(self, found: Any) -> tuple[Any, Result]:
         """Return (loss, result) of what the function returned. Raises PolyaccelError for another form."""
         if not isinstance(found, tuple) or len(found) != 2:
-            kind = f"{type(found).__name__} of {len(found)}" if isinstance(found, (tuple, list, dict)) else ""
-            kind = kind or type(found).__name__
+            kind = returned_kind(found)
             raise PolyaccelError(
                 f"the function returned a {kind} where (loss, new state) was expected", hint=_CONVENTION, value=kind
             )
@@ -94,8 +93,18 @@ class StateForm:
             if not is_pair or not self._fits(second[0]):
                 raise self._other_structure(second[0] if is_pair else second, "the new state")
             new, aux = second
-        pairs = zip(self.leaves, jax.tree.leaves(new), strict=True)
-        return loss, Result([_data(leaf, value, "the new state") for leaf, value in pairs], aux)
+        return loss, Result(self.new_data(new), aux)
+
+    def new_data(self, tree: Any) -> list[Any]:
+        """Return the data of a new state. Raises PolyaccelError for another structure, shape or type."""
+        if not self._fits(tree):
+            raise self._other_structure(tree, "the new state")
+        pairs = zip(self.leaves, jax.tree.leaves(tree), strict=True)
+        return [_data(leaf, value, "the new state") for leaf, value in pairs]
+
+    def zeros(self) -> list[Any]:
+        """Return the data of a state of zeros, for shapes alone."""
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def _fits(self, tree: Any) -> bool:
         """Whether a tree has this structure, or containers of other types with the same names."""
@@ -111,6 +120,12 @@ class StateForm:
             hint=_CONVENTION,
             value=found,
         )
+
+
+def returned_kind(found: Any) -> str:
+    """Describe what a function returned, for an error."""
+    has_length = isinstance(found, (tuple, list, dict))
+    return f"{type(found).__name__} of {len(found)}" if has_length else type(found).__name__
 
 
 def with_new_state(found: Any, state: Any) -> Any:

@@ -43,7 +43,8 @@ class PlainPrograms:
         self._as_drawn: Callable[[], tuple[Any, Any, Any]]
         self._function: LossFn
         if isinstance(model, (list, tuple)):
-            self._function, params, state = LayerList.from_model(model, params), list(params), None
+            state = None if given.state is None else list(given.state)
+            self._function, params = LayerList.from_model(model, params, state), list(params)
         else:
             self._function, params, state = as_function(model, given.params, given.state, with_units=False)
             self._as_drawn = partial(as_function, model, given.params, given.state)
