@@ -1,4 +1,4 @@
-"""JAX function under the engine, the path of torch, and JAX's own shardings: the GPTs of the examples.
+"""JAX function under the engine, the path of torch, and JAX's own shardings and shard_map: the GPTs of the examples.
 
 AdamW and clipping at 1.0, on two ranks of one thread. Needs jax, optax and torch in the environment.
 """
@@ -16,6 +16,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import median
 from tempfile import gettempdir
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ _NAMES = {
     "native2": "JAX, native, ZeRO-2, over gloo",
     "native3": "JAX, native, ZeRO-3, over gloo",
     "gspmd3": "JAX's own shardings (GSPMD), ZeRO-3, over gloo",
+    "shardmap2": "jit and shard_map by hand, ZeRO-2, over gloo",
 }
 _OVER_GLOO = ("jit3-gloo", "native2", "native3")
 Step = Callable[[Any], float]
@@ -70,6 +72,7 @@ def columns(s: Settings) -> Mapping[str, Column]:
         "x first": ratio,
         "XLA arguments MiB": needs(0),
         "XLA temporary MiB": needs(1),
+        "s to first step": lambda own, found: f"{own.values('first_s')[0]:.1f}",
         "peak RSS MiB": lambda own, found: f"{own.values('max_rss')[-1] / MIB:.0f}",
         "first, last loss": lambda own, found: ", ".join(f"{loss:.4f}" for loss in own.losses()[-1][:: s["steps"] + 2]),
     }
@@ -84,9 +87,18 @@ def work(variant: str, s: Settings) -> dict[str, Any]:
     shape = model.SHAPES[s["size"]]
     count = _WARMUP + s["steps"]
     batches = [_batch(step, rank, s["micro_batch"], shape.context) for step in range(count)]
+    began_s = perf_counter()
     train, needs = _BUILDERS[name](model, shape, batches[0], world)
-    figures = measured(lambda step: train(batches[step]), s["steps"], _WARMUP)
-    return {**figures, "needs": needs, "max_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    ends_s: list[float] = []
+
+    def step(number: int) -> float:
+        loss = train(batches[number])
+        ends_s.append(perf_counter())
+        return loss
+
+    figures = measured(step, s["steps"], _WARMUP)
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {**figures, "needs": needs, "max_rss": max_rss, "first_s": ends_s[0] - began_s}
 
 
 def _with_torch(model: Any, shape: Any, batch: Any, world: int) -> tuple[Step, Needs | None]:
@@ -120,11 +132,7 @@ def _with_native(model: Any, shape: Any, batch: Any, world: int, *, stage: int) 
 def _with_gspmd(model: Any, shape: Any, batch: Any, world: int) -> tuple[Step, Needs | None]:
     """Stage 3 as JAX's own shardings: each parameter and its states cut along the largest axis that divides."""
     jax, optax = import_module("jax"), import_module("optax")
-    sharding = import_module("jax.sharding")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    jax.distributed.initialize(address, world, int(os.environ["RANK"]))
-    mesh = sharding.Mesh(np.array(jax.devices()), ("ranks",))
+    sharding, mesh = import_module("jax.sharding"), _gloo_mesh(world)
 
     def cut(array: Any) -> Any:
         axes = [axis for axis in range(array.ndim) if array.shape[axis] % world == 0]
@@ -135,10 +143,7 @@ def _with_gspmd(model: Any, shape: Any, batch: Any, world: int) -> tuple[Step, N
     def place(array: Any) -> Any:
         return jax.make_array_from_callback(array.shape, cut(array), lambda index: array[index])
 
-    update = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(_ADAMW["lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=_ADAMW["weight_decay"]),
-    )
+    update = optax.chain(optax.clip_by_global_norm(1.0), _adamw())
     params = jax.tree.map(place, model.initial_params(shape, 0))
     cuts = jax.tree.map(cut, params)
     of_state = jax.tree.map(cut, jax.eval_shape(update.init, params))
@@ -165,6 +170,62 @@ def _with_gspmd(model: Any, shape: Any, batch: Any, world: int) -> tuple[Step, N
     return step, _needs(program)
 
 
+def _with_shard_map(model: Any, shape: Any, batch: Any, world: int) -> tuple[Step, Needs | None]:
+    """Stage 2 as one writes it: whole parameters, flat gradients summed and cut, Adam on a shard, and a gather."""
+    jax, optax, jnp = import_module("jax"), import_module("optax"), import_module("jax.numpy")
+    spec, mesh, update = import_module("jax.sharding").PartitionSpec, _gloo_mesh(world), _adamw()
+    first, unravel = import_module("jax.flatten_util").ravel_pytree(model.initial_params(shape, 0))
+    padded = jnp.pad(first, (0, -first.size % world))
+    size = padded.size // world
+    loss_fn = partial(model.loss, heads=shape.heads)
+
+    def train(flat: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(lambda flat: loss_fn(unravel(flat[: first.size]), batch, None))(flat)
+        own = jax.lax.psum_scatter(gradients, "ranks", tiled=True) / world
+        norm = jnp.sqrt(jax.lax.psum(jnp.sum(jnp.square(own)), "ranks"))
+        own = own * jnp.minimum(1.0, 1.0 / (norm + 1e-6))
+        weights = jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index("ranks") * size, size)
+        updates, state = update.update(own, state, weights)
+        flat = jax.lax.all_gather(optax.apply_updates(weights, updates), "ranks", tiled=True)
+        return flat, state, jax.lax.pmean(loss, "ranks")
+
+    def placed(array: Any, *axes: Any) -> Any:
+        where = jax.sharding.NamedSharding(mesh, spec(*axes))
+        return jax.make_array_from_callback(array.shape, where, lambda index: np.asarray(array)[index])
+
+    state = jax.tree.map(lambda leaf: placed(leaf, *["ranks"] * leaf.ndim), update.init(padded))
+    of_state = jax.tree.map(lambda leaf: spec(*["ranks"] * leaf.ndim), state)
+    given = {"in_specs": (spec(), of_state, spec("ranks")), "out_specs": (spec(), of_state, spec())}
+    spread = jax.shard_map(train, mesh=mesh, check_vma=False, **given)
+
+    def whole(batch: Any) -> Any:
+        rows = jax.sharding.NamedSharding(mesh, spec("ranks"))
+        return tuple(jax.make_array_from_process_local_data(rows, part) for part in batch)
+
+    held = [placed(padded), state]
+    program = jax.jit(spread, donate_argnums=(0, 1)).lower(*held, whole(batch)).compile()
+
+    def step(batch: Any) -> float:
+        held[0], held[1], loss = program(*held, whole(batch))
+        return float(loss)
+
+    return step, _needs(program)
+
+
+def _gloo_mesh(world: int) -> Any:
+    """The devices of all processes, which exchange over gloo."""
+    jax = import_module("jax")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    jax.distributed.initialize(address, world, int(os.environ["RANK"]))
+    return jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
+
+
+def _adamw() -> Any:
+    adamw = import_module("optax").adamw
+    return adamw(_ADAMW["lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=_ADAMW["weight_decay"])
+
+
 _BUILDERS: dict[str, Callable[..., tuple[Step, Needs | None]]] = {
     "torch2": _with_torch,
     "views2": partial(_with_jax, stage=2),
@@ -172,6 +233,7 @@ _BUILDERS: dict[str, Callable[..., tuple[Step, Needs | None]]] = {
     "native2": partial(_with_native, stage=2),
     "native3": partial(_with_native, stage=3),
     "gspmd3": _with_gspmd,
+    "shardmap2": _with_shard_map,
 }
 
 
