@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, help="the folder `tests` of DeepSpeed; cloned without it")
     parser.add_argument("--only", default="", help="a part of the paths of files")
     parser.add_argument("--real", metavar="PYTHON", help="record which cases pass under this interpreter's DeepSpeed")
-    parser.add_argument("--seconds", type=float, default=90.0, help="time for one case")
+    parser.add_argument("--seconds", type=float, default=240.0, help="time for one case")
     parser.add_argument("--page", action="store_true", help="write the page from the outcomes, and run nothing")
     arguments = parser.parse_args()
     if arguments.real:

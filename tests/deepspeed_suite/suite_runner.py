@@ -38,7 +38,7 @@ class Setting:
     tests: Path
     path: tuple[str, ...]
     outcomes: Path
-    seconds: float = 90.0
+    seconds: float = 240.0
     cases: int = 2
     only: frozenset[str] = frozenset()
 

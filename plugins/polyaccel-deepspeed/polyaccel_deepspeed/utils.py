@@ -160,7 +160,10 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient, and in `no_sync` this rank's own. Collective."""
+    """The whole gradient; before its reduction this rank's own, where there is one rank. Collective.
+
+    Raises ShardingError before the reduction over several ranks.
+    """
     whole = reduced_gradient(param)
     return param.grad if whole is None else whole
 
