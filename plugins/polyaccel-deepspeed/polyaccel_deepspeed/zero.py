@@ -18,12 +18,14 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from polyaccel import comm
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.api import gathered
 from polyaccel.torch.deferred_init.init import Init as DeferredInit
 from polyaccel.torch.deferred_init.init import is_constructing
 from polyaccel.torch.sharding.ownership import record_of
 from polyaccel_deepspeed.engine.parameters import describe_parameter
+from polyaccel_deepspeed.initialize import init_distributed
 
 
 class Init(DeferredInit):
@@ -62,6 +64,9 @@ class Init(DeferredInit):
         super().__init__(module, enabled=enabled, dtype=dtype, mem_efficient_linear=mem_efficient_linear)
 
     def __enter__(self) -> Init:
+        """As polyaccel's, and join all ranks first where nothing has: scripts count on the groups inside."""
+        if self._enabled and not comm.is_initialized():
+            init_distributed()
         super().__enter__()
         if self._enabled:
             self.callback(register_module_parameter_registration_hook(_describe_new).remove)

@@ -46,6 +46,16 @@ def test_a_call_without_a_model_or_one_config_is_an_assertion_error_too(argument
     assert isinstance(caught.value, PolyaccelError)
 
 
+def test_a_block_of_init_joins_all_ranks() -> None:
+    assert not deepspeed.comm.is_initialized()
+    with deepspeed.zero.Init(enabled=False):
+        assert not deepspeed.comm.is_initialized()
+    with deepspeed.zero.Init():
+        assert deepspeed.comm.is_initialized()
+        assert deepspeed.utils.groups.get_data_parallel_world_size() == 1
+    deepspeed.comm.destroy_process_group()
+
+
 @pytest.mark.parametrize("written", ["SUM", "Sum", "sum"])
 def test_the_operation_on_gradients_is_read_in_any_case(written: str) -> None:
     assert normalise(CONFIG | {"gradient_allreduce_op": written})[0]["gradient_allreduce_op"] == "sum"
