@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +38,7 @@ class PipelineLayers(Rewrite):
         """Place layers on stages. Raises PolyaccelError where mesh or tensor ranks do not fit them."""
         model, stages = context.model, context.size_of("pipe")
         if not isinstance(model, PipelineModule):
+            everywhere = set(model.parameters())
             section = context.runtime.config.pipeline
             model = context.model = PipelineModule(
                 list(model.children()),
@@ -47,6 +50,7 @@ class PipelineLayers(Rewrite):
                 chunks=section.chunks,
                 trial_inputs=getattr(model, "trial_inputs", None),
             )
+            _leave_out_others(context, everywhere)
         _require_own_cuts(context, model)
         _require_stage_of_mesh(context, model)
         return AppliedRewrite(name=self.name, modules=tuple(name for name, _ in model.named_children()))
@@ -75,11 +79,31 @@ class PipelineBlocks(Rewrite):
         placement = chosen_placement(section.schedule, stages, section.chunks or None)
         stage = runtime.mesh.coordinates(context.rank)["pipe"]
         before = {name for name, _ in context.model.named_parameters()}
+        everywhere = set(context.model.parameters())
         weigh = partial(measured_blocks, ranks=runtime.communicator)
         cut = StageModule(context.model, placement, stage, _partition_method(context), weigh)
+        _leave_out_others(context, everywhere)
         others = tuple(name for name, at in zip(cut.names, cut.stages, strict=True) if at != stage)
         gone = before - {name for name, _ in context.model.named_parameters()}
         return AppliedRewrite(name=self.name, modules=others, parameters=tuple(sorted(gone)))
+
+
+def _leave_out_others(context: RewriteContext, everywhere: set[nn.Parameter]) -> None:
+    """Leave parameters of other stages out of those that the script gives: most give those of the whole model. Every
+    stage keeps all groups, for schedules count them."""
+    if context.model_parameters is None:
+        return
+    others = everywhere - set(context.model.parameters())
+
+    def kept(members: Any) -> list[Any]:
+        members = [members] if isinstance(members, torch.Tensor) else members
+        return [one for one in members if one not in others]
+
+    given = list(context.model_parameters)
+    if given and isinstance(given[0], Mapping):
+        context.model_parameters = [{**group, "params": kept(group["params"])} for group in given]
+    else:
+        context.model_parameters = kept(given)
 
 
 def _require_no_optimizer(context: RewriteContext) -> None:
