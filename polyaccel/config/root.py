@@ -17,6 +17,7 @@ from polyaccel.config.sections.autotuning import AutotuningConfig
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.compression import CompressionConfig
+from polyaccel.config.sections.curriculum import CurriculumLearningConfig, ProgressiveLayerDropConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.generation import GenerationConfig
 from polyaccel.config.sections.hybrid_engine import HybridEngineConfig
@@ -192,6 +193,10 @@ class Config(Section):
 
     compression_training: CompressionConfig = CompressionConfig()
     """Quantisation and pruning while training."""
+    curriculum_learning: CurriculumLearningConfig = CurriculumLearningConfig()
+    """Sequences that grow while training."""
+    progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
+    """Layers that are skipped more often while training continues."""
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     """Generation from the engine that trains."""
     generation: GenerationConfig = GenerationConfig()

@@ -15,8 +15,8 @@ from typing import Any
 BELOW = ".**"
 """Ends a pattern that stands for a key and for everything below it."""
 DROP_IN_KEYS = (
-    *("amp", "curriculum_learning", "eigenvalue", "graph_harvesting", "nebula"),
-    *("progressive_layer_drop", "quantize_training", "sparse_attention"),
+    *("amp", "eigenvalue", "graph_harvesting", "nebula"),
+    *("quantize_training", "sparse_attention"),
     *("zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather"),
     "zero_optimization.zeropp_loco_param",
 )

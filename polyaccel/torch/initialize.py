@@ -19,6 +19,7 @@ from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.engine.policies.generation import generation_policy_of
 from polyaccel.engine.policies.modules import RecomputePolicy, module_rules_of, recompute_policy_of
+from polyaccel.engine.policies.step_inputs import StepInputPolicy, step_input_policy_of
 from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
@@ -38,6 +39,7 @@ from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.engine_registry import load
 from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
 from polyaccel.torch.sharding.sharded import require_unsharded
+from polyaccel.torch.step_inputs import StepInputs
 from polyaccel.torch.tensor_parallel.megatron_compat import mesh_sizes, require_groups
 from polyaccel.torch.verify.first_step import FirstStepProof
 from polyaccel.torch.verify.runs import (
@@ -121,6 +123,7 @@ def initialize(
     engine = _compose(rewrites, engine_class, pipeline_engine_class)
     if proof is not None:
         proof.attach(engine, _compose_shadow)
+    _attend_step_inputs(runtime, model, engine, is_verified=run is not None)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -185,6 +188,19 @@ def _attend_compression(runtime: EngineBuilder, model: nn.Module, engine: TorchE
         engine.before_forward.append(step.before_forward)
         engine.after_step.append(step.after_step)
         runtime.cleanup_callbacks.append(step.release)
+
+
+def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine, *, is_verified: bool) -> None:
+    """Let inputs follow the engine's steps."""
+    policy = step_input_policy_of(runtime.config)
+    if policy == StepInputPolicy():
+        return
+    key = "curriculum_learning" if policy.length is not None else "progressive_layer_drop"
+    if is_verified or isinstance(engine, PipelineEngine):
+        what = "is not compared with plain torch" if is_verified else "does not reach the stages of a pipeline"
+        raise ConfigError([Problem(f"{key}.enabled", True, what, "leave it out there")])
+    counters = engine.counters
+    engine.step_inputs = StepInputs(model, policy, lambda: counters.global_steps)
 
 
 def _described(training_data: Any) -> str:

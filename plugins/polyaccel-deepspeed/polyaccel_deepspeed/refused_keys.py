@@ -13,11 +13,9 @@ from polyaccel_deepspeed.change import Change, Tree
 
 REMOVED = {
     "amp": "Apex mixed precision",
-    "curriculum_learning": "the top-level curriculum",
     "eigenvalue": "eigenvalues for quantisation",
     "graph_harvesting": "graph harvesting",
     "nebula": "the Nebula checkpoint writer",
-    "progressive_layer_drop": "progressive layer drop",
     "quantize_training": "quantisation while training",
     "sparse_attention": "sparse attention",
     "zero_optimization.mics_shard_size": "MiCS",

@@ -2,10 +2,11 @@
 
 [Note: Compressed layers]
 A layer stays the object that it was, and an instance of its class. Its forward sees a compressed weight in the place of
-its own. That is a function of the whole weight, of masks among its buffers and of the step: equal on every rank, and
-computed from the gathered weight at stage 3. Gradients pass quantisation as if it were not there (straight-through,
-Bengio et al. 2013, arXiv 1308.3432), and masks as the products that they are. Autograd keeps a note in place of the
-compressed weight, and computes it again in backward: under stage 3 nothing whole stays between the passes.
+the parameter. That is a function of the whole weight, of masks among its buffers and of the step. It is equal on every
+rank, and computed from the gathered weight at stage 3. Gradients pass quantisation as if it were not there
+(straight-through, Bengio et al. 2013, arXiv 1308.3432), and masks as the products that they are. Autograd keeps a note
+in place of the compressed weight, and computes it again in backward: under stage 3 nothing whole stays between the
+passes.
 
 [Note: Masks of pruning]
 A mask has one number for each unit: -1 before pruning begins, then 1 or 0. Layers that follow a pruned one (its

@@ -53,6 +53,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
     """
 
     linears: Linears
+    step_inputs: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    """What changes the inputs of each forward pass of training by the step."""
     before_forward: list[Callable[[], None]]
     """What is called before each forward pass of a training step, on all ranks."""
     _autocast: ForwardAutocast
@@ -128,6 +130,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
             inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
         if is_trained_on:
+            if self.step_inputs is not None:
+                inputs, named = self.step_inputs(inputs, named)
             self._train_unfrozen()
             for call in self.before_forward:
                 call()

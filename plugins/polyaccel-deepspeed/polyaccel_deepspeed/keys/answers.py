@@ -50,11 +50,9 @@ TRANSLATED = {
 LATER: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
-    "curriculum_learning": to_come.CURRICULUM,
     "data_efficiency": to_come.CURRICULUM,
     "eigenvalue": to_come.COMPRESSION,
     "fp16.fp16_master_weights_and_grads": to_come.NARROW_MASTERS,
-    "progressive_layer_drop": to_come.LAYER_DROP,
     "quantize_training": to_come.COMPRESSION,
     "sparse_attention": to_come.SPARSE_ATTENTION,
     "weight_quantization": to_come.COMPRESSION,
