@@ -131,6 +131,25 @@ def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -
     return tree_map_only(Tensor, copy, item)
 
 
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Print what the device of each rank holds, in GiB; `print_rank` is the only rank that prints, if it is not -1."""
+    from polyaccel_deepspeed.accelerator import get_accelerator
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if print_rank not in (-1, rank):
+        return
+    device = get_accelerator()
+    device.synchronize()
+    if reset_max:
+        device.reset_peak_memory_stats()
+    names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    held, most, cached, most_cached = (getattr(device, name)() / 2**30 for name in names)
+    print(
+        f"RANK={rank} MEMSTATS {msg} device={device.current_device_name()} current alloc={held:.4f}GB "
+        f"(max={most:.4f}GB) current cache={cached:.4f}GB (max={most_cached:.4f}GB)"
+    )
+
+
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """`item` with its tensors on `device`: all, or those that `criterion_func` wants."""
 

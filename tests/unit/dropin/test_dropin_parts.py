@@ -15,7 +15,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.ops import op_builder
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
-from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
+from deepspeed.runtime.utils import call_to_str, memory_status, partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from polyaccel_deepspeed.engine.parameters import describe
 
@@ -140,3 +140,11 @@ def test_a_backend_of_gpus_is_refused_on_a_machine_without_any(monkeypatch: pyte
         init_distributed("nccl")
     assert caught.value.value == "nccl"
     assert "dist_backend" in str(caught.value.hint)
+
+
+def test_what_a_device_holds_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    memory_status("after a step:", reset_max=True)
+    memory_status("not here", print_rank=5)
+    said = capsys.readouterr().out
+    assert said.startswith("RANK=0 MEMSTATS after a step: device=")
+    assert said.count("\n") == 1

@@ -211,7 +211,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
             "get_inactive_params get_ma_status get_norm_with_moe_layers get_norm_with_moe_layers_fast "
             "get_only_unique_item get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm "
             "is_optimized_parameter is_transformers_cache mask_nan_or_inf_with_val_inplace "
-            "maybe_loss_for_backward memory_status noop_context noop_decorator offload_adam_states "
+            "maybe_loss_for_backward noop_context noop_decorator offload_adam_states "
             "register_output_backward_hooks reload_adam_states",
             "deepspeed.runtime.zero": "DeepSpeedTensorOverride DeepSpeedZeRoOffload",
             "deepspeed.runtime.zero.partition_parameters": "AllGatherCoalescedHandle AllGatherHandle "

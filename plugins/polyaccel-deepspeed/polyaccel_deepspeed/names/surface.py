@@ -239,6 +239,7 @@ _PUBLIC: dict[str, Module] = {
             sets.UTILS,
             "call_to_str",
             "ensure_directory_exists",
+            "memory_status",
             "move_to_device",
             "set_random_seed",
         )
