@@ -106,6 +106,6 @@ class WrongTiles(PolyaccelError, RuntimeError):
 
 
 def _bounds(features: int, splits: int) -> list[int]:
-    """Where tiles begin, and the end: the first ones are longer where `splits` is no divisor."""
+    """Where tiles begin, and the end: the first ones are longer where `splits` leaves a rest."""
     size, longer = divmod(features, splits)
     return [at * size + min(at, longer) for at in range(splits + 1)]

@@ -30,7 +30,7 @@ def _importable(name: str) -> str:
     try:
         getattr(import_module(module), last)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name} is no class: {error}") from error
+        raise ValueError(f"{name} cannot be imported: {error}") from error
     return name
 
 
