@@ -36,7 +36,8 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-zoo test-rewrites test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-verl test-monitors test-quantized test-page test-traces test-exchange test-deepspeed test-deepspeed-suite test-ray test-recipes mutants environment check lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean device device-wheels
+# Every target is a command, but the stamp.
+.PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -117,6 +118,16 @@ test-verl: ## compare SFT by verl's engine for FSDP2 with plugins/polyaccel-verl
 	$(MAKE) environment VENV=$(VENV)-verl EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools'
 	$(VENV)-verl/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation --editable plugins/polyaccel-verl
 	$(VENV)-verl/bin/python -m pytest plugins/polyaccel-verl/tests $(ARGS)
+
+test-trainers: ## train by Accelerate, transformers and Lightning over plugins/polyaccel-trainers on two CPU ranks, in a separate environment
+	$(MAKE) environment VENV=$(VENV)-trainers EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers lightning'
+	$(VENV)-trainers/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-trainers
+	$(VENV)-trainers/bin/python -m pytest plugins/polyaccel-trainers/tests $(ARGS)
+
+test-peers: ## run peers' own tests of DeepSpeed over the drop-in, in a separate environment; git fetches them
+	$(MAKE) environment VENV=$(VENV)-peers EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata parameterized'
+	$(VENV)-peers/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
+	$(VENV)-peers/bin/python tests/peers $(ARGS)
 
 test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitors wrote, in a separate environment (1 GB), offline
 	$(MAKE) environment VENV=$(VENV)-monitors EXTRAS=torch,tensorboard,wandb,comet PACKAGES='pytest pytest-timeout setuptools'
@@ -234,7 +245,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-quantized $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

@@ -27,7 +27,7 @@ EXCEPTIONS = {
     "polyaccel-simdev/tests/test_without_plugin.py": {"polyaccel.accelerators.torch_generic"},
 }
 """Files that test polyaccel itself and not their plugin: the accelerator of a device that no plugin is for."""
-FRONT_ENDS = ("polyaccel-deepspeed", "polyaccel-verl")
+FRONT_ENDS = ("polyaccel-deepspeed", "polyaccel-verl", "polyaccel-trainers")
 """Distributions that offer polyaccel under other names: no plugins, they need all of it, in their very version."""
 
 FILES = [
