@@ -145,6 +145,10 @@ def _require_arguments(function: Any, state: Any) -> None:
     if _takes(signature, 4) and not _takes(signature, 3) and state is None:
         hint = "pass state= to initialize, or let the function be fn(params, batch, rng)"
         raise PolyaccelError("a function of four arguments got no state=", hint=hint, value=str(signature))
+    wanted = "fn(params, batch, rng)" if state is None else "fn(params, state, batch, rng)"
+    if not _takes(signature, 3 if state is None else 4):
+        hint = f"let it be {wanted}; rng is a random key, and None in evaluation"
+        raise PolyaccelError(f"the function takes {signature}, not {wanted}", hint=hint, value=str(signature))
 
 
 def _takes(signature: inspect.Signature, count: int) -> bool:

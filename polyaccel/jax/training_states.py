@@ -135,14 +135,38 @@ def _of_nnx(model: Any, optimizer: Any) -> tuple[Any, Any, Begun | None]:
 
 
 def _of_optimizer(nnx: Any, model: Any, whole: Any, optimizer: Any) -> tuple[Any, Begun | None]:
-    if whole.wrt is not nnx.Param:
+    params = nnx.state(model, whole.wrt)
+    found, begun = _transformation(optimizer, whole.tx, whole.step[...], whole.opt_state, params, "nnx.Optimizer")
+    if whole.wrt is nnx.Param or optimizer is not None:
+        return found, begun
+    if begun is not None:
+        raise begun.error(f"and trains {whole.wrt} alone")
+    own, trained = (_paths_of(nnx.state(model, kind)) for kind in (nnx.Param, whole.wrt))
+    if not trained or not trained <= own:
         raise PolyaccelError(
-            f"an nnx.Optimizer trains {whole.wrt}, and the engine trains every nnx.Param",
-            hint="freeze the others by optax.partition with optax.set_to_zero(), as optimizer=",
+            f"an nnx.Optimizer trains {whole.wrt}, and the engine trains nnx.Param alone",
+            hint="give wrt= a kind of nnx.Param that the module has",
             value=str(whole.wrt),
         )
-    params = nnx.state(model, nnx.Param)
-    return _transformation(optimizer, whole.tx, whole.step[...], whole.opt_state, params, "nnx.Optimizer")
+    return _of_these(found, trained), None
+
+
+def _paths_of(state: Any) -> set[str]:
+    from flax import nnx
+
+    return {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(state))}
+
+
+def _of_these(transformation: Any, names: set[str]) -> Any:
+    """A transformation of the parameters with these names, which leaves the others as they are."""
+    import optax
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "trained" if path_name(path) in names else "frozen", params
+        )
+
+    return optax.partition({"trained": transformation, "frozen": optax.set_to_zero()}, labels)
 
 
 def _transformation(given: Any, own: Any, step: Any, states: Any, params: Any, kind: str) -> tuple[Any, Begun | None]:

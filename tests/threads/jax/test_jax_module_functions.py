@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 import polyaccel
-from polyaccel.errors import ShardingError
+from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 40}}
@@ -134,5 +134,45 @@ def test_statistics_of_nnx_are_no_parameters() -> None:
                 model=loss_of_nnx, params=nnx.state(Normed(nnx.Rngs(0))), optimizer=optax.sgd(0.1), config=CONFIG
             )
         assert error.value.value == "BatchStat"
+
+    run_threads(1, build)
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.base, self.lora = nnx.Linear(4, 1, rngs=rngs), nnx.LoRA(4, 2, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.base(x) + self.lora(x)
+
+
+def test_an_optimizer_of_some_parameters_leaves_the_others() -> None:
+    def train(ranks: Any) -> None:
+        module = Adapted(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(module, optax.adamw(0.1, weight_decay=0.5), wrt=nnx.LoRAParam)
+        engine = polyaccel.initialize(model=loss_of_nnx, params=module, optimizer=optimizer, config=CONFIG)
+        for step in range(STEPS):
+            engine.train_batch(batch_of(step))
+        found = engine.params
+        engine.destroy()
+        jax.tree.map(np.testing.assert_array_equal, found["base"], nnx.to_pure_dict(nnx.state(module.base)))
+        wanted = nnx.to_pure_dict(nnx.state(plain))
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6), found, wanted)
+
+    plain = Adapted(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(plain, optax.adamw(0.1, weight_decay=0.5), wrt=nnx.LoRAParam)
+    for step in range(STEPS):
+        gradients = nnx.grad(loss_of_nnx, argnums=nnx.DiffState(0, nnx.LoRAParam))(plain, batch_of(step))
+        optimizer.update(plain, gradients)
+    run_threads(1, train)
+
+
+def test_a_function_of_two_arguments_is_refused() -> None:
+    def build(ranks: Any) -> None:
+        with pytest.raises(PolyaccelError) as error:
+            polyaccel.initialize(
+                model=lambda params, batch: 0.0, params=np.ones(3), optimizer=optax.sgd(0.1), config=CONFIG
+            )
+        assert error.value.value == "(params, batch)"
 
     run_threads(1, build)
