@@ -83,9 +83,10 @@ def shared_linear(module: nn.Module) -> SharedLinear | None:
     own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("polyaccel."))
     if own is not nn.Linear and own.__name__ != "Conv1D":
         return None
-    share, bias = module.share, values(module.bias)
-    is_packed = isinstance(module, GroupedLayer)
-    weight = module.grouped.packed if is_packed else values(module.weight)
+    layer: Any = module
+    share, bias = layer.share, values(layer.bias)
+    is_packed = isinstance(layer, GroupedLayer)
+    weight = layer.grouped.packed if is_packed else values(layer.weight)
     weight = weight.t() if share.is_transposed and not is_packed else weight
     if share.rows is not None:
         if is_packed or len(share.rows) > 1:

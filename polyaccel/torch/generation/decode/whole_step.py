@@ -88,10 +88,12 @@ class WholeStep:
         self._x[:rows], self._slots[:rows], self._positions[:rows] = x, slots, positions
         for run in self._runs:
             run(rows)
-        return self._out[:rows].clone()
+        found: Tensor = self._out[:rows].clone()
+        return found
 
     def _memory(self, width: int) -> Tensor:
-        return self._like.new_zeros(self._rows, width)
+        found: Tensor = self._like.new_zeros(self._rows, width)
+        return found
 
     def _add_layer(self, layer: Layer, pages: LayerPages) -> None:
         choice, x = self._structure.choice, self._x
