@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 MARKS = "not sequential and not nightly and not stable_diffusion and not evaluation"
 # A rank that failed leaves the others waiting. They get this long to end by themselves.
 GRACE = 15.0
+# pytest's codes for an error of its own and for options that it does not know.
+_BROKEN = (3, 4)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ def _run_once(files: list[str], setting: Setting) -> bool:
         "LOCAL_SIZE": "4",
         "OMP_NUM_THREADS": "1",
         "POLYACCEL_MATRIX_KERNELS": "off",
-        "PYTHONPATH": os.pathsep.join([*setting.path, str(HERE), str(setting.tests)]),
+        "PYTHONPATH": os.pathsep.join(
+            [*setting.path, str(HERE), str(setting.tests.absolute()), os.environ.get("PYTHONPATH", "")]
+        ),
         "SUITE_CASES": str(setting.cases),
         "SUITE_ONLY": str(only) if setting.only else "",
         "SUITE_OUTCOMES": str(setting.outcomes.absolute()),
@@ -120,6 +124,8 @@ def _run_once(files: list[str], setting: Setting) -> bool:
                     return _end(process, _rows_since(setting.outcomes, before), setting)
         finally:
             _kill(process)
+    if process.returncode in _BROKEN:
+        raise SystemExit(f"pytest could not run {files[0]}: see {log.name}")
     rows = _rows_since(setting.outcomes, before)
     if rows and rows[-1][0] != "end":  # pytest died in a test
         return _end(process, rows, setting)
