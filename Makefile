@@ -11,6 +11,10 @@ BIN := $(VENV)/bin
 # Two more workers than cores compute while others wait for ranks that stay away.
 WORKERS ?= 4
 SHARDS ?= 54
+GROUP ?=
+MIRROR ?=
+# What the scripts of tests/scripts import. Newer versions than those of the page may need other shims.
+SCRIPT_PACKAGES := setuptools accelerate transformers trl peft datasets torchvision timm einops sentencepiece local-attention axial-positional-embedding product-key-memory mixture-of-experts linformer rotary-embedding-torch webdataset hydra-core omegaconf loguru pytz fire tensorboard tensorboardX matplotlib scikit-learn pandas ftfy shortuuid
 DEVICE ?= cuda
 DEVICE_PYTHON ?= 3.12
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -113,6 +117,14 @@ test-dropin: ## run the trainers that people use with DeepSpeed over plugins/pol
 	$(MAKE) environment VENV=$(VENV)-dropin EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata'
 	$(VENV)-dropin/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
 	$(VENV)-dropin/bin/python -m pytest plugins/polyaccel-deepspeed/tests $(ARGS)
+
+test-scripts: ## run public training scripts over the drop-in, in a separate environment, and renew docs/reference/public_scripts.md; MIRROR names folders of git directories, else GitHub is asked
+	$(MAKE) environment VENV=$(VENV)-scripts EXTRAS=torch PACKAGES='$(SCRIPT_PACKAGES)'
+	$(VENV)-scripts/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
+	nice -n 10 $(VENV)-scripts/bin/python tests/scripts $(if $(MIRROR),--sources $(MIRROR)) --group '$(GROUP)' $(ARGS)
+
+test-examples: ## run DeepSpeedExamples over the drop-in: cifar, HelloDeepSpeed, pipeline_parallelism, gan, DeepSpeed-Chat
+	$(MAKE) test-scripts GROUP=examples
 
 test-verl: ## compare SFT by verl's engine for FSDP2 with plugins/polyaccel-verl, on CPU ranks in a separate environment (2 GB)
 	$(MAKE) environment VENV=$(VENV)-verl EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools'
@@ -245,7 +257,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-quantized $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-scripts $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-quantized $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

@@ -1,0 +1,130 @@
+"""Run public training scripts over the drop-in, on two CPU ranks, and compare their losses with DeepSpeed's.
+
+    python tests/scripts --sources FOLDER --only minRF
+    python tests/scripts --record PYTHON      a real package's python: its losses are the expected ones
+
+Files come from git directories in FOLDER (`OWNER+NAME/repo`), or are cloned from GitHub.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from argparse import ArgumentParser
+from datetime import date
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from script_page import page
+from script_runs import HERE, MESHES, ROOT, Failed, Losses, apart, on_mesh, run, scripts
+from script_shims import torchvision_without_operators
+
+EXPECTED = HERE / "expected.json"
+RESULTS = HERE / "results.json"
+OF_MESHES = HERE / "meshes.json"
+PAGE = ROOT / "docs" / "reference" / "public_scripts.md"
+
+
+def load(file: Path) -> dict[str, Any]:
+    """A table of results by the names of scripts."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def store(file: Path, table: dict[str, Any]) -> None:
+    """Write it, in the order of names."""
+    lines = [f" {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def judge(script: dict[str, Any], losses: Losses, expected: Losses | None) -> tuple[str, float]:
+    """The result of a run, and how far apart its losses are."""
+    if expected is None:
+        return "not comparable", -1.0
+    if not all(isfinite(loss) for rank in losses for loss in rank):
+        return "not finite", -1.0
+    distance = apart(losses, expected)
+    return ("equal" if distance <= script.get("tolerance", 1e-5) else "other losses"), distance
+
+
+def walk_meshes(sources: list[Path], only: list[str], meshes: list[str]) -> int:
+    """Run the trainers' scripts under each mesh and on one rank, and give how many losses differ by more than 1e-6."""
+    failures, table = 0, load(OF_MESHES)
+    for script in scripts():
+        if "meshes" not in script or (only and not any(part in script["name"] for part in only)):
+            continue
+        alone: dict[str, Losses] = {}
+        for mesh in meshes or [name for name in MESHES if not name.startswith("one")]:
+            plain = "one rank, experts" if "expert" in mesh else "one rank"
+            try:
+                if plain not in alone:
+                    alone[plain] = run(on_mesh(script, plain), sources, sys.executable, "meshes")
+                found = run(on_mesh(script, mesh), sources, sys.executable, "meshes")
+                distance = max(apart([losses], alone[plain]) for losses in found)
+                result = "equal" if distance <= 1e-6 else "other losses"
+            except Exception as error:  # such as a refusal: the next mesh is run
+                print(f"{script['name']}, {mesh}: {error}", flush=True)
+                result, distance = "failed", float("inf")
+            failures += result != "equal"
+            table = load(OF_MESHES)
+            table[f"{script['name']}, {mesh}"] = {"result": result, "apart": distance, "date": str(date.today())}
+            store(OF_MESHES, table)
+            print(f"{script['name']}, {mesh}: {result}, apart {distance:.1e}", flush=True)
+    return failures
+
+
+def main() -> int:
+    """Run the rows, and give how many failed."""
+    parser = ArgumentParser(description="Run public training scripts over the drop-in.")
+    parser.add_argument("--sources", type=Path, nargs="*", default=[], help="folders of git directories")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the scripts' names")
+    parser.add_argument("--group", default="", help="a group of the table, such as examples")
+    parser.add_argument("--record", metavar="PYTHON", help="record the losses of the real package of this python")
+    parser.add_argument("--missing", action="store_true", help="only rows without a result")
+    parser.add_argument(
+        "--meshes", nargs="*", metavar="MESH", help="run trainers under meshes: tensor 2, pipeline 2, ..."
+    )
+    parser.add_argument("--page", action="store_true", help="write the page, and run nothing")
+    arguments = parser.parse_args()
+    file = EXPECTED if arguments.record else RESULTS
+    torchvision_without_operators()  # for the models that stand in
+    if arguments.meshes is not None:
+        return walk_meshes(arguments.sources, arguments.only, arguments.meshes)
+    expected, failures = load(EXPECTED), 0
+    for script in scripts():
+        name = script["name"]
+        chosen = not arguments.only or any(part in name for part in arguments.only)
+        if arguments.page or not chosen or not script["group"].startswith(arguments.group):
+            continue
+        if arguments.missing and name in load(file):
+            continue
+        try:
+            losses = run(
+                script, arguments.sources, arguments.record or sys.executable, "real" if arguments.record else "ours"
+            )
+        except Exception as error:  # a script's stand-ins and its run alike: the next script is run
+            if not isinstance(error, Failed):
+                traceback.print_exc()
+            failures += 1
+            print(f"{name}: {error}", flush=True)
+            if not arguments.record:
+                store(RESULTS, {**load(RESULTS), name: {"result": "failed", "date": str(date.today())}})
+            continue
+        shown = f"{losses[0][0]:.6f} to {losses[0][-1]:.6f}, {len(losses[0])} losses" if losses[0] else "no losses"
+        if arguments.record:
+            store(EXPECTED, {**load(EXPECTED), name: losses})
+            print(f"{name}: recorded, {shown}", flush=True)
+            continue
+        result, distance = judge(script, losses, expected.get(name))
+        failures += result == "other losses"
+        row = {"result": result, "apart": distance, "date": str(date.today())}
+        store(RESULTS, {**load(RESULTS), name: row})
+        print(f"{name}: {result}, {shown}, apart {distance:.1e}", flush=True)
+    if arguments.page or not arguments.only:
+        PAGE.write_text(page(scripts(), expected, load(RESULTS)), encoding="utf-8")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 100))

@@ -1,0 +1,86 @@
+"""docs/reference/public_scripts.md, from the table and the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEAD = """# Public training scripts
+
+`make test-scripts` runs training scripts of public repositories over `plugins/polyaccel-deepspeed`, on two CPU ranks.
+The expected losses were recorded under DeepSpeed 0.19.8, with the same stand-ins, on the same kind of machine.
+Scripts are fetched at a pinned commit when they run, and none is in this repository.
+
+```text
+make test-scripts MIRROR=FOLDER ARGS="--only minRF"
+make test-examples MIRROR=FOLDER
+make test-scripts ARGS="--record PYTHON"
+```
+
+`MIRROR` names folders with git directories. Without it they are cloned from GitHub. `--record` runs the real package
+of that Python, and stores its losses as the expected ones.
+
+Models are tiny and data drawn. The columns say what else is not the script's own. *Shims* replace what a CPU or a
+newer library lacks, and none touches a line about DeepSpeed. *Smaller* counts the files in which sizes of models and
+data were replaced. *Config* lists the keys of the DeepSpeed config that were set, such as batch sizes, and the
+precision where a script has no option for it.
+
+"""
+SHIMS = {
+    "devices": "a CPU in place of each CUDA device, gloo in place of NCCL",
+    "no_workers": "loaders read in the rank itself, so that random samples do not follow the number of devices",
+    "fromstring": "numpy before 2.3",
+    "drawn_images": "MNIST, FashionMNIST and CIFAR-10 are drawn",
+    "text_datasets": "data sets of the hub are drawn",
+    "old_transformers": "names and arguments that transformers 5 dropped",
+    "old_timm": "modules of torch and timm of 2022",
+    "on_cpus": "`use_cpu` and gloo in the arguments of the Trainer",
+    "accelerate_on_cpus": "gloo in Accelerate's arguments",
+    "streamed": "mosaicml-streaming, whose data are drawn",
+    "videos": "decord, whose frames are drawn",
+    "joined": "`deepspeed.comm` has met before the script, as Accelerate lets it meet where there are devices",
+    "one_share": "samplers deal to one rank: ranks that share a model get the same batches",
+    "qwen_tokenizer": "numbers of marks that Qwen's own tokenizer has",
+    "absent": "a package that only reports, or that the run does not reach",
+}
+
+
+def page(rows: list[dict[str, Any]], expected: dict[str, Any], results: dict[str, Any]) -> str:
+    """The text of the page."""
+    run = [row for row in rows if row["name"] in results]
+    kinds = {"equal": 0, "other losses": 0, "failed": 0, "not finite": 0, "not comparable": 0}
+    for row in run:
+        kinds[results[row["name"]]["result"]] += 1
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    projects = len({row["repository"] for row in run})
+    newest = max((results[row["name"]]["date"] for row in run), default="")
+    parts = [HEAD, f"{newest}: {len(run)} scripts of {projects} projects: {counts}.\n"]
+    if waiting := [row["name"] for row in rows if row["name"] not in results]:
+        parts.append(f"In the table without a result so far: {', '.join(waiting)}.\n")
+    for group, title in (("scripts", "Scripts"), ("examples", "DeepSpeedExamples")):
+        parts += [f"\n## {title}\n", _table([row for row in run if row["group"] == group], expected, results)]
+    parts += ["\n## Shims\n", "| shim | stands for |\n|---|---|"]
+    parts += [f"| `{name}` | {meaning} |" for name, meaning in SHIMS.items()]
+    parts += ["\n## Commits\n", "| repository | commit |\n|---|---|"]
+    parts += sorted({f"| {row['repository']} | `{row['commit'][:12]}` |" for row in run})
+    return "\n".join(parts) + "\n"
+
+
+def _table(rows: list[dict[str, Any]], expected: dict[str, Any], results: dict[str, Any]) -> str:
+    lines = [
+        "| script | kind | shims | smaller | config | losses, first and last | result |",
+        "|---|---|---|---:|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row["name"]):
+        shims = ", ".join(sorted({name.partition(":")[0] for name in row.get("shims", [])}))
+        config = ", ".join(f"`{key}`" for keys in row.get("config", {}).values() for key in keys)
+        first = expected.get(row["name"], [[]])[0]
+        shown = f"{first[0]:.6f}, {first[-1]:.6f}" if first else ""
+        cells = (row["name"], row["area"], shims, str(len(row.get("smaller", {})) or ""), config, shown)
+        lines.append("| " + " | ".join((*cells, _result(results[row["name"]]))) + " |")
+    return "\n".join(lines)
+
+
+def _result(result: dict[str, Any]) -> str:
+    if result["result"] not in ("equal", "other losses"):
+        return str(result["result"])
+    return f"{result['result']}, {result['apart']:.0e} apart" if result["apart"] else f"{result['result']}, to the bit"
