@@ -21,8 +21,8 @@ of that Python, and stores its losses as the expected ones.
 
 Models are tiny and data drawn. The columns say what else is not the script's own. *Shims* replace what a CPU or a
 newer library lacks, and none touches a line about DeepSpeed. *Smaller* counts the files in which sizes of models and
-data were replaced. *Config* lists the keys of the DeepSpeed config that were set, such as batch sizes, and the
-precision where a script has no option for it.
+data were replaced. *Config* lists the keys of the DeepSpeed config that were set. They are batch sizes, offload, and
+the precision where a script has no option for it.
 
 """
 SHIMS = {
@@ -54,10 +54,10 @@ def page(rows: list[dict[str, Any]], expected: dict[str, Any], results: dict[str
     projects = len({row["repository"] for row in run})
     newest = max((results[row["name"]]["date"] for row in run), default="")
     parts = [HEAD, f"{newest}: {len(run)} scripts of {projects} projects: {counts}.\n"]
-    if waiting := [row["name"] for row in rows if row["name"] not in results]:
-        parts.append(f"In the table without a result so far: {', '.join(waiting)}.\n")
     for group, title in (("scripts", "Scripts"), ("examples", "DeepSpeedExamples")):
         parts += [f"\n## {title}\n", _table([row for row in run if row["group"] == group], expected, results)]
+    if waiting := [row["name"] for row in rows if row["name"] not in results]:
+        parts += ["\n## Without a result so far\n", *(f"- {name}" for name in waiting)]
     parts += ["\n## Shims\n", "| shim | stands for |\n|---|---|"]
     parts += [f"| `{name}` | {meaning} |" for name, meaning in SHIMS.items()]
     parts += ["\n## Commits\n", "| repository | commit |\n|---|---|"]
