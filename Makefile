@@ -138,7 +138,7 @@ test-trainers: ## train by Accelerate, transformers and Lightning over plugins/p
 
 test-peers: ## run peers' own tests of DeepSpeed over the drop-in, in a separate environment; git fetches them
 	$(MAKE) environment VENV=$(VENV)-peers EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata parameterized'
-	$(VENV)-peers/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
+	$(VENV)-peers/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation ./plugins/polyaccel-deepspeed
 	$(VENV)-peers/bin/python tests/peers $(ARGS)
 
 test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitors wrote, in a separate environment (1 GB), offline

@@ -144,7 +144,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         return found
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return whole parameters, each in memory of its own, as safetensors asks for. Collective."""
+        """Return whole parameters, each in separate memory, as safetensors asks for. Collective."""
         if isinstance(model, TorchEngine):
             return {name: one.clone() for name, one in model.module_state_dict().items()}
         return super().get_state_dict(model, unwrap)

@@ -3,9 +3,9 @@
 [Note: Groups that are held]
 Meeting over gloo takes longer than sending a small model, so a group outlives a transfer that ended well. It has an
 identity, drawn by its sender. After the proof of the secret a receiver reports the identities that it holds. A sender's
-group is used again when all receivers hold it, and is made anew otherwise. A transfer that fails, or that its receiver
-did not read to the end, leaves the group at both sides: messages may be under way in it. A receiver leaves groups that
-a transfer does not name: their sender, or another receiver in them, was started again.
+group is used again when all receivers hold it, and a new one is made otherwise. A transfer that fails, or that its
+receiver did not read to the end, leaves the group at both sides: messages may be under way in it. A receiver leaves
+groups that a transfer does not name: their sender, or another receiver in them, was started again.
 """
 
 from __future__ import annotations
