@@ -1,6 +1,6 @@
 """`deepspeed.linear.Init`: models whose linear layers get frozen weights and adapters while they are built.
 
-[Note: linear.Init]
+[Note: Layers inside linear.Init]
 DeepSpeed replaces `torch.nn.Linear` and two functions of transformers. Layers that a script builds inside the context
 are `OptimizedLinear` here too, under a class of which plain linear layers are instances and which may be subclassed.
 Models of transformers are built and loaded with plain layers. Then those that `target_mods` names are exchanged, one

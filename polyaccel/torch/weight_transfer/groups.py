@@ -3,7 +3,7 @@
 [Note: Groups of a weight transfer]
 Each rank that owns values forms a group with all receivers: it is rank 0 there, and the receivers follow in the order
 of their addresses. So no rank receives what another one sends. Groups are held for the next transfer to the same
-receivers ([Note: Groups that are held]). Rank 0 also has a connection to each receiver during a transfer, over which
+receivers ([Note: Held groups]). Rank 0 also has a connection to each receiver during a transfer, over which
 both prove the job's secret. It carries the identities of held groups, the manifest, the schedule, the places of the
 groups, and the answers of receivers.
 """

@@ -1,6 +1,6 @@
 """Groups of weight transfers that wait for the next one, at the sender and at the receiver.
 
-[Note: Groups that are held]
+[Note: Held groups]
 Meeting over gloo takes longer than sending a small model, so a group outlives a transfer that ended well. It has an
 identity, drawn by its sender. After the proof of the secret a receiver reports the identities that it holds. A sender's
 group is used again when all receivers hold it, and a new one is made otherwise. A transfer that fails, or that its
