@@ -126,6 +126,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _programs_stay() -> Iterator[None]:
+    """What JAX keeps of its traces and programs stays as well, hundreds of thousands of objects in a worker."""
+    before = len(gc.get_objects())
+    yield
+    if len(gc.get_objects()) - before > _MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
+
+
+_MANY_OBJECTS = 20_000
+
+
 @contextmanager
 def _ranks_as_found() -> Iterator[None]:
     """Process groups that are made meanwhile in this thread end: polyaccel's, and torch's default one. Launchers'
