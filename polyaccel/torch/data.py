@@ -335,7 +335,7 @@ def mean_to_host(losses: Sequence[Tensor], accelerator: Accelerator) -> Callable
     copied = accelerator.current_stream().record() if is_queued else None
 
     def read() -> float:
-        if copied is not None:
+        if copied is not None and not copied.is_reached():
             copied.synchronize()
         return float(mean)
 

@@ -61,6 +61,18 @@ def _device_id(device: torch.device) -> DeviceId:
     return DeviceId(device.type, device.index)
 
 
+@cache
+def _pins(device_type: str) -> bool:
+    """Whether host memory can be page-locked for copies to a device."""
+    if device_type == "cpu":
+        return False
+    try:
+        torch.empty(1, device="cpu", pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 class TorchBuffer(CountedBuffer):
     """A flat buffer over a one-dimensional contiguous tensor.
 
@@ -116,9 +128,11 @@ class TorchBuffer(CountedBuffer):
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         nbytes = self._check_nbytes(data)
         # By way of numpy: torch warns of every read-only `bytes`, although it would only be read.
-        staged = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        # From page-locked memory, which torch keeps until the copy has ended, the host does not wait for the device.
+        pins = _pins(self._tensor.device.type)
+        staged = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pins)
         staged.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
-        self._tensor.view(torch.uint8).copy_(staged)
+        self._tensor.view(torch.uint8).copy_(staged, non_blocking=pins)
         self.bump_version()
 
 

@@ -60,6 +60,14 @@ class SquareSums:
             self._sums[compute] = sums_in(compute, self._count)
         compute.kernels()[SQUARE_SUMS](self._sums[compute], pieces)
 
+    def write_to(self, vector: Buffer, accelerator: Accelerator) -> None:
+        """Write the sums to `vector`, in the memory of `accelerator`. The host waits for no device, unless several
+        accelerators hold sums."""
+        if self._sums.keys() == {accelerator}:
+            vector.copy_from(self._sums[accelerator])
+        else:
+            write_sums(vector, self.read())
+
     def read(self) -> array[float]:
         """The sums, on the host."""
         values = array("d", bytes(8 * self._count))
@@ -176,14 +184,14 @@ class GradNormReducer:
 
     def agree_on_norm(self, sums: SquareSums, loss_scale: float) -> GradientNorm:
         """The norm over all ranks, where `sums` has the gradients of all buckets."""
-        return self._of_all(self._exchange(sums.read(), "norms"), loss_scale)
+        return self._of_all(self._exchange(array("d"), "norms", sums), loss_scale)
 
     def all_reduce_norm_and_flags(
         self, loss_scale: float, flags: Flags, *, measure: bool
     ) -> tuple[ReadyGrads, GradientNorm]:
         """Both at once, where all reductions have ended. Unless `measure`, the norm is 0."""
         count = len(self._layout.params)
-        values = self._exchange(self._sums(measure).read() + self._counts(flags), "norms and arrivals")
+        values = self._exchange(self._counts(flags), "norms and arrivals", self._sums(measure))
         arrivals = self._interpret(values[count:])
         if arrivals.late_buckets:
             self._reduce_late(arrivals)
@@ -275,11 +283,16 @@ class GradNormReducer:
         for index in arrivals.late_buckets:
             self.buckets[index].reduce_late()
 
-    def _exchange(self, values: array[float], label: str) -> array[float]:
-        """The sums over all ranks. A single rank exchanges nothing, and so does not wait for its device either."""
+    def _exchange(self, values: array[float], label: str, squares: SquareSums | None = None) -> array[float]:
+        """The sums over all ranks of `squares` and then `values`. The host waits for a device once, for the result; a
+        single rank exchanges nothing, and waits for its `squares` alone."""
         if self._communicator.world_size == 1:
-            return values
-        sums = allocate_sums(self._accelerator, self._communicator, len(values))
-        write_sums(sums, values)
+            return values if squares is None else squares.read() + values
+        count = 0 if squares is None else len(self._layout.params)
+        sums = allocate_sums(self._accelerator, self._communicator, count + len(values))
+        if squares is not None:
+            squares.write_to(sums.view(0, count), self._accelerator)
+        if values:
+            write_sums(sums.view(count, len(values)), values)
         self._communicator.all_reduce(sums, label=label)
         return read_sums(sums)
