@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from polyaccel.comm.base import Communicator
@@ -47,9 +48,15 @@ def exchanged_attention(
     q, k, v = sequence_to_heads(communicator, (heads.query, heads.key, heads.key), lengths, *promoted(q, k, v))
     places = heads.key_of_query(rank)
     if places is not None:
-        k, v = k[:, places], v[:, places]
+        k, v = _heads_at(places, k), _heads_at(places, v)
     out = compute(q, k, v) if q.shape[1] else v  # without heads it is as empty as the values are, and has their graph
     return heads_to_sequence(communicator, heads.query, lengths, out)
+
+
+def _heads_at(places: Sequence[int], values: Tensor) -> Tensor:
+    """The heads at `places`. An index of them would be copied to the device, for which the host waits."""
+    heads = values.unbind(1)
+    return torch.stack([heads[place] for place in places], 1)
 
 
 def ulysses_attention(
