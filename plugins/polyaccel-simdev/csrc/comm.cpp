@@ -1,6 +1,7 @@
 #include "comm.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 
 namespace simdev {
@@ -8,16 +9,25 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Done when the results are in device memory; waiting blocks the host and raises what went wrong.
+// Done when the results are in device memory. Waiting holds up the current stream and not the host, which hears of an
+// error when it waits for that stream.
 class CommWork final : public c10d::Work {
  public:
   CommWork(int rank, c10d::OpType kind, Tensors outputs, c10::Device device)
       : Work(rank, kind),
         outputs_(std::move(outputs)),
+        device_(device),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                          std::vector<c10::Device>{device})) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout != kNoTimeout || isCompleted()) return Work::wait(timeout);
+    const auto self = c10::intrusive_ptr<CommWork>::reclaim_copy(this);
+    enqueue(current_stream(device_.index()), [self] { self->Work::wait(kNoTimeout); });
+    return true;
+  }
 
   void end(std::exception_ptr error) {
     if (error) {
@@ -30,6 +40,7 @@ class CommWork final : public c10d::Work {
 
  private:
   Tensors outputs_;
+  c10::Device device_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -72,6 +83,10 @@ c10::intrusive_ptr<c10d::Work> Comm::run(
     std::exception_ptr error;
     try {
       const c10::DeviceGuard guard(device);
+      // Counts no change of a tensor: its owner, who may go on meanwhile, has counted that of the call.
+      const at::AutoDispatchBelowADInplaceOrView uncounted;
+      // Not the default one, which may hold a stream up until this work is done.
+      exchange_stream(comm_stream(device.index()));
       ready.synchronize();
       auto results = room_for(outputs), arguments = to_host(inputs);
       call(results, arguments)->wait();

@@ -2,6 +2,7 @@
 
 #include "memory.h"
 #include "streams.h"
+#include "waits.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -37,8 +38,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getStreamFromGlobalPool(Device device, bool) const override { return new_stream(device.index()); }
   Stream exchangeStream(Stream stream) const override { return exchange_stream(stream); }
   bool queryStream(const Stream& stream) const override { return is_idle(stream); }
-  void synchronizeStream(const Stream& stream) const override { synchronize(stream); }
-  void synchronizeDevice(DeviceIndex device) const override { synchronize_device(device); }
+  void synchronizeStream(const Stream& stream) const override {
+    host_waits("synchronize of a stream");
+    synchronize(stream);
+  }
+  void synchronizeDevice(DeviceIndex device) const override {
+    host_waits("synchronize of the device");
+    synchronize_device(device);
+  }
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}  // queued work owns its tensors
 
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
@@ -50,6 +57,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->is_reached(); }
   void synchronizeEvent(void* event) const override {
+    host_waits("synchronize of an event");
     if (event) static_cast<Event*>(event)->synchronize();
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }

@@ -8,6 +8,7 @@
 #include "memory.h"
 #include "ops.h"
 #include "streams.h"
+#include "waits.h"
 
 namespace {
 
@@ -32,13 +33,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return int(simdev::current_device()); });
   m.def("set_device", [](int device) { simdev::set_current_device(c10::DeviceIndex(device)); });
   m.def("default_generator", [](int device) { return simdev::default_generator(c10::DeviceIndex(device)); });
-  m.def("synchronize", [](int device) { simdev::synchronize_device(c10::DeviceIndex(device)); },
+  m.def("synchronize", [](int device) {
+    simdev::host_waits("synchronize of the device");
+    simdev::synchronize_device(c10::DeviceIndex(device));
+  },
         py::call_guard<py::gil_scoped_release>());
   m.def("memory", [](int device) {
     const auto usage = simdev::usage(c10::DeviceIndex(device));
     return py::make_tuple(usage.allocated, usage.peak, usage.live, simdev::capacity());
   });
   m.def("reset_peak", [](int device) { simdev::reset_peak(c10::DeviceIndex(device)); });
+  m.def("listen_to_waits", [](std::optional<py::function> listener) {
+    if (!listener) return simdev::listen_to_waits(nullptr);
+    // Never deleted: the last thread that waits may be one without the interpreter.
+    const auto* kept = new py::function(*listener);
+    simdev::listen_to_waits([kept](const char* what) {
+      const py::gil_scoped_acquire locked;
+      (*kept)(what);
+    });
+  });
   m.def("scale", &simdev::scale);
   m.def("keep_busy", [](int64_t milliseconds, int device) {
     simdev::keep_busy(milliseconds, c10::DeviceIndex(device));

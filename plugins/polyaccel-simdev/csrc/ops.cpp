@@ -7,6 +7,7 @@
 #include "faults.h"
 #include "memory.h"
 #include "streams.h"
+#include "waits.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -16,6 +17,8 @@
 #include <torch/library.h>
 
 #include <chrono>
+#include <set>
+#include <string>
 #include <thread>
 
 namespace simdev {
@@ -87,6 +90,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
       enqueue_for(on_device, copy);
     }
   } else {
+    host_waits(non_blocking ? "copy of pageable memory" : "copy that blocks");
     synchronize(stream);
     const c10::InferenceMode no_history;
     copy();
@@ -108,6 +112,7 @@ Tensor& fill(Tensor& self, const at::Scalar& value) {
 Tensor& zero(Tensor& self) { return fill(self, 0); }
 
 at::Scalar item(const Tensor& self) {
+  host_waits("item");
   synchronize(current_stream(self.device().index()));
   return at::_local_scalar_dense(on_host(self));
 }
@@ -152,7 +157,17 @@ Tensor& bernoulli(Tensor& self, double p, optional<at::Generator> generator) {
   return draw(self, generator, [=](Tensor& host, at::Generator& engine) { host.bernoulli_(p, engine); });
 }
 
+// The host of any device must have their results to go on: they are sizes, or decide between true and false.
+bool has_results_for_host(const std::string& name) {
+  static const std::set<std::string> names{"aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2",
+                                           "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
+                                           "aten::is_nonzero", "aten::bincount", "aten::repeat_interleave"};
+  return names.count(name) > 0;
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (has_results_for_host(op.schema().name())) host_waits(op.schema().name().c_str());
+  const Simulation simulation;
   for (size_t at = stack->size() - op.schema().arguments().size(); at < stack->size(); ++at) {
     auto& argument = (*stack)[at];
     if (argument.isTensor() && argument.toTensor().is_privateuseone()) {

@@ -1,6 +1,7 @@
 #include "streams.h"
 
 #include "faults.h"
+#include "waits.h"
 
 #include <Python.h>
 #include <c10/util/Exception.h>
@@ -14,7 +15,7 @@
 namespace simdev {
 namespace {
 
-constexpr int kStreams = 8;  // of each device; 0 is the default one
+constexpr int kStreams = 9;  // of each device; 0 is the default one, the last that of collectives
 constexpr int kDevicesAtMost = 16;
 
 c10::DeviceIndex g_devices = 0;
@@ -79,6 +80,7 @@ void Queue::synchronize() {
 }
 
 void Queue::run() {
+  const Simulation simulation;  // the device does not wait for itself
   for (;;) {
     std::function<void()> work;
     {
@@ -131,8 +133,10 @@ c10::Stream default_stream(c10::DeviceIndex device) { return stream_of(device, 0
 
 c10::Stream new_stream(c10::DeviceIndex device) {
   static std::atomic<unsigned> next{0};
-  return stream_of(device, 1 + next++ % (kStreams - 1));
+  return stream_of(device, 1 + next++ % (kStreams - 2));
 }
+
+c10::Stream comm_stream(c10::DeviceIndex device) { return stream_of(device, kStreams - 1); }
 
 void enqueue(c10::Stream stream, std::function<void()> work) { queue_of(stream).push(std::move(work)); }
 

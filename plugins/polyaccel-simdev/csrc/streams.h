@@ -43,6 +43,7 @@ c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);  // of this thread; returns the one before
 c10::Stream default_stream(c10::DeviceIndex device);
 c10::Stream new_stream(c10::DeviceIndex device);  // one of a few, in turn
+c10::Stream comm_stream(c10::DeviceIndex device);  // for copies of collectives alone
 
 void enqueue(c10::Stream stream, std::function<void()> work);
 bool is_idle(c10::Stream stream);

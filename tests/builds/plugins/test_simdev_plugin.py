@@ -21,7 +21,7 @@ FAULTS = {
     "failing_allocation": "test_memory_is_counted",
     "wrong_kernel": "test_kernels_mean_what_the_reference_says",
 }
-FILES = {"test_simdev.py": 25, "test_without_plugin.py": 3, "test_training.py": 6}
+FILES = {"test_simdev.py": 25, "test_without_plugin.py": 3, "test_training.py": 6, "test_waits.py": 2}
 """The files of the plugin's own tests, and how many tests of each pass at least."""
 CONTROL = "test_allocations_are_zero_and_aligned"
 """A test that none of the faults concerns: it stays green, so the suite runs on a device that has one."""
@@ -72,6 +72,13 @@ def test_it_keeps_the_contracts_and_trains(site: Path, file: str) -> None:
 def test_it_trains_as_one_rank_does(site: Path) -> None:
     """One training of `test_training.py`, which `make test-slow` runs whole."""
     code, output = run_tests(site, "-k", "ranks_that_share_layers", file="test_training.py")
+    assert code == 0, output
+    assert re.search(r"\b1 passed\b", output), output
+
+
+def test_a_step_waits_where_the_guide_says(site: Path) -> None:
+    """One rank of `test_waits.py`, which `make test-slow` runs whole."""
+    code, output = run_tests(site, "-k", "waits and 1-", file="test_waits.py")
     assert code == 0, output
     assert re.search(r"\b1 passed\b", output), output
 
