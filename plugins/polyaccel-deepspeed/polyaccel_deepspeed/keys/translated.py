@@ -154,7 +154,9 @@ def _strict_specs(tree: Tree) -> Iterator[Change]:
 def _compression(tree: Tree) -> Iterator[Change]:
     """Techniques that are off may have values for which there is nothing: DeepSpeed does not read them."""
     section = tree.get("compression_training")
-    for name, technique in list(section.items()) if isinstance(section, dict) else ():
+    if not isinstance(section, dict):
+        return
+    for name, technique in list(section.items()):
         table = technique if name == "layer_reduction" else value_of(technique, "shared_parameters")
         if isinstance(technique, Mapping) and not (isinstance(table, Mapping) and table.get("enabled", False)):
             del section[name]
