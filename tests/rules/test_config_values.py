@@ -22,6 +22,7 @@ READERS = (
     "torch/verify",  # composes plain engines in place of ours
     "jax/initialize.py",
     "jax/native_keys.py",
+    "jax/pipeline_stages.py",
     "jax/rewrites.py",
     "jax/verify",
 )
