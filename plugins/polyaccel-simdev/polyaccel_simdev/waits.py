@@ -11,7 +11,7 @@ from types import FrameType
 from polyaccel_simdev import _device
 
 _BELOW = ("torch.", "polyaccel_simdev.", "polyaccel.accelerators.")
-"""Modules that wait because somebody asks them to."""
+"""Modules that wait because their caller asks for it."""
 
 
 @dataclass(frozen=True)
