@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-COMPRESSION = "compression and quantisation while training do not exist here"
-CURRICULUM = "curricula, data sampling by difficulty and dropped tokens do not exist here"
-LAYER_DROP = "progressive layer drop does not exist here; a model may skip layers itself"
+COMPRESSION = "it does not exist here; compression_training quantises by its own schedule"
+CURRICULUM = "sampling by difficulty and dropped tokens do not exist here; curriculum_learning cuts sequences"
 LOCO = "gradients are quantised without an error that is carried on"
 MICS = "parameters are sharded over all ranks, or by zero_hpz_partition_size over near ones too"
 MUON = "torch.optim.Muon works at stage 0, DeepSpeed's own Muon does not exist here"
@@ -13,7 +12,5 @@ SPARSE_ATTENTION = "attention by fixed blocks does not exist here; torch's flex 
 SUPER_OFFLOAD = "offload_optimizer updates on the host, without SuperOffload's overlap"
 ZENFLOW = "offload_optimizer updates on the host, without ZenFlow's choice of gradients"
 
-TO_COME = (
-    *(COMPRESSION, CURRICULUM, LAYER_DROP, LOCO, MICS, MUON, NARROW_MASTERS, SPARSE_ATTENTION, SUPER_OFFLOAD, ZENFLOW),
-)
+TO_COME = (*(COMPRESSION, CURRICULUM, LOCO, MICS, MUON, NARROW_MASTERS, SPARSE_ATTENTION, SUPER_OFFLOAD, ZENFLOW),)
 """All of them. A feature that exists takes its reason away; none is added."""
