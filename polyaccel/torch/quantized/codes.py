@@ -106,7 +106,7 @@ class CodeFormat(WeightFormat):
             return found if self.dtype == "int8" else (found + MOST[4]).to(torch.uint8)
         levels = _levels(groups.device)
         units = groups / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
-        return torch.bucketize(units, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+        return torch.bucketize(units.contiguous(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
 
     def _stored(self, scales: Tensor) -> tuple[Tensor, ...]:
         if not self.double_quant:
