@@ -17,7 +17,7 @@ from deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from polyaccel_deepspeed.commands import zero_to_fp32
-from polyaccel_deepspeed.engine.save_errors import deepspeeds_errors
+from polyaccel_deepspeed.engine.errors import deepspeeds_errors
 from safetensors import safe_open
 from torch import nn
 
