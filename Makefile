@@ -17,7 +17,9 @@ MIRROR ?=
 SCRIPT_PACKAGES := setuptools accelerate transformers trl peft datasets torchvision timm einops sentencepiece local-attention axial-positional-embedding product-key-memory mixture-of-experts linformer rotary-embedding-torch webdataset hydra-core omegaconf loguru pytz fire tensorboard tensorboardX matplotlib scikit-learn pandas ftfy shortuuid
 DEVICE ?= cuda
 DEVICE_PYTHON ?= 3.12
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker that dies, of want of memory for one, ends the run, which names its test: with another worker in its place
+# xdist 3.8 waits for ever for the rest of that file.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # pytest-timeout interrupts what waits in Python. A test that waits in C++, or with the interpreter's lock held, ends its
 # worker here, with the stacks of all threads.
 UNHANG := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
