@@ -158,15 +158,16 @@ Tensor& bernoulli(Tensor& self, double p, optional<at::Generator> generator) {
 }
 
 // The host of any device must have their results to go on: they are sizes, or decide between true and false.
-bool has_results_for_host(const std::string& name) {
+bool has_results_for_host(const std::string& name, const torch::jit::Stack& stack) {
   static const std::set<std::string> names{"aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2",
                                            "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
-                                           "aten::is_nonzero", "aten::bincount", "aten::repeat_interleave"};
+                                           "aten::is_nonzero", "aten::bincount"};
+  if (name == "aten::repeat_interleave") return stack.back().isNone();  // the size of the output was not given
   return names.count(name) > 0;
 }
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  if (has_results_for_host(op.schema().name())) host_waits(op.schema().name().c_str());
+  if (has_results_for_host(op.schema().name(), *stack)) host_waits(op.schema().name().c_str());
   const Simulation simulation;
   for (size_t at = stack->size() - op.schema().arguments().size(); at < stack->size(); ++at) {
     auto& argument = (*stack)[at];

@@ -128,8 +128,10 @@ def load_direction(tokens: Tensor) -> Tensor:
 
 
 def tokens_of(experts: Tensor, count: int) -> Tensor:
-    """(count,), int64: how often each expert is chosen."""
-    return torch.bincount(experts.reshape(-1), minlength=count)
+    """(count,), int64: how often each expert is chosen; numbers from `count` on are none."""
+    numbers = experts.reshape(-1).clamp(max=count)
+    # Not by torch.bincount: it asks a device for the highest number.
+    return numbers.new_zeros(count + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:count]
 
 
 def _precise(tensor: Tensor) -> Tensor:

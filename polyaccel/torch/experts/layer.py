@@ -107,7 +107,9 @@ class StackedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return (tokens, features): sums of experts' outputs times `top_k_weights`; numbers past the end drop."""
         routing = route(top_k_index, top_k_weights, self.num_experts)
-        rows, counts = hidden_states.index_select(0, routing.tokens), routing.counts.tolist()
+        counts = routing.counts.tolist()
+        routing = routing.kept(sum(counts))
+        rows = hidden_states.index_select(0, routing.tokens)
         out = computed(self, rows, [(count,) for count in counts], self.products, None)
         if out is not None:
             return routing.combined(out, hidden_states)

@@ -12,14 +12,21 @@ from polyaccel.torch.experts.gates import best, tokens_of
 
 
 class Routing(NamedTuple):
-    """Pairs of a token and an expert, ordered by expert, then by token."""
+    """Pairs of a token and an expert, ordered by expert, then by token; choices that are none stand last.
+
+    How many are pairs only the device knows: whoever has read `counts` cuts the others off by `kept`.
+    """
 
     tokens: Tensor
-    """(pairs,), int64."""
+    """(choices,), int64."""
     weights: Tensor
-    """(pairs,)."""
+    """(choices,)."""
     counts: Tensor
     """(experts,), int64: the pairs of each expert."""
+
+    def kept(self, pairs: int) -> Routing:
+        """Return the first `pairs`, the sum of `counts`."""
+        return self._replace(tokens=self.tokens[:pairs], weights=self.weights[:pairs])
 
     def combined(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return (tokens, features): by token the weighted sum of its pairs' `rows`."""
@@ -45,9 +52,9 @@ def kept_choices(experts: Tensor, count: int, capacity: int | None = None, order
     tokens, k = experts.shape
     numbers = torch.arange(tokens, device=experts.device)
     ranked = numbers if order is None else torch.sort(order, stable=True).indices
-    wanted = experts[ranked].T.reshape(-1)  # all first choices, then all second ones
+    wanted = experts[ranked].T.reshape(-1).clamp(max=count)  # all first choices, then all second ones
     by_expert = torch.sort(wanted, stable=True).indices
-    sizes = tokens_of(wanted, count)
+    sizes = tokens_of(wanted, count + 1)
     begins = torch.cumsum(sizes, 0) - sizes
     place = torch.empty_like(wanted)
     place[by_expert] = torch.arange(len(wanted), device=wanted.device) - begins[wanted[by_expert]]
@@ -63,8 +70,7 @@ def chosen_by_experts(scores: Tensor, capacity: int) -> Tensor:
 
 def route(experts: Tensor, weights: Tensor, count: int) -> Routing:
     """Return pairs of tokens and `experts` (tokens, k) with `weights`; numbers from `count` on are none."""
-    flat = kept_choices(experts, count).reshape(-1).nonzero().squeeze(1)
-    chosen = experts.reshape(-1)[flat]
-    pairs = flat[torch.sort(chosen, stable=True).indices]
+    chosen = experts.reshape(-1).clamp(max=count)
+    pairs = torch.sort(chosen, stable=True).indices
     tokens = torch.div(pairs, experts.shape[1], rounding_mode="floor")
     return Routing(tokens, weights.reshape(-1)[pairs], tokens_of(chosen, count))

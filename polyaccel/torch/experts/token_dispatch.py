@@ -72,15 +72,16 @@ class TokenDispatch(NamedTuple):
     """What comes from rank after rank, ordered by own expert, then by rank. With a `room`, (ranks, own experts, 2),
     int64: in this order the first row of each part, and its rows. Else (rows,), int64: which of the rows that came.
     Empty on one rank, where rows stay where they are."""
+    of_experts: Tensor
+    """(own experts,), int64, on the device: the rows of each."""
     parts: tuple[tuple[int, ...], ...]
     """The rows of each own expert, by the rank that they come from."""
     tables: dict[int, Buffer]
     """By features of a row, the numbers of `order` in elements; as they are asked for."""
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The rows of each own expert."""
-        return tuple(map(sum, self.parts))
+    def numbers_of_experts(self) -> Tensor:
+        """(rows,), int64: the own expert of each row that `dispatch` returns."""
+        return torch.repeat_interleave(self.of_experts, output_size=sum(self.received))
 
     def dispatch(self, tokens: Tensor, numbers: Tensor) -> Tensor:
         """Dispatch `tokens[numbers]`; return rows by own expert, then source rank. Collective."""
@@ -103,9 +104,10 @@ def plan_dispatch(
     """Exchange token counts and plan the dispatch; rank r has the next `experts[r]` experts. Collective."""
     rank, ranks = communicator.rank, communicator.world_size
     if ranks == 1:
-        rows = len(routing.tokens)
         counts = tuple((int(one),) for one in routing.counts.tolist())
-        return TokenDispatch(communicator, None, (rows,), (rows,), None, routing.tokens[:0], counts, {})
+        rows = sum(map(sum, counts))
+        empty = routing.tokens[:0]
+        return TokenDispatch(communicator, None, (rows,), (rows,), None, empty, routing.counts, counts, {})
     ends = [0, *accumulate(experts)]
     own = experts[rank]
     sees_others = communicator.supports_strided and routing.counts.device.type == "cpu"
@@ -127,15 +129,18 @@ def plan_dispatch(
         label="tokens of experts",
     )
     table = their_counts.view(ranks, own + bounds)[:, :own]
-    lines: list[list[int]] = table.tolist() if own else [[] for _ in range(ranks)]
-    everywhere: list[int] = routing.counts.tolist()
+    # Both at once: a device is waited for once.
+    numbers: list[int] = torch.cat((their_counts, routing.counts)).tolist()
+    each, everywhere = own + bounds, numbers[ranks * (own + bounds) :]
+    lines = [numbers[first : first + own] for first in range(0, ranks * each, each)] if each else [[]] * ranks
     return TokenDispatch(
         communicator,
         room,
         tuple(sum(everywhere[ends[other] : ends[other + 1]]) for other in range(ranks)),
         tuple(map(sum, lines)),
-        max(their_counts[own :: own + 1].tolist()) if bounds else None,
-        _order(table) if room is None else _starts(table),
+        max(numbers[own : ranks * each : each]) if bounds else None,
+        _order(table, sum(map(sum, lines))) if room is None else _starts(table),
+        table.sum(0),
         tuple(zip(*lines, strict=True)),
         {},
     )
@@ -148,10 +153,11 @@ def _with_bounds(counts: Tensor, experts: Sequence[int]) -> Tensor:
     return torch.cat([piece for part in parts for piece in (part, longest)])
 
 
-def _order(table: Tensor) -> Tensor:
+def _order(table: Tensor, rows: int) -> Tensor:
     ranks, own = table.shape
     experts = torch.arange(own, device=table.device).repeat(ranks)
-    return torch.sort(torch.repeat_interleave(experts, table.reshape(-1)), stable=True).indices
+    of_rows = torch.repeat_interleave(experts, table.reshape(-1), output_size=rows)
+    return torch.sort(of_rows, stable=True).indices
 
 
 def _starts(table: Tensor) -> Tensor:

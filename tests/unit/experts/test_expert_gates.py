@@ -175,6 +175,7 @@ def choices(draw: st.DrawFn) -> RoutingDecision:
 
 
 def pairs(routing: Routing) -> list[tuple[int, int, float]]:
+    routing = routing.kept(int(routing.counts.sum()))
     experts = torch.repeat_interleave(torch.arange(len(routing.counts)), routing.counts)
     return list(zip(experts.tolist(), routing.tokens.tolist(), routing.weights.tolist(), strict=True))
 
@@ -187,6 +188,22 @@ def test_without_a_capacity_every_choice_is_a_pair(choice: RoutingDecision) -> N
         for at in range(choice.experts.shape[1])
     )
     assert pairs(route(choice.experts, choice.weights, choice.scores.shape[1])) == expected
+
+
+@given(choices(), st.integers(0, 6), st.integers(0, 3))
+def test_numbers_past_the_last_are_none(choice: RoutingDecision, count: int, more: int) -> None:
+    experts = choice.experts + more * (choice.experts >= count)
+    expected = sorted(
+        (int(experts[token, at]), token, float(choice.weights[token, at]))
+        for token in range(len(experts))
+        for at in range(experts.shape[1])
+        if experts[token, at] < count
+    )
+    assert pairs(route(experts, choice.weights, count)) == expected
+    assert gates.tokens_of(experts, count).tolist() == [
+        sum(one[0] == expert for one in expected) for expert in range(count)
+    ]
+    assert torch.equal(kept_choices(experts, count, len(experts)), experts < count)
 
 
 @given(choices(), st.integers(0, 5), st.booleans(), st.integers(0, 2**31))

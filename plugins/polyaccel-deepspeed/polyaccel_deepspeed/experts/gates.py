@@ -79,7 +79,7 @@ def one_choice(
     wanted = choice.experts
     if used_token is not None:
         wanted = wanted.masked_fill(~used_token.reshape(-1, 1).bool(), count)
-    counts = tokens_of(wanted, count)[:count]
+    counts = tokens_of(wanted, count)
     if not drop_tokens:
         capacity, kept = counts.max(), kept_choices(wanted, count)
     else:
