@@ -190,7 +190,7 @@ device-wheels: ## put into .whl what a machine without network lacks for tests/d
 	rm -rf .whl
 	$(PYTHON) -m pip --disable-pip-version-check wheel -q --no-deps -w .whl . ./plugins/polyaccel-deepspeed
 	$(PYTHON) -m pip --disable-pip-version-check download -q --only-binary=:all: -d .whl --python-version $(DEVICE_PYTHON) \
-		--implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 pydantic stevedore
+		--implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 pydantic rich stevedore
 
 mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
 	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'

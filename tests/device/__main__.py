@@ -2,6 +2,10 @@
 
 Each step runs in its own process within its own limit, and its result is one line of FOLDER/summary.txt, with the whole
 output in FOLDER/log.txt. Steps that passed are left out when the same folder is used again.
+
+On a machine without network, run this in a checkout that `make device-wheels` has put wheels into:
+
+  bash tests/device/start.sh --out results
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
@@ -23,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29544"}
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb", "short", "-W", "default"]
+REHEARSAL_LIMIT_S = 900.0
+PYTEST = ["-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--tb", "short", "-W", "default"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,9 @@ class Step:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def proofs(device: str) -> list[Step]:
-    """Return the steps that may run together, in order of worth."""
+def proofs(device: str, *, is_rehearsal: bool) -> list[Step]:
+    """Return the steps that may run together, in order of worth. A rehearsal has a few settings of each."""
+    few = ["--few"] if is_rehearsal else []
     two = {"POLYACCEL_COMM": "gloo"}
     run = ["-m", "polyaccel", "run", "--nproc"]
     check = ["-m", "polyaccel", "plugins", "check"]
@@ -45,9 +51,9 @@ def proofs(device: str) -> list[Step]:
         Step("doctor", ["-m", "polyaccel", "doctor", "--json"], 60),
         Step("contract", [*PYTEST, str(HERE / "test_present_devices.py")]),
         Step("kernels", [*PYTEST, str(HERE / "test_device_kernels.py")]),
-        Step("stages", [*run, "1", str(HERE / "train_stages.py"), "single"], 150, DETERMINISTIC),
-        Step("features", [str(HERE / "train_features.py")]),
-        Step("two ranks", [*run, "2", str(HERE / "train_stages.py"), "double"], 150, {**DETERMINISTIC, **two}),
+        Step("stages", [*run, "1", str(HERE / "train_stages.py"), "single", *few], 150, DETERMINISTIC),
+        Step("features", [str(HERE / "train_features.py"), *few]),
+        Step("two ranks", [*run, "2", str(HERE / "train_stages.py"), "double", *few], 150, {**DETERMINISTIC, **two}),
         Step("check", [*check, device, "-v", "-n", "1"]),
         Step("check over gloo", [*check, "gloo", "-v", "-n", "2", "--accelerator", device], 200),
         Step("jax", [str(HERE / "train_jax.py")], 120, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
@@ -118,16 +124,21 @@ def run(step: Step, report: Report) -> None:
 
 def main() -> int:
     """Run the steps that have not passed."""
-    parser = argparse.ArgumentParser(prog="make device", description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="make device", description=__doc__, formatter_class=raw)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default=os.environ.get("DS_ACCELERATOR", "cuda"))
     parser.add_argument("--only", nargs="+", help="names of steps")
     parser.add_argument("--together", type=int, default=10, help="proofs that run at once")
+    parser.add_argument("--rehearsal", action="store_true", help="a few settings of each step, without limits")
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = args.device
     report = Report(args.out)
-    wanted = [step for step in proofs(args.device) if step.name not in report.done]
-    alone = [step for step in figures(args.out / "trace.txt") if step.name not in report.done]
+    steps = proofs(args.device, is_rehearsal=args.rehearsal)
+    if args.rehearsal:
+        steps = [replace(step, limit_s=REHEARSAL_LIMIT_S) for step in steps]
+    wanted = [step for step in steps if step.name not in report.done]
+    alone = [step for step in figures(args.out / "trace.txt") if step.name not in report.done and not args.rehearsal]
     if args.only:
         wanted, alone = ([step for step in steps if step.name in args.only] for steps in (wanted, alone))
     with ThreadPoolExecutor(max(args.together, 1)) as pool:

@@ -19,7 +19,7 @@ def main() -> int:
     """Train at every stage in both executions."""
     failed = 0
     print(jax.devices())
-    for name in (os.environ["DS_ACCELERATOR"], "gpu"):
+    for name in (os.environ["DS_ACCELERATOR"], jax.default_backend()):
         try:
             accelerator = choose_accelerator(name)
             print(name, type(accelerator).__name__, accelerator.capabilities(), accelerator.memory_stats(), flush=True)

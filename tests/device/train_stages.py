@@ -1,7 +1,7 @@
 """A job for the tests: the jobs of the simulated device's tests on the device of this rank, each setting on its own.
 
-`--settings single` compares the stages with each other; `--settings double` is for two ranks, which share layers,
-sequences and stages of pipelines too. Prints a line a setting, and ends with 1 where one fails.
+`single` compares the stages with each other; `double` is for two ranks, which share layers, sequences and stages of
+pipelines too. `--few` takes the first and the last of each kind. Prints a line a setting; ends with 1 where one fails.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def main() -> int:
         "early": settings.EARLY_SETTINGS,
         "bf16": settings.BF16_SETTINGS,
     }
-    if sys.argv[-1] == "double":
+    if "double" in sys.argv:
         groups |= {"cut": settings.CUT_SETTINGS, "shared": settings.SHARED_SETTINGS}
+    if "--few" in sys.argv:
+        groups = {name: dict([*members.items()][:: max(len(members) - 1, 1)]) for name, members in groups.items()}
     for group, members in groups.items():
         first: dict[str, Any] | None = None
         for name, setting in members.items():

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-PLUGIN = Path(__file__).parents[3] / "plugins" / "polyaccel-simdev"
+ROOT = Path(__file__).parents[3]
+PLUGIN = ROOT / "plugins" / "polyaccel-simdev"
 FAULTS = {
     "slow_copy": "test_pinned_copies_are_part_of_their_stream",
     "late_stream": "test_streams_wait_for_events",
@@ -23,6 +24,12 @@ FAULTS = {
 }
 FILES = {"test_simdev.py": 25, "test_without_plugin.py": 3, "test_training.py": 6, "test_waits.py": 2}
 """The files of the plugin's own tests, and how many tests of each pass at least."""
+STEPS = {"cpu": ("doctor", "jax"), "simdev": ("doctor", "kernels", "stages")}
+MORE_STEPS = {
+    "cpu": ("features", "stages", "two ranks", "check", "check over gloo"),
+    "simdev": ("contract", "features", "two ranks", "check", "check over gloo", "jax"),
+}
+"""Steps of `make device` that are rehearsed without one; the second ones by `make test-slow`."""
 CONTROL = "test_allocations_are_zero_and_aligned"
 """A test that none of the faults concerns: it stays green, so the suite runs on a device that has one."""
 pytestmark = [
@@ -49,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_tests(site: Path, *arguments: str, file: str = "", fault: str = "") -> tuple[int, str]:
     """pytest on the plugin's own tests, or one file of them, in an environment that has it: exit code and output."""
-    settings = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-c", str(PLUGIN.parents[1] / "pyproject.toml")]
+    settings = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-c", str(ROOT / "pyproject.toml")]
     job = subprocess.run(
         [sys.executable, "-m", "pytest", *settings, *arguments, str(PLUGIN / "tests" / file)],
         env={**os.environ, "PYTHONPATH": str(site), "POLYACCEL_SIMDEV_FAULT": fault},
@@ -81,6 +88,33 @@ def test_a_step_waits_where_the_guide_says(site: Path) -> None:
     code, output = run_tests(site, "-k", "waits and 1-", file="test_waits.py")
     assert code == 0, output
     assert re.search(r"\b1 passed\b", output), output
+
+
+@pytest.mark.parametrize("device", STEPS)
+def test_make_device_is_rehearsed(site: Path, tmp_path: Path, device: str) -> None:
+    rehearse(site, tmp_path, device, STEPS[device])
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("device", MORE_STEPS)
+def test_the_rest_of_make_device_is_rehearsed(site: Path, tmp_path: Path, device: str) -> None:
+    rehearse(site, tmp_path, device, MORE_STEPS[device])
+
+
+def rehearse(site: Path, out: Path, device: str, steps: tuple[str, ...]) -> None:
+    """Run `tests/device` twice: the second time nothing is left to do."""
+    command = [sys.executable, str(ROOT / "tests" / "device"), "--device", device, "--out", str(out), "--rehearsal"]
+    for expected in (sorted(steps), []):
+        job = subprocess.run(
+            [*command, "--together", "1", "--only", *steps],
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=3500,
+        )
+        assert job.returncode == 0, job.stdout + (out / "log.txt").read_text(encoding="utf-8")
+        passed = [line.partition(" passed ")[0].strip() for line in job.stdout.splitlines()]
+        assert sorted(passed) == expected
 
 
 @pytest.mark.parametrize("fault", FAULTS)
