@@ -6,7 +6,7 @@ in views mode, and so are config, checkpoints and metrics; `params` are copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.carried_state import CarriedState
-from polyaccel.jax.native.many_steps import StepsProgram
+from polyaccel.jax.native.many_steps import StepsProgram, steps_on_devices
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
@@ -56,10 +56,14 @@ class NativeEngine(ScanningEngine):
 
     @cached_property
     def _many_steps(self) -> StepsProgram:
+        assert isinstance(self._program, StepProgram)  # other engines have their own
+        return steps_on_devices(self._program, self._reduce_here)
+
+    @property
+    def _reduce_here(self) -> Callable[[Any], Any] | None:
+        """What makes the states of devices equal inside a program; None where there is one."""
         carried = self._carried
-        reduce = carried.reduce_here if isinstance(carried, NativeState) and self._mesh.world_size > 1 else None
-        assert isinstance(self._program, StepProgram)  # others take steps one by one
-        return StepsProgram(self._program, reduce)
+        return carried.reduce_here if isinstance(carried, NativeState) and self._mesh.world_size > 1 else None
 
     @property
     def _ranks_of_batches(self) -> Communicator:

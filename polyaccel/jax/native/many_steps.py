@@ -48,79 +48,106 @@ class ManyInputs(NamedTuple):
     numbers: dict[str, Any]
 
 
-class StepsProgram:
-    """Steps on the mesh of `program`, compiled for each number of them. `reduce` makes carried states of devices equal:
-    (states) -> (states, which differ); None leaves them."""
+class StepParts(NamedTuple):
+    """The parts of a step, to be traced inside the scan. `differentiate`: (params, gradients so far or None, batch,
+    micro-batches before, factor of the loss) -> (losses, auxiliary output, gradients). `update`: (recipe, held,
+    gradients, inputs) -> (held, `Outcome`)."""
 
-    def __init__(self, program: StepProgram, reduce: Callable[[Any], Any] | None) -> None:
-        self._program, self._reduce = program, reduce
-        self._skips = program.skips_overflow
-        held = program.resting
+    differentiate: Callable[..., Any]
+    update: Callable[..., Any]
+    reduce: Callable[[Any], Any] | None
+    """Makes carried states of devices equal: (states) -> (states, which differ); None leaves them."""
+    skips: bool
+    """Whether an update is left out where gradients are not finite."""
 
-        def steps(recipe: Recipe, *arguments: Any) -> Any:
-            local = partial(self._steps, recipe)
-            places = (held, CUT, CUT, WHOLE), (held, CUT, CUT, CUT, WHOLE, WHOLE)
-            return program.mesh.spread(local, *places)(*arguments)
 
-        self.run = jax.jit(steps, static_argnums=0, donate_argnums=1)
-        """(recipe, held, batches, state, `ManyInputs`) -> (held, losses, last auxiliary outputs, state, outcomes,
-        which states differed). Arrays of batches and losses have axes over devices, steps and micro-batches."""
+class StepsProgram(NamedTuple):
+    """Several steps, compiled for each number of them."""
 
-    def _steps(self, recipe: Recipe, held: Held, batches: Any, state: Any, inputs: ManyInputs) -> Any:
-        batches = jax.tree.map(lambda part: part[0], batches)
-        step = partial(self._step, recipe)
-        over_steps = (batches, inputs.micro_steps, inputs.factors, inputs.updates)
-        before = (held, state, inputs.numbers)
-        (_, shape_of_aux), shapes = jax.eval_shape(step, before, jax.tree.map(lambda part: part[0], over_steps))
+    run: Callable[..., Any]
+    """(recipe, held, batches, state, `ManyInputs`) -> (held, losses, last auxiliary outputs, state, outcomes,
+    which states differed). Arrays of batches and losses have axes over devices, steps and micro-batches."""
 
-        def take(carry: Any, one: Any) -> Any:
-            (after, aux), found = step(carry[:3], one)
-            return (*_typed(after, carry[:3]), _typed(aux, carry[3])), found
 
-        def body(carry: Any, at_and_one: Any) -> Any:
-            (at, one), goes, carry = at_and_one, carry[0], carry[1:]
-            if not self._skips:
-                after, found = take(carry, one)
-                return (goes, *after), found
-            after, found = jax.lax.cond(  # see [Note: Skipped steps of a scan]
-                goes & (at >= inputs.begin),
-                lambda: take(carry, one),
-                lambda: (carry, jax.tree.map(_zeros, shapes)),
+def steps_on_devices(program: StepProgram, reduce: Callable[[Any], Any] | None) -> StepsProgram:
+    """Return the steps of `program`, each of whose devices runs the scan."""
+    held = program.resting
+
+    def differentiate(*given: Any) -> Any:
+        losses, aux, gradients = program.gradients_here(*given)
+        return losses[0], aux, gradients
+
+    parts = StepParts(differentiate, program.update_here, reduce, program.skips_overflow)
+
+    def steps(recipe: Recipe, *arguments: Any) -> Any:
+        def local(held: Held, batches: Any, *rest: Any) -> Any:
+            held, losses, *found = scanned(
+                parts, recipe, held, jax.tree.map(lambda part: part[0][:, :, None], batches), *rest
             )
-            return (goes & (found[1].applied | (at < inputs.begin)), *after), found
+            return held, losses[None], *found
 
-        carry = (jnp.bool_(True), *before, jax.tree.map(_zeros, shape_of_aux))
-        (_, held, state, numbers, aux), found = jax.lax.scan(body, carry, (jnp.arange(len(inputs.factors)), over_steps))
-        losses, outcome, differs = found
-        return held, losses[None], aux, state, outcome._replace(numbers=numbers), differs
+        places = (held, CUT, CUT, WHOLE), (held, CUT, CUT, CUT, WHOLE, WHOLE)
+        return program.mesh.spread(local, *places)(*arguments)
 
-    def _step(self, recipe: Recipe, before: Any, one: Any) -> Any:
-        """(((held, state, numbers), auxiliary outputs), (losses, outcome, which states differ)) after a step."""
-        (held, state, numbers), (batches, micro_steps, factor, update) = before, one
-        gradients: Any = None
-        losses, aux, count = [], None, len(micro_steps)
-        for at in range(count):
-            batch = jax.tree.map(lambda part, at=at: part[at][None], batches)
-            given = batch if state is None else Carried(state, batch)
-            loss, aux, gradients = self._program.gradients_here(held.params, gradients, given, micro_steps[at], factor)
-            if state is not None:
-                state, aux = list(aux.state), aux.aux
-            if at + 1 < count:
-                loss, aux, gradients, state = jax.lax.optimization_barrier((loss, aux, gradients, state))
-            losses.append(loss[0])
-        terms = update.terms
-        if numbers:
-            terms = [{name: as_weak(number) for name, number in numbers.items()} for _ in terms]
-        terms = jax.tree.map(lambda value: as_weak(value.value) if _is_weak(value) else value, terms, is_leaf=_is_weak)
-        held, outcome = self._program.update_here(recipe, held, gradients, update._replace(terms=terms))
-        if self._skips:
-            numbers = {name: jnp.where(outcome.applied, outcome.numbers[name], numbers[name]) for name in numbers}
-        else:
-            numbers = outcome.numbers
-        differs = None
-        if state is not None and self._reduce is not None:
-            state, differs = self._reduce(state)
-        return ((held, state, numbers), aux), (jnp.stack(losses), outcome._replace(numbers={}), differs)
+    return StepsProgram(jax.jit(steps, static_argnums=0, donate_argnums=1))
+
+
+def scanned(parts: StepParts, recipe: Recipe, held: Held, batches: Any, state: Any, inputs: ManyInputs) -> Any:
+    """Trace steps whose batches have axes over steps and micro-batches; return as `StepsProgram.run`."""
+    step = partial(_step, parts, recipe)
+    over_steps = (batches, inputs.micro_steps, inputs.factors, inputs.updates)
+    before = (held, state, inputs.numbers)
+    (_, shape_of_aux), shapes = jax.eval_shape(step, before, jax.tree.map(lambda part: part[0], over_steps))
+
+    def take(carry: Any, one: Any) -> Any:
+        (after, aux), found = step(carry[:3], one)
+        return (*_typed(after, carry[:3]), _typed(aux, carry[3])), found
+
+    def body(carry: Any, at_and_one: Any) -> Any:
+        (at, one), goes, carry = at_and_one, carry[0], carry[1:]
+        if not parts.skips:
+            after, found = take(carry, one)
+            return (goes, *after), found
+        after, found = jax.lax.cond(  # see [Note: Skipped steps of a scan]
+            goes & (at >= inputs.begin),
+            lambda: take(carry, one),
+            lambda: (carry, jax.tree.map(_zeros, shapes)),
+        )
+        return (goes & (found[1].applied | (at < inputs.begin)), *after), found
+
+    carry = (jnp.bool_(True), *before, jax.tree.map(_zeros, shape_of_aux))
+    (_, held, state, numbers, aux), found = jax.lax.scan(body, carry, (jnp.arange(len(inputs.factors)), over_steps))
+    losses, outcome, differs = found
+    return held, losses, aux, state, outcome._replace(numbers=numbers), differs
+
+
+def _step(parts: StepParts, recipe: Recipe, before: Any, one: Any) -> Any:
+    """(((held, state, numbers), auxiliary outputs), (losses, outcome, which states differ)) after a step."""
+    (held, state, numbers), (batches, micro_steps, factor, update) = before, one
+    gradients: Any = None
+    losses, aux, count = [], None, len(micro_steps)
+    for at in range(count):
+        batch = jax.tree.map(lambda part, at=at: part[at], batches)
+        given = batch if state is None else Carried(state, batch)
+        loss, aux, gradients = parts.differentiate(held.params, gradients, given, micro_steps[at], factor)
+        if state is not None:
+            state, aux = list(aux.state), aux.aux
+        if at + 1 < count:
+            loss, aux, gradients, state = jax.lax.optimization_barrier((loss, aux, gradients, state))
+        losses.append(loss)
+    terms = update.terms
+    if numbers:
+        terms = [{name: as_weak(number) for name, number in numbers.items()} for _ in terms]
+    terms = jax.tree.map(lambda value: as_weak(value.value) if _is_weak(value) else value, terms, is_leaf=_is_weak)
+    held, outcome = parts.update(recipe, held, gradients, update._replace(terms=terms))
+    if parts.skips:
+        numbers = {name: jnp.where(outcome.applied, outcome.numbers[name], numbers[name]) for name in numbers}
+    else:
+        numbers = outcome.numbers
+    differs = None
+    if state is not None and parts.reduce is not None:
+        state, differs = parts.reduce(state)
+    return ((held, state, numbers), aux), (jnp.stack(losses), outcome._replace(numbers={}), differs)
 
 
 def stacked_inputs(

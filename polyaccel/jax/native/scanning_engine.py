@@ -99,10 +99,11 @@ class ScanningEngine(JaxEngine):
             if made is None:
                 break
             losses, aux, state, differs, results = made
-            if isinstance(self._carried, NativeState):
+            if self._carried is not None:
                 self._carried.data = list(state)
-                if differs is not None:
-                    self._carried.require_equal(differs)
+            if differs is not None:
+                assert isinstance(self._carried, NativeState)  # the only one with several states
+                self._carried.require_equal(differs)
             self._keep_aux(self._own_aux(aux))
             means += self._means_of_steps(losses)[begin : begin + len(results)]
             self._end_steps(results, float(means[-1]))
@@ -153,12 +154,16 @@ class ScanningEngine(JaxEngine):
 
     def _means_of_steps(self, losses: jax.Array) -> list[Any]:
         """The mean loss of each step on this process, rounded as `train_batch` does."""
-        own = [np.asarray(part)[0] for part in self._mesh.own_parts(losses)]
-        rows = own[0]
-        if len(own) > 1:
-            by_device = np.moveaxis(np.stack(own), 0, -1)
-            rows = np.array([[np.float32(np.mean(np.ascontiguousarray(one))) for one in row] for row in by_device])
+        rows = self._losses_of_steps(losses)
         return [row[0] if len(row) == 1 else np.asarray(jnp.asarray(row).mean()) for row in rows]
+
+    def _losses_of_steps(self, losses: jax.Array) -> Any:
+        """The losses of this process, shape (steps, micro-batches)."""
+        own = [np.asarray(part)[0] for part in self._mesh.own_parts(losses)]
+        if len(own) == 1:
+            return own[0]
+        by_device = np.moveaxis(np.stack(own), 0, -1)
+        return np.array([[np.float32(np.mean(np.ascontiguousarray(one))) for one in row] for row in by_device])
 
 
 def _of_steps(values: Sequence[Any], shape: tuple[int, int], device: Any) -> Any:

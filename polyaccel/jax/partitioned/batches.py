@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -62,6 +63,26 @@ def placed_batch(partition: Partition, batch: Any) -> Any:
     places = [_of_samples(partition) if at in cut else PartitionSpec() for at in range(len(leaves))]
     pairs = zip(leaves, places, strict=True)
     return jax.tree.unflatten(structure, [_placed(leaf, NamedSharding(partition.mesh, spec)) for leaf, spec in pairs])
+
+
+def placed_steps(partition: Partition, steps: Sequence[Sequence[Any]]) -> Any:
+    """Return the inputs of the micro-batches of steps of equal shapes over the mesh, behind axes over steps and
+    micro-batches."""
+    cut = samples_of(steps[0][0])
+    each, (structure, *_) = zip(*(jax.tree.flatten(as_inputs(one)) for step in steps for one in step), strict=True)
+    found = []
+    for at, values in enumerate(zip(*each, strict=True)):
+        is_number = is_weak(values[0])
+        if isinstance(values[0], jax.Array) and jax.process_count() == 1:
+            whole: Any = jnp.stack([jax.device_put(value, partition.mesh.devices.flat[0]) for value in values])
+        else:
+            kind = jnp.result_type(values[0]) if is_number else None
+            whole = np.stack([np.asarray(value, kind) for value in values])
+        whole = whole.reshape(len(steps), len(steps[0]), *whole.shape[1:])
+        spec = PartitionSpec(None, None, *(_of_samples(partition) if at in cut else ()))
+        value = _placed(whole, NamedSharding(partition.mesh, spec))
+        found.append(WeakNumbers(value) if is_number and not isinstance(value, WeakNumbers) else value)
+    return jax.tree.unflatten(structure, found)
 
 
 def _of_samples(partition: Partition) -> PartitionSpec:

@@ -14,11 +14,18 @@ from polyaccel.core.mesh import Mesh
 from polyaccel.engine.policies.steps import persistent_params
 from polyaccel.jax.carried_state import CarriedState
 from polyaccel.jax.native.engine import NativeEngine
-from polyaccel.jax.native.mesh import DeviceMesh
+from polyaccel.jax.native.many_steps import StepsProgram
+from polyaccel.jax.native.mesh import CUT, WHOLE, DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.step import NativeStep
 from polyaccel.jax.optax_on_mesh import OptaxOnMesh
-from polyaccel.jax.partitioned.batches import parts_of_process, placed_batch, require_same_samples, shares_parts
+from polyaccel.jax.partitioned.batches import (
+    parts_of_process,
+    placed_batch,
+    placed_steps,
+    require_same_samples,
+    shares_parts,
+)
 from polyaccel.jax.partitioned.gradients import LeafGradients
 from polyaccel.jax.partitioned.memory import PartitionedMemory
 from polyaccel.jax.partitioned.places import LeafPlaces, Partition
@@ -38,6 +45,8 @@ class PartitionedEngine(NativeEngine):
     Native mode is this engine at stage 3, with a transformation of optax that needs whole parameters, and with a mesh
     of the script's own, where the function is a program of all devices.
     """
+
+    _program: PartitionedProgram
 
     def __init__(self, rewrites: RewriteContext, mesh: DeviceMesh) -> None:
         self._partition: Partition | None = rewrites.partition
@@ -87,7 +96,26 @@ class PartitionedEngine(NativeEngine):
         return (), tuple(spec.fqn for spec in specs)
 
     def _why_one_by_one(self) -> str:
-        return "parameters rest as leaves on a mesh"
+        reason = super()._why_one_by_one()
+        return "optimizer states rest in host memory" if self._rewrites.offloads_states else reason
+
+    @cached_property
+    def _many_steps(self) -> StepsProgram:
+        reduce = self._reduce_here
+        over_devices = None if reduce is None else self._mesh.spread(reduce, (CUT,), (CUT, WHOLE))
+        return self._program.many(over_devices)
+
+    def _cut_steps(self, steps: list[list[Any]]) -> Any:
+        if self._partition is None:
+            return super()._cut_steps(steps)
+        if self._shares_parts:
+            require_same_samples(self._partition, steps, self.communicator)
+        return placed_steps(self._partition, steps)
+
+    def _losses_of_steps(self, losses: jax.Array) -> Any:
+        if self._partition is None:
+            return super()._losses_of_steps(losses)
+        return np.asarray(self._mesh.own_parts(losses)[0])
 
     def _carry(self, form: StateForm, first: Any) -> CarriedState:
         if self._partition is None:

@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from polyaccel.core.types import ParamSpec
+from polyaccel.jax.native.many_steps import ManyInputs, StepParts, StepsProgram, scanned
+from polyaccel.jax.native.mesh import AXIS, CUT
 from polyaccel.jax.native.program import Held, Inputs, Recipe, rounding_keys_of
 from polyaccel.jax.native.rows import RoundingKeys
 from polyaccel.jax.partitioned.gradients import LeafGradients
@@ -33,6 +36,7 @@ class PartitionedProgram:
     ) -> None:
         self._places = places
         self._gradients = gradients
+        self._update = update
         self._rounds_stochastically = rounds_stochastically
         self.trained = update.trained
         self._is_global = places.partition is not None
@@ -62,6 +66,28 @@ class PartitionedProgram:
             lambda leaves: [jnp.copy(leaf) for leaf in leaves],
             out_shardings=[places.function[spec.fqn] for spec in specs],
         )
+
+    def many(self, reduce: Callable[[Any], Any] | None) -> StepsProgram:
+        """Return several steps as one program.
+
+        Without a script's mesh batches and losses have axes over devices, steps and micro-batches, and `reduce` makes
+        states of devices equal. With one they have axes over steps and micro-batches.
+        """
+        gradients, update, mesh = self._gradients, self._update, self._places.mesh
+        parts = StepParts(gradients.differentiate, update.update, reduce, update.skips_overflow)
+
+        def steps(recipe: Recipe, held: Held, batches: Any, state: Any, inputs: ManyInputs) -> Any:
+            if not self._is_global:
+                third = NamedSharding(mesh, PartitionSpec(None, None, AXIS))
+                moved = jax.tree.map(lambda part: jnp.moveaxis(part, 0, 2), batches)
+                batches = jax.tree.map(lambda part: jax.lax.with_sharding_constraint(part, third), moved)
+            held, losses, *found = scanned(parts, recipe, held, batches, state, inputs)
+            place = self._places.whole
+            if not self._is_global:
+                losses, place = jnp.moveaxis(losses, 2, 0), NamedSharding(mesh, CUT)
+            return update.placed(held), jax.lax.with_sharding_constraint(losses, place), *found
+
+        return StepsProgram(InsideMesh(self._places.partition, jax.jit(steps, static_argnums=0, donate_argnums=1)))
 
     def rounding_keys(self, steps: Mapping[str, int]) -> dict[int, RoundingKeys]:
         """As `StepProgram.rounding_keys`."""

@@ -60,6 +60,26 @@ class LeafUpdate:
         self._rule = rule
         self.trained = tuple(bucket for bucket in layout.buckets if bucket.kind.trainable)
 
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether an update is left out where gradients are not finite."""
+        return self._step_policy.skip_overflow
+
+    def placed(self, held: Held) -> Held:
+        """The arrays where they rest, after programs that may have moved them; not for host memory."""
+        params = list(held.params)
+        masters, states, tree = dict(held.masters), dict(held.states), held.tree
+        for bucket in self._layout.buckets:
+            params[bucket.index] = self._at(self._places.param, bucket, params[bucket.index])
+        for bucket in self.trained:
+            if bucket.index in masters:
+                masters[bucket.index] = self._at(self._places.state, bucket, masters[bucket.index])
+            own = states[bucket.index].items()
+            states[bucket.index] = {name: self._at(self._places.state, bucket, value) for name, value in own}
+        if isinstance(self._rule, OptaxOnMesh) and tree is not None:
+            tree = self._placed(self._rule, tree)
+        return Held(tuple(params), masters, states, tree)
+
     def update(self, recipe: Recipe, held: Held, gradients: Gradients, inputs: Inputs) -> Any:
         """(held, `Outcome`) after an update by `recipe`."""
         assert self._rule is not None  # the engine refuses to train without an optimizer

@@ -26,6 +26,7 @@ def test_numbers_of_plain_jax(at, tmp_path, processes, stage):
             jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=0, atol=1e-6), own, plain)
         assert found[3]["count"] == model.STEPS
         assert found[4] == {"mean": (), "seen": ("data",)}
+        assert found[5]
 
 
 def refusals(communicator):

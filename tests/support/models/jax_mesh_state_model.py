@@ -102,11 +102,12 @@ def start(stage, where=None, state=None, **named):
 
 
 def train(communicator, stage, folder):
-    """(losses, loss of an evaluation, parameters, state, specs of the state) of steps in two runs, the last of which
-    resumes on a mesh of other axes and takes its gradients in hand."""
+    """(losses, loss of an evaluation, parameters, state, specs of the state, whether steps were one program) of steps
+    in two runs, the last of which resumes on a mesh of other axes and takes its gradients in hand."""
     join_processes(communicator)
     engine = start(stage)
-    losses = [float(engine.train_batch(own_samples_of(communicator, batch_of(step)))) for step in range(STEPS - 1)]
+    losses = map(float, engine.train_steps([own_samples_of(communicator, batch_of(step)) for step in range(STEPS - 1)]))
+    is_one_program = "_many_steps" in vars(engine)
     specs = {name: tuple(engine.state[name].sharding.spec) for name in ("mean", "seen")}
     engine.save_checkpoint(folder)
     engine.destroy()
@@ -116,7 +117,7 @@ def train(communicator, stage, folder):
     again.apply_gradients(gradients, loss)
     again.state = again.state
     evaluated = float(again.eval_batch(own_samples_of(communicator, batch_of(0))))
-    found = [*losses, float(loss)], evaluated, _host(again.params), _host(again.state), specs
+    found = [*losses, float(loss)], evaluated, _host(again.params), _host(again.state), specs, is_one_program
     again.destroy()
     return found
 

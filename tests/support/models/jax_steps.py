@@ -16,6 +16,7 @@ import polyaccel.jax
 
 WIDTH, SAMPLES = 5, 2
 OPTAX = {
+    "muon": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.contrib.muon(0.05)),
     "schedule": lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 20)),
     "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 9)),
 }

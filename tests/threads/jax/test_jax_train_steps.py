@@ -19,8 +19,10 @@ SCANNED = [
     ("injected", 0, 1, (1,) * 4),
     ("bf16", 1, 1, (1,) * 4),
     ("fp16", 2, 2, (1,) * 8),
+    ("muon", 3, 2, (1,) * 3),
+    ("fp16", 3, 1, (1,) * 8),
 ]
-"""fp16 begins with a loss scale that skips steps."""
+"""fp16 begins with a loss scale that skips steps. At stage 3, and under muon, parameters rest as leaves."""
 ALONE = [("aux", 0, 1, (1,) * 3), ("views", 2, 2, (1,) * 3)]
 
 
