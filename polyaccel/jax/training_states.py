@@ -139,8 +139,6 @@ def _of_optimizer(nnx: Any, model: Any, whole: Any, optimizer: Any) -> tuple[Any
     found, begun = _transformation(optimizer, whole.tx, whole.step[...], whole.opt_state, params, "nnx.Optimizer")
     if whole.wrt is nnx.Param or optimizer is not None:
         return found, begun
-    if begun is not None:
-        raise begun.error(f"and trains {whole.wrt} alone")
     own, trained = (_paths_of(nnx.state(model, kind)) for kind in (nnx.Param, whole.wrt))
     if not trained or not trained <= own:
         raise PolyaccelError(
@@ -148,7 +146,7 @@ def _of_optimizer(nnx: Any, model: Any, whole: Any, optimizer: Any) -> tuple[Any
             hint="give wrt= a kind of nnx.Param that the module has",
             value=str(whole.wrt),
         )
-    return _of_these(found, trained), None
+    return _of_these(found, trained), begun  # whose states are those of these parameters, in their order
 
 
 def _paths_of(state: Any) -> set[str]:

@@ -146,25 +146,43 @@ class Adapted(nnx.Module):
         return self.base(x) + self.lora(x)
 
 
-def test_an_optimizer_of_some_parameters_leaves_the_others() -> None:
+def muon() -> Any:
+    return optax.chain(optax.clip_by_global_norm(0.3), optax.contrib.muon(0.05, weight_decay=0.5))
+
+
+def adamw() -> Any:
+    return optax.adamw(0.1, weight_decay=0.5)
+
+
+def adapted(recipe: Any, steps: int) -> tuple[Any, Any]:
+    """A module of which an optimizer of flax has trained the LoRA parameters alone."""
+    module = Adapted(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, recipe(), wrt=nnx.LoRAParam)
+    for step in range(steps):
+        gradients = nnx.grad(loss_of_nnx, argnums=nnx.DiffState(0, nnx.LoRAParam))(module, batch_of(step))
+        optimizer.update(module, gradients)
+    return module, optimizer
+
+
+@pytest.mark.parametrize(("recipe", "taken", "ranks"), [(adamw, 0, 1), (adamw, 2, 2), (muon, 1, 2)])
+def test_an_optimizer_of_some_parameters_leaves_the_others(recipe: Any, taken: int, ranks: int) -> None:
+    """Where it has taken steps, the engine continues."""
+
     def train(ranks: Any) -> None:
-        module = Adapted(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(module, optax.adamw(0.1, weight_decay=0.5), wrt=nnx.LoRAParam)
+        module, optimizer = adapted(recipe, taken)
         engine = polyaccel.initialize(model=loss_of_nnx, params=module, optimizer=optimizer, config=CONFIG)
-        for step in range(STEPS):
-            engine.train_batch(batch_of(step))
+        assert engine.global_steps == taken
+        count = 8 // ranks.world_size
+        part = slice(count * ranks.rank, count * ranks.rank + count)
+        for step in range(taken, STEPS):
+            engine.train_batch({name: value[part] for name, value in batch_of(step).items()})
         found = engine.params
         engine.destroy()
         jax.tree.map(np.testing.assert_array_equal, found["base"], nnx.to_pure_dict(nnx.state(module.base)))
-        wanted = nnx.to_pure_dict(nnx.state(plain))
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6), found, wanted)
 
-    plain = Adapted(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(plain, optax.adamw(0.1, weight_decay=0.5), wrt=nnx.LoRAParam)
-    for step in range(STEPS):
-        gradients = nnx.grad(loss_of_nnx, argnums=nnx.DiffState(0, nnx.LoRAParam))(plain, batch_of(step))
-        optimizer.update(plain, gradients)
-    run_threads(1, train)
+    wanted = nnx.to_pure_dict(nnx.state(adapted(recipe, STEPS)[0]))
+    run_threads(ranks, train)
 
 
 def test_a_function_of_two_arguments_is_refused() -> None:
