@@ -69,6 +69,7 @@ def columns(s: Settings) -> Mapping[str, Column]:
     return {
         "library": lambda own, found: _NAMES[own.variant],
         "ms a step": ms(),
+        "CPU ms a step": ms("cpu"),
         "x first": ratio,
         "XLA arguments MiB": needs(0),
         "XLA temporary MiB": needs(1),
