@@ -197,15 +197,30 @@ def test_a_list_with_stop_strings_ends_with_them(own, end):
         assert found.tolist() == one[: ends[0] + 1 if ends else len(one)].tolist()
 
 
-def test_a_seed_gives_a_sequence_the_same_tokens_in_any_batch():
+@pytest.mark.parametrize("asked", [{}, {"repetition_penalty": 3.0, "no_repeat_ngram_size": 1}], ids=["no", "penalties"])
+def test_a_seed_gives_a_sequence_the_same_tokens_in_any_batch(asked):
+    """Processors of transformers see the padding of a batch, and its rows."""
     engine = polyaccel.initialize(model=model_of("qwen3"), config=make_config(0))[0]
     texts = [list(range(1, 2 + length)) for length in (4, 1, 6, 2)]
-    draw = partial(engine.generate, texts, max_new_tokens=7, do_sample=True, eos_token_id=5)
+    draw = partial(engine.generate, texts, max_new_tokens=7, do_sample=True, eos_token_id=5, pad_token_id=9, **asked)
     state = torch.get_rng_state()
     found = [[one.tolist() for one in draw(seed=3, batch_size=size)] for size in (1, 2, 3, None)]
     assert all(one == found[0] for one in found)
+    alone = engine.generate(texts[:1], **{**draw.keywords, "seed": 3})
+    assert alone[0].tolist() == found[0][0]
     assert torch.equal(torch.get_rng_state(), state)
     assert [one.tolist() for one in draw(seed=4)] != found[0]
+
+
+def test_sequences_that_are_replaced_have_the_penalties_of_the_batch(steps):
+    engine = polyaccel.initialize(model=model_of("gpt2"), config=make_config(0))[0]
+    texts = [list(range(1, 2 + length)) for length in (4, 1, 6, 2)]
+    asked = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": 5, "pad_token_id": 0}
+    for extra in ({"repetition_penalty": 3.0}, {"no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 2.0}):
+        own = engine.generate(texts, **asked, **extra, own_decoder=False)
+        few = engine.generate(texts, **asked, **extra, batch_size=2)
+        assert [one.tolist() for one in few] == [one.tolist() for one in own]
+    assert steps
 
 
 def test_ended_sequences_are_not_computed_and_outputs_are_those_of_the_module(steps):

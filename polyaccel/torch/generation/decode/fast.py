@@ -27,7 +27,11 @@ log = getLogger(__name__)
 _LOGGED: set[str] = set()
 _UNREAD = ("inputs_embeds", "position_ids", "token_type_ids", "past_key_values")
 """Arguments that the decoder does not read."""
-_OF_A_BATCH = ("PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+_OF_A_BATCH = (
+    *("PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    *("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"),
+    "SynthIDTextWatermarkLogitsProcessor",
+)
 """Processors of transformers that know a sequence by its place in the batch."""
 _CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria", "StopStringCriteria")
 """Stopping criteria of transformers that look at each sequence alone."""

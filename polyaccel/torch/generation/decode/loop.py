@@ -5,13 +5,19 @@ Without a seed tokens are drawn from torch's generator as transformers draws the
 finished ones included. With a seed each sequence has a generator, made from the seed and its number in the call. A
 token is where a uniform number falls in the sums of probabilities. Prompts are then computed one by one, so that
 neither logits nor draws of a sequence depend on the others.
+
+[Note: Processors of one sequence]
+transformers' processors see the padding of a batch, whose width is that of the longest prompt. With a seed those that
+read tokens get a sequence without it. A penalty of repetition knows the padding of each row, so a row that is computed
+alone has a penalty of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +25,8 @@ from torch import Tensor
 from polyaccel.torch.generation.decode.model import Decoder
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_READERS = ("NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor")
+"""Processors of transformers that look for runs of tokens in a sequence."""
 
 
 @dataclass
@@ -70,7 +78,27 @@ class Request:
         return any(hasattr(criterion, "eos_token_id") for criterion in self.stopping)
 
     def prompt(self, row: int) -> Tensor:
-        return self.ids[row, self.ids.shape[1] - self.lengths[row] :]
+        return self.ids[row, self.padding(row) :]
+
+    def padding(self, row: int) -> int:
+        return self.ids.shape[1] - self.lengths[row]
+
+    def processed(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the processed scores of all rows."""
+        if self.draws.seed is None or not any(type(one).__name__ in _READERS for one in self.processors):
+            return cast("Tensor", self.processors(ids, scores))
+        rows = range(len(ids))
+        return torch.cat([self.processed_alone(row, ids[row : row + 1], scores[row : row + 1]) for row in rows])
+
+    def processed_alone(self, row: int, ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the processed scores of a row. See [Note: Processors of one sequence]."""
+        for one in self.processors:
+            if isinstance(padding := getattr(one, "prompt_ignore_length", None), Tensor):
+                one = copy(one)
+                one.prompt_ignore_length = padding[row : row + 1]
+            is_cut = self.draws.seed is not None and type(one).__name__ in _READERS
+            scores = one(ids[:, self.padding(row) :] if is_cut else ids, scores)
+        return scores
 
 
 @dataclass
@@ -99,7 +127,7 @@ def decode_batch(decoder: Decoder, call: Request) -> Outcome:
             whole = logits.new_zeros(len(rows), logits.shape[1])
             whole[slots] = logits
             logits = whole
-        found = call.processors(ids, logits)
+        found = call.processed(ids, logits)
         scores += (found,) if call.keeps_scores else ()
         raw += (logits,) if call.keeps_logits else ()
         tokens = call.draws.tokens(found, rows)
@@ -151,7 +179,7 @@ def decode_continuously(decoder: Decoder, call: Request, slots: int) -> Outcome:
             logits.update({row: found[index : index + 1] for index, (row, _) in enumerate(new)})
             at_work.update({place: row for row, place in new})
         for place, row in list(at_work.items()):
-            scores = call.processors(written[row], logits[row].float())
+            scores = call.processed_alone(row, written[row], logits[row].float())
             token = call.draws.tokens(scores, [row])
             written[row] = torch.cat([written[row], token[:, None]], dim=-1)
             if bool(call.stopping(written[row], ())):
