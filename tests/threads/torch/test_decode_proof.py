@@ -9,6 +9,9 @@ from parity_models import make_config
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.torch.generation.decode import fast
+from polyaccel.torch.generation.decode.errors import Unsupported
+from polyaccel.torch.generation.decode.proof import proved
+from polyaccel.torch.generation.decode.structure import structure_of
 
 transformers = pytest.importorskip("transformers")
 COMMON = {"vocab_size": 61, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 1}
@@ -58,6 +61,25 @@ def test_a_bf16_model_whose_weights_grow_after_its_proof_keeps_its_tokens(name):
     found, wanted = tokens(model, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
     largest = float(wanted.logits[0].abs().max())
     assert float((found.logits[0] - wanted.logits[0]).abs().max()) <= 0.1 * largest
+
+
+@torch.no_grad()
+def test_queries_that_are_scaled_behind_a_position_are_left_to_the_module():
+    kept = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    common = {**ROTARY, "max_position_embeddings": 64, "sliding_window": None}
+    for scale in (0.0, 0.5):
+        rope = {**kept, "llama_4_scaling_beta": scale, "mscale": 1.0, "mscale_all_dim": 1.0}
+        model = transformers.Ministral3ForCausalLM(transformers.Ministral3Config(**common, rope_parameters=rope)).eval()
+        enlarge(model)
+        table = CpuAccelerator("torch").decode_kernels()
+        structure = structure_of(model)
+        if scale:
+            with pytest.raises(Unsupported):
+                proved(model, structure, table)
+        else:
+            proved(model, structure, table)
+        found, wanted = tokens(model, max_new_tokens=30)
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers.0", "model.layers.0.self_attn", "model.embed_tokens"])

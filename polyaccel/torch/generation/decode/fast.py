@@ -144,9 +144,9 @@ def _decoded(
         bool(returns and generation_config.output_scores),
         bool(returns and generation_config.output_logits),
     )
-    structure = proved(model, structure, kernels)
-    slots = len(ids) if batch_size is None else min(batch_size, len(ids))
     capacity = most - ids.shape[1] + max(lengths)
+    structure = proved(model, structure, kernels, capacity)
+    slots = len(ids) if batch_size is None else min(batch_size, len(ids))
     decoder = Decoder(structure, kernels, slots, capacity)
     if slots < len(ids):
         if call.keeps_scores or call.keeps_logits:

@@ -46,15 +46,25 @@ class _Block:
 
 
 class Decoder:
-    """A model of `structure` with memory for `slots` sequences of at most `capacity` tokens."""
+    """A model of `structure` with memory for `slots` sequences of at most `capacity` tokens.
 
-    def __init__(self, structure: Structure, kernels: KernelTable, slots: int, capacity: int) -> None:
+    Args:
+        structure: The model.
+        kernels: Kernels of `DECODE_OPS`.
+        slots: Sequences at a time.
+        capacity: Tokens of a sequence at most.
+        first: Position of each sequence's first token.
+    """
+
+    def __init__(
+        self, structure: Structure, kernels: KernelTable, slots: int, capacity: int, *, first: int = 0
+    ) -> None:
         self._structure = structure
         self._embed = parts.embedding(structure.embedding)
         self._place = None if structure.positions is None else parts.embedding(structure.positions)
         self._final_norm = None if structure.final_norm is None else parts.norm(structure.final_norm)
         self._head = parts.linear(structure.head, kernels)
-        self.capacity = capacity
+        self.capacity, self._first = capacity, first
         like = parts.values(structure.embedding.weight)
         self.device = like.device
         self._turns = self._tables(like)
@@ -80,7 +90,7 @@ class Decoder:
         rotary = self._structure.rotary
         if rotary is None:
             return None
-        places = torch.arange(self.capacity, device=like.device)
+        places = torch.arange(self._first, self._first + self.capacity, device=like.device)
         cosines, sines = rotary(like.new_empty(1), places[None])
         return cosines[0].contiguous(), sines[0].contiguous()
 
@@ -149,7 +159,7 @@ class Decoder:
 
     def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
         x = self._embed(tokens)
-        return x if self._place is None else x + self._place(places + self._structure.offset)
+        return x if self._place is None else x + self._place(places + (self._first + self._structure.offset))
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._head(x if self._final_norm is None else self._final_norm(x))

@@ -1,7 +1,13 @@
-"""The proof of a structure: its logits are those of the untouched module, and of a small model with large weights."""
+"""The proof of a structure: its logits are those of the untouched module, and of a small model with large weights.
+
+[Note: Far positions]
+A model may compute otherwise behind a position, as one that scales its queries by their distance from the start. So the
+small model is compared at its first positions and at the last ones of its config, or of the call if those are farther.
+"""
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,16 +30,19 @@ _PROVED: WeakKeyDictionary[nn.Module, tuple[Any, Choice | str]] = WeakKeyDiction
 """The choice of each model, or why it has none, with what was compared."""
 
 
-def proved(model: nn.Module, structure: Structure, kernels: KernelTable) -> Structure:
+def proved(model: nn.Module, structure: Structure, kernels: KernelTable, capacity: int = 0) -> Structure:
     """Return the structure with the choice whose logits are the model's, on two prompts and a step of decoding.
 
-    It is compared once, and again when classes, shapes, types or adapters of the model have changed. Raises Unsupported
-    if none has the model's logits.
+    It is compared once, and again when classes, shapes, types or adapters of the model have changed, or a call has more
+    tokens (`capacity`) than its config and all calls before. Raises Unsupported if none has the model's logits.
     """
-    signature = _signature(model)
     known = _PROVED.get(model)
-    if known is None or known[0] != signature:
-        known = signature, _agreed(model, _compared(model, structure, kernels))
+    positions = max(capacity, int(getattr(model.config, "max_position_embeddings", None) or 0))
+    if known is not None:
+        positions = max(positions, known[0][-1])
+    compared = (*_signature(model), positions)
+    if known is None or known[0] != compared:
+        known = compared, _agreed(model, _compared(model, structure, kernels, positions))
         _PROVED[model] = known
     choice = known[1]
     if isinstance(choice, str):
@@ -41,10 +50,10 @@ def proved(model: nn.Module, structure: Structure, kernels: KernelTable) -> Stru
     return next(one for one in structure.choices() if one.choice == choice)
 
 
-def _compared(model: nn.Module, structure: Structure, kernels: KernelTable) -> Choice | str:
+def _compared(model: nn.Module, structure: Structure, kernels: KernelTable, positions: int) -> Choice | str:
     try:
         require_own_forwards(model)
-        choices = _choices_of_class(model, kernels)
+        choices = _choices_of_class(model, kernels, positions)
         return next(iter(_fitting(model, structure, kernels, choices)))
     except Unsupported as reason:
         return str(reason)
@@ -60,27 +69,35 @@ def _agreed(model: nn.Module, found: Choice | str) -> Choice | str:
     return "another tensor rank has other logits" if failed.item() and not isinstance(found, str) else found
 
 
-def _choices_of_class(model: nn.Module, kernels: KernelTable) -> list[Choice]:
+def _choices_of_class(model: nn.Module, kernels: KernelTable, positions: int) -> list[Choice]:
     """The choices with which a small model of the class has its logits. See [Note: Weights that show]."""
     small = small_model(model)
     structure = structure_of(small)
     choices = [one.choice for one in structure.choices()]
+    if "position_ids" not in signature(type(small).forward).parameters:
+        raise Unsupported(f"{type(model).__name__} takes no positions")
+    if structure.positions is not None:
+        positions = min(positions, len(parts.values(structure.positions.weight)) - structure.offset)
     for deviation in SPREADS:
         spread(small, deviation)
-        choices = _fitting(small, structure, kernels, choices)
+        for first in (0, max(0, positions - max(_LENGTHS) - 1)):  # see [Note: Far positions]
+            choices = _fitting(small, structure, kernels, choices, first)
     return choices
 
 
-def _fitting(model: nn.Module, structure: Structure, kernels: KernelTable, choices: list[Choice]) -> list[Choice]:
-    """Those of `choices` with which the decoder has the module's logits. Raises Unsupported if none has."""
-    prompts, wanted = _of_model(model, structure)
+def _fitting(
+    model: nn.Module, structure: Structure, kernels: KernelTable, choices: list[Choice], first: int = 0
+) -> list[Choice]:
+    """Those of `choices` with which the decoder has the module's logits for prompts from position `first` on. Raises
+    Unsupported if none has."""
+    prompts, wanted = _of_model(model, structure, first)
     bound = BOUNDS[wanted[0].dtype] * max(float(one.float().abs().max()) for one in wanted)
     best, fitting = float("inf"), []
     for one in structure.choices():
         if one.choice not in choices:
             continue
         try:
-            found = _of_decoder(one, kernels, prompts)
+            found = _of_decoder(one, kernels, prompts, first)
         except RuntimeError:
             continue  # shapes of another choice
         if any(x.shape != y.shape for x, y in zip(found, wanted, strict=True)):
@@ -94,22 +111,25 @@ def _fitting(model: nn.Module, structure: Structure, kernels: KernelTable, choic
     return fitting
 
 
-def _of_model(model: nn.Module, structure: Structure) -> tuple[list[Tensor], list[Tensor]]:
+def _of_model(model: nn.Module, structure: Structure, first: int) -> tuple[list[Tensor], list[Tensor]]:
     """Prompts with a token more, and the untouched module's logits of their last two tokens."""
     device = next(structure.embedding.parameters()).device
     prompts = [
         (torch.arange(length + 1, device=device) * 7919 + 13 * length) % structure.vocabulary for length in _LENGTHS
     ]
-    both = [model(input_ids=prompt[None], use_cache=False).logits[0, -2:] for prompt in prompts]
+    both = []
+    for prompt in prompts:
+        named = {"position_ids": torch.arange(first, first + len(prompt), device=device)[None]} if first else {}
+        both.append(model(input_ids=prompt[None], use_cache=False, **named).logits[0, -2:])
     return prompts, [torch.stack([one[0] for one in both]), torch.stack([one[1] for one in both])]
 
 
-def _of_decoder(structure: Structure, kernels: KernelTable, prompts: list[Tensor]) -> list[Tensor]:
-    decoder = Decoder(structure, kernels, len(prompts), max(_LENGTHS) + 1)
-    first = decoder.prefill([prompt[:-1] for prompt in prompts], range(len(prompts)))
-    slots = torch.arange(len(prompts), device=first.device)
-    positions = torch.tensor(_LENGTHS, device=first.device)
-    return [first, decoder.step(torch.stack([prompt[-1] for prompt in prompts]), slots, positions)]
+def _of_decoder(structure: Structure, kernels: KernelTable, prompts: list[Tensor], first: int) -> list[Tensor]:
+    decoder = Decoder(structure, kernels, len(prompts), max(_LENGTHS) + 1, first=first)
+    ended = decoder.prefill([prompt[:-1] for prompt in prompts], range(len(prompts)))
+    slots = torch.arange(len(prompts), device=ended.device)
+    positions = torch.tensor(_LENGTHS, device=ended.device)
+    return [ended, decoder.step(torch.stack([prompt[-1] for prompt in prompts]), slots, positions)]
 
 
 def _signature(model: nn.Module) -> tuple[Any, ...]:
