@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polyaccel.ops.base import KernelTable
+from polyaccel.ops.base import LINEAR, KernelTable
 from polyaccel.ops.decode import DECODE_ATTENTION, DECODE_GROUPED, DECODE_LINEAR, DECODE_STEPS, LayerPages, PackedWeight
 from polyaccel.ops.native import Native, native
 from polyaccel.ops.torch import decode_calls as calls
 from polyaccel.ops.torch.decode_calls import TYPES, address
 from polyaccel.ops.torch.decode_steps import Steps
+from polyaccel.ops.torch.linear import onednn_kernels
 
 MOST_ROWS = 48
 """Above it torch's products are faster: they pack weights, which pays for many rows."""
@@ -40,6 +41,15 @@ def decode_kernels() -> KernelTable:
     )
 
 
+def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer by the faster one of torch's libraries: oneDNN, which takes bfloat16 by itself."""
+    products = onednn_kernels()
+    is_plain = x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and x.device.type == "cpu"
+    if is_plain and LINEAR in products and torch._C._get_mkldnn_enabled():
+        return products[LINEAR](x, weight, bias)  # type: ignore[no-any-return]
+    return functional.linear(x, weight, bias)
+
+
 class _RowsLinear:
     """See `DecodeLinearFn`. Other element types, strides and many rows are torch's."""
 
@@ -56,7 +66,7 @@ class _RowsLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         if not self._fits or rows > MOST_ROWS or x.dtype is not self._dtype or x.dim() != 2:
-            return functional.linear(x, self._weight, self._bias)
+            return _many_rows(x, self._weight, self._bias)
         if x.stride(1) != 1:
             x = x.contiguous()
         y = x.new_empty(rows, self._columns)

@@ -99,6 +99,16 @@ def test_threads_and_strides_change_no_bit(table, threads):
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("by_inputs", [False, True])
+def test_many_rows_are_those_of_float64_with_and_without_onednn(table, by_inputs, monkeypatch):
+    weight, bias = layer(33, 70, torch.float32, by_inputs=by_inputs)
+    x = torch.randn(100, 66)[:, ::2]
+    wanted = functional.linear(x.double(), weight.double(), bias.double())
+    for enabled in (True, False):
+        monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda enabled=enabled: enabled)
+        torch.testing.assert_close(table[DECODE_LINEAR](weight, bias)(x).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_what_kernels_do_not_know_is_left_to_torch(table):
     weight, bias = layer(6, 5, torch.float64, by_inputs=False)
     x = torch.randn(2, 6, dtype=torch.float64)
