@@ -9,6 +9,7 @@ calls.
 [Note: Exchanges in a token]
 Of a model that tensor ranks share each rank lists the operations of its own parts. Where the module's ranks add up or
 gather outputs the list is cut: a token is a call of csrc/decode, an exchange by the ranks' communicator, the next call.
+Halves of a block that are computed side by side are added up first, so that one exchange serves both.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from polyaccel.torch.generation.decode import parts
 from polyaccel.torch.generation.decode.cache import PagedCache
 from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.structure import Layer, Structure
+from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
 MOST_ROWS = 48
 """Sequences of a call; for more of them torch's products are faster."""
@@ -75,6 +77,8 @@ class WholeStep:
         self._kernel, self._runs = kernels[DECODE_STEPS], list[Callable[[int], Any]]()
         self._slots, self._positions = (torch.zeros(rows, dtype=torch.int64) for _ in "sp")
         self._rows = rows
+        self._summed_together: tuple[nn.Module, ...] = ()
+        """Layers whose outputs are added up over ranks later, all at once."""
         self._x = self._memory(parts.width_of(structure.embedding))
         for index, layer in enumerate(structure.layers):
             self._add_layer(layer, cache.layer(index))
@@ -100,9 +104,15 @@ class WholeStep:
         if choice.is_parallel:
             normed = self._normed(layer.first_norm, x)
             other = normed if layer.second_norm is None else self._normed(layer.second_norm, x)
+            self._summed_together = _summed_together(layer)
             both = self._attended(layer, pages, normed)
             fed = self._fed(layer, other)
-            self._steps += [RowwiseStep("add", both, both, fed), RowwiseStep("add", both, x, x)]
+            self._steps.append(RowwiseStep("add", both, both, fed))
+            shared = [found for one in self._summed_together if (found := parts.shared_linear(one)) is not None]
+            self._summed_together = ()
+            if shared:
+                self._sum(shared[0].ranks, both, [one.bias for one in shared])
+            self._steps.append(RowwiseStep("add", both, x, x))
             return
         assert layer.second_norm is not None  # or the choice would be parallel
         attended = self._attended(layer, pages, self._normed(layer.first_norm, x) if choice.norms_first else x)
@@ -162,13 +172,13 @@ class WholeStep:
     def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
         shared = parts.shared_linear(module)
         if shared is not None:
-            return self._shared(shared, x)
+            return self._shared(shared, x, is_summed=not any(module is one for one in self._summed_together))
         found = parts.weights_of(module)
         if found is None:
             raise Unsupported(f"a layer of {type(module).__name__}")
         return self._product(*found, x)
 
-    def _shared(self, layer: parts.SharedLinear, x: Tensor) -> Tensor:
+    def _shared(self, layer: parts.SharedLinear, x: Tensor, *, is_summed: bool) -> Tensor:
         """See [Note: Exchanges in a token]."""
         ranks, sizes = layer.ranks, layer.sizes
         if not layer.adds_up:
@@ -180,11 +190,14 @@ class WholeStep:
             self._runs.append(lambda rows: whole[:rows].copy_(ranks.gathered(own[:rows], 1, sizes)))
             return whole
         y = self._product(layer.weight, None, x if sizes is None else ranks.part(x, 1, sizes))
+        if is_summed:
+            self._sum(ranks, y, [layer.bias])
+        return y
+
+    def _sum(self, ranks: TensorRanks, y: Tensor, biases: list[Tensor | None]) -> None:
         self._end_run()
         self._runs.append(lambda rows: ranks.sum(y[:rows]))
-        if layer.bias is not None:
-            self._steps.append(RowwiseStep("add", y, y, layer.bias.expand(self._rows, -1)))
-        return y
+        self._steps += [RowwiseStep("add", y, y, one.expand(self._rows, -1)) for one in biases if one is not None]
 
     def _product(self, weight: Any, bias: Any, x: Tensor) -> Tensor:
         is_packed = isinstance(weight, PackedWeight)
@@ -201,6 +214,19 @@ class WholeStep:
         kind, weight, bias, eps = _norm(module, x.dtype, x.shape[1] // per_row)
         self._steps.append(RowwiseStep(kind, x, y, None, weight, bias, eps, per_row))
         return y
+
+
+def _summed_together(layer: Layer) -> tuple[nn.Module, ...]:
+    """The last layers of both halves, if the outputs of each are added up over the same ranks."""
+    roles = layer.fc if layer.fc is not None else parts.mlp_roles(layer.mlp)
+    if roles is None:
+        return ()
+    ends = layer.output, roles[2]
+    shared = [parts.shared_linear(one) for one in ends]
+    first, second = shared
+    if first is None or second is None or first.ranks is not second.ranks:
+        return ()
+    return ends if first.adds_up and second.adds_up else ()
 
 
 def _activation_kind(activation: Any) -> str:
