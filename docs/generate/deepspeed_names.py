@@ -30,6 +30,7 @@ HOMES = (
     "deepspeed.accelerator.xpu_accelerator",
     "deepspeed.checkpoint.deepspeed_checkpoint",
     "deepspeed.checkpoint.ds_to_universal",
+    "deepspeed.env_report",
     "deepspeed.launcher.launch",
     "deepspeed.moe.mappings",
     "deepspeed.monitor.comet",

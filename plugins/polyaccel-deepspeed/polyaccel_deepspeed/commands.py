@@ -33,10 +33,10 @@ def launch_or_raise(args: Sequence[str] | None = None) -> int:
 
 
 def report(argv: Sequence[str] | None = None) -> int:
-    """`ds_report`: `polyaccel doctor`."""
-    from polyaccel.cli.main import main
+    """`ds_report`: `polyaccel doctor`, then versions and places of packages."""
+    from polyaccel_deepspeed.env_report import cli_main
 
-    return main(["doctor"])
+    return cli_main(argv)
 
 
 def bench(argv: Sequence[str] | None = None) -> int:

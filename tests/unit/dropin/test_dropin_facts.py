@@ -114,8 +114,8 @@ def test_every_public_name_has_its_row() -> None:
 
 
 DATA = [
-    *("__compatible_ops__", "accelerator_name", "comms_logger", "git_branch", "git_hash", "installed_ops"),
-    *("torch_info", "version"),
+    *("__compatible_ops__", "accelerator_name", "color_len", "comms_logger", "git_branch", "git_hash"),
+    *("installed_ops", "okay", "torch_info", "version", "warning"),
 ]
 """Names of values, of which the facts have none. Constants in capitals are others."""
 

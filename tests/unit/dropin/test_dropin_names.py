@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed import env_report
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.torch import is_functorch_transforming, required_torch_version
@@ -122,3 +123,17 @@ def test_the_config_s_adam_is_a_fused_adam() -> None:
         assert isinstance(optimizer, FusedAdam) is is_fused
         assert torch.allclose(engine.module.weight, before - 0.5)
         engine.destroy()
+
+
+def test_ds_report_prints_what_the_doctor_finds_then_deepspeeds_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    assert env_report.cli_main(["--hide_errors_and_warnings"]) == 0
+    found = capfd.readouterr().out
+    assert "trains on" in found.partition("DeepSpeed general environment info:")[0]
+    assert all(text in found for text in (torch.__version__, __version__, env_report.get_shm_size()[0]))
+    assert env_report.cli_main(["--hide_operator_status"]) == 0
+    assert "trains on" not in capfd.readouterr().out
+
+
+def test_sizes_are_told_in_the_largest_unit() -> None:
+    sizes = {0: "0.00 B", 1023: "1023.00 B", 1024: "1.00 KB", 3 << 29: "1.50 GB", 1 << 52: "4096.00 TB"}
+    assert {size: env_report.human_readable_size(size) for size in sizes} == sizes

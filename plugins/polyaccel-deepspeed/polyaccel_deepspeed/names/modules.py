@@ -31,6 +31,7 @@ class _Made(ModuleType):
 
 RUNNABLE = {
     "deepspeed.checkpoint.ds_to_universal": "universal",
+    "deepspeed.env_report": "report",
     "deepspeed.launcher.launch": "node_launch",
     "deepspeed.launcher.runner": "launch",
     "deepspeed.utils.zero_to_fp32": "zero_to_fp32",

@@ -13,7 +13,6 @@ _NEVER = {
     "deepspeed.compile": "DeepCompile; engine.compile is torch.compile",
     "deepspeed.constants": "DeepSpeed's own constants",
     "deepspeed.datastates": "checkpoints are saved in the background by checkpoint.async",
-    "deepspeed.env_report": "the commands ds_report and `polyaccel doctor` report",
     "deepspeed.git_version_info": "deepspeed.__version__ names both versions",
     "deepspeed.git_version_info_installed": "deepspeed.__version__ names both versions",
     "deepspeed.inference": "deepspeed.init_inference serves a model of the user's; there are no kernels of FastGen",

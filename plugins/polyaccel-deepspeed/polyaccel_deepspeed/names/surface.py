@@ -101,6 +101,16 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.elasticity.constants": Module("Their names.", sets.ELASTIC_CONSTANTS),
     "deepspeed.elasticity.elastic_agent": Module("Their agent.", sets.ELASTIC_AGENT),
     "deepspeed.elasticity.elasticity": Module("Their computation.", sets.ELASTIC | sets.ELASTIC_ERRORS),
+    "deepspeed.env_report": Module(
+        "The command `ds_report`.",
+        yes(
+            "polyaccel_deepspeed.env_report",
+            *("END", "FAIL", "GREEN", "INFO", "OKAY", "RED", "SUCCESS", "WARNING", "YELLOW"),
+            *("cli_main", "color_len", "debug_report", "get_shm_size", "human_readable_size", "main", "nvcc_version"),
+            *("okay", "op_report", "parse_arguments", "warning"),
+        )
+        | never("no Ascend device has a plugin", "installed_cann_path", "installed_cann_version"),
+    ),
     "deepspeed.git_version_info": Module(
         "What was installed.",
         yes("polyaccel_deepspeed.version", "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info")
