@@ -39,8 +39,6 @@ HOMES = (
     "deepspeed.monitor.tensorboard",
     "deepspeed.monitor.wandb",
     "deepspeed.runtime.fp16.loss_scaler",
-    "deepspeed.runtime.precision_config",
-    "deepspeed.runtime.zero.offload_config",
     "deepspeed.utils.numa",
     "deepspeed.utils.timer",
     "deepspeed.utils.torch",

@@ -22,7 +22,6 @@ from polyaccel.config import Config
 from polyaccel.config.keys import walk_keys
 from polyaccel.config.load import draft_config, read_tree
 from polyaccel.config.resolve import load_resolved
-from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.errors import ConfigError
 from polyaccel_deepspeed.auto_values import fill_auto
 from polyaccel_deepspeed.change import Change, Tree
@@ -203,10 +202,6 @@ def _drop(
                 yield Change(key, what)
         elif isinstance(tree[name], dict):
             yield from _drop(tree[name], is_wanted, says, f"{key}.")
-
-
-VALID_LR_SCHEDULES = tuple(SCHEDULES)
-"""The schedules that a config can name."""
 
 
 class ZeroStageEnum(IntEnum):

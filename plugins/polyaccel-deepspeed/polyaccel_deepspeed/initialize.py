@@ -24,6 +24,7 @@ from polyaccel_deepspeed.engine.groups import stand_along
 from polyaccel_deepspeed.engine.hybrid import DeepSpeedHybridEngine
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
+from polyaccel_deepspeed.engine.schedules import adopt
 from polyaccel_deepspeed.engine.tensors import with_layer_specs, with_tensor_ranks
 from polyaccel_deepspeed.engine.updates import SLICE_OPTIMIZERS
 from polyaccel_deepspeed.experts.models import with_expert_ranks
@@ -92,6 +93,8 @@ def initialize(
     if engine.global_rank == 0:
         tell_whose()
         log_changes(changes)
+    if lr_scheduler is None:
+        adopt(schedule)
     if isinstance(optimizer, NamedOptimizer):
         optimizer.follow(own_optimizer)
     engine.client_lr_scheduler, engine.training_data = lr_scheduler, training_data

@@ -1,9 +1,10 @@
-"""`zero_to_fp32.py`, which `save_checkpoint` writes next to the checkpoints: scripts look for it, and users run it."""
+"""What else lies in a folder of checkpoints: `zero_to_fp32.py`, which scripts look for and users run, and outputs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from polyaccel.checkpoint.format.commit import LATEST, MARKER, tag_names
 from polyaccel.checkpoint.storage.base import Storage
 from polyaccel.checkpoint.storage.file import FileStorage
 
@@ -36,3 +37,10 @@ def write_recovery_script(storage: Storage) -> None:
         storage.write(RECOVERY_SCRIPT, [_CONTENT.encode()])
         path = Path(storage.location, RECOVERY_SCRIPT)
         path.chmod(path.stat().st_mode | 0o100)
+
+
+def has_saves(storage: Storage) -> bool:
+    """Tell whether any checkpoint was begun there, whole or not: logs and other outputs may lie there before."""
+    return LATEST in storage.names() or any(
+        name == MARKER or name.startswith("save-") for tag in tag_names(storage) for name in storage.names(tag)
+    )

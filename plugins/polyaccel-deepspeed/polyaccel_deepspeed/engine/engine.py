@@ -28,7 +28,7 @@ from polyaccel_deepspeed.engine.parameters import ParameterOffload
 from polyaccel_deepspeed.engine.settings import Settings
 from polyaccel_deepspeed.engine.unmanaged import CallerAccumulates
 from polyaccel_deepspeed.engine.wrappers import wrap
-from polyaccel_deepspeed.recovery import RECOVERY_SCRIPT, write_recovery_script
+from polyaccel_deepspeed.recovery import has_saves, write_recovery_script
 
 log = getLogger("polyaccel.deepspeed")
 
@@ -250,10 +250,15 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         )
 
     def _is_there(self, load_dir: str, tag: str | None) -> bool:
-        """Whether rank 0 sees anything of the checkpoint, whole or not. Collective."""
-        found = self.runtime.storage(load_dir).names() if self.communicator.rank == 0 else ()
-        names = [name for name in found if name != RECOVERY_SCRIPT]
-        return bool(self.communicator.broadcast_object(str(tag) in names if tag is not None else len(names) > 0))
+        """Whether rank 0 sees anything of the checkpoint, whole or not. Collective.
+
+        A folder of outputs may hold logs and other folders before the first save.
+        """
+        found = False
+        if self.communicator.rank == 0:
+            storage = self.runtime.storage(load_dir)
+            found = has_saves(storage) if tag is None else str(tag) in storage.names()
+        return bool(self.communicator.broadcast_object(found))
 
     # Gradients and steps.
 

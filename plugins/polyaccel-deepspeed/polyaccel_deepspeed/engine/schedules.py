@@ -75,3 +75,26 @@ class OneCycle(lr_schedules.OneCycle):
         super()._apply()
         if self.last_batch_iteration == -1 and self.momenta_at(-1) is not None:
             self._set_momenta(self.min_moms)
+
+
+VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""DeepSpeed's schedules, each a class of `deepspeed.runtime.lr_schedules`; a config can name polyaccel's own too."""
+_OWN: dict[type, type] = {
+    lr_schedules.OneCycle: OneCycle,
+    lr_schedules.WarmupCosineLR: WarmupCosineLR,
+    lr_schedules.WarmupDecayLR: WarmupDecayLR,
+    lr_schedules.WarmupLR: WarmupLR,
+}
+
+
+def adopt(schedule: Any) -> None:
+    """Make the schedule that a config names one of the classes above, which scripts ask for.
+
+    Args:
+        schedule: What the engine made; others are left alone.
+    """
+    own = _OWN.get(type(schedule))
+    if own is not None:
+        schedule.__class__ = own
+        if own is OneCycle and schedule.last_batch_iteration == -1:
+            schedule._apply()

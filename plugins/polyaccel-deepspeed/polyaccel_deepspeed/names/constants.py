@@ -6,7 +6,9 @@ from polyaccel_deepspeed.keys import checkpoint_constants, optimizer_constants, 
 from polyaccel_deepspeed.names.entry import Module, Name, never, yes
 
 _MONITORS = "polyaccel_deepspeed.engine.monitors"
-_READING = "DeepSpeed's reading of its config; DeepSpeedConfig reads one"
+SECTIONS = "polyaccel_deepspeed.config_sections"
+OFFLOAD_SECTIONS = ("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
+PARAMS = ("get_dict_param", "get_list_param", "get_scalar_param")
 
 
 def _constants(module: object) -> tuple[str, ...]:
@@ -38,12 +40,12 @@ CONSTANTS: dict[str, Module] = {
     "deepspeed.monitor.wandb": Module("Weights & Biases.", yes(_MONITORS, "WandbMonitor")),
     "deepspeed.runtime.precision_config": Module(
         "The sections fp16 and bf16.",
-        never(_READING, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
+        yes(SECTIONS, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"),
     ),
     "deepspeed.runtime.zero.offload_config": Module(
         "Where states go.",
         yes("polyaccel_deepspeed.offload_kinds", "OffloadDeviceEnum", "OffloadStateTypeEnum")
-        | never(_READING, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"),
+        | yes(SECTIONS, *OFFLOAD_SECTIONS),
     ),
     "deepspeed.utils.numa": Module(
         "Cores of ranks.", yes("polyaccel_deepspeed.resources", "parse_range", "parse_range_list")

@@ -100,19 +100,9 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         "DeepSpeed's reading of its config; DeepSpeedConfig reads one",
         {
             "deepspeed": "load_ds_config",
-            "deepspeed.runtime.config": "DeepSpeedConfigWriter DtypeEnum HybridEngineConfig "
-            "get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode "
-            "get_communication_data_type get_data_types_params get_dataloader_drop_last get_disable_allgather "
-            "get_disable_python_gc get_dump_state get_expert_data_topo_config get_expert_parallel_config "
-            "get_gradient_accumulation_steps get_gradient_allreduce_op get_gradient_clipping "
-            "get_gradient_predivide_factor get_hybrid_engine_config get_log_level "
-            "get_lower_precision_safe_modules get_managed_gradient_accumulation get_memory_breakdown "
-            "get_optimizer_gradient_clipping get_optimizer_legacy_fusion get_optimizer_name "
-            "get_optimizer_params get_pipeline_config get_prescale_gradients get_scheduler_name "
-            "get_scheduler_params get_steps_per_print get_torch_autocast_dtype get_torch_autocast_enabled "
-            "get_train_batch_size get_train_micro_batch_size_per_gpu get_wall_clock_breakdown "
-            "get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer",
-            "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig get_zero_config read_zero_config_deprecated",
+            "deepspeed.runtime.config": "DeepSpeedConfigWriter DtypeEnum HybridEngineConfig get_expert_parallel_config "
+            "get_hybrid_engine_config get_torch_autocast_dtype",
+            "deepspeed.runtime.zero.config": "read_zero_config_deprecated",
         },
     ),
     (

@@ -4,9 +4,16 @@
 
 from __future__ import annotations
 
-from polyaccel_deepspeed.keys import constants
+from polyaccel_deepspeed.keys import constants, readers
 from polyaccel_deepspeed.names import sets
-from polyaccel_deepspeed.names.constants import CONSTANTS, OPTIMIZER_CONSTANTS, SCHEDULE_CONSTANTS
+from polyaccel_deepspeed.names.constants import (
+    CONSTANTS,
+    OFFLOAD_SECTIONS,
+    OPTIMIZER_CONSTANTS,
+    PARAMS,
+    SCHEDULE_CONSTANTS,
+    SECTIONS,
+)
 from polyaccel_deepspeed.names.devices import DEVICES
 from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, never, yes
 from polyaccel_deepspeed.names.internals import INTERNALS
@@ -197,7 +204,18 @@ _PUBLIC: dict[str, Module] = {
         "The config.",
         yes("polyaccel_deepspeed.config", "DeepSpeedConfig")
         | yes("polyaccel", DeepSpeedConfigError="ConfigError")
+        | yes(readers.__name__, *(name for name in vars(readers) if name.startswith("get_") and name not in PARAMS))
         | OPTIMIZER_CONSTANTS,
+    ),
+    "deepspeed.runtime.config_utils": Module(
+        "Sections of the config.",
+        yes("polyaccel_deepspeed.config_sections", "DeepSpeedConfigModel")
+        | yes(readers.__name__, *PARAMS)
+        | never(
+            "DeepSpeed's own printing of its config",
+            *("DeepSpeedConfigObject", "ScientificNotationEncoder", "dict_raise_error_on_duplicate_keys"),
+            *("get_config_default", "pp_int"),
+        ),
     ),
     "deepspeed.runtime.constants": Module(
         "Names of config keys.",
@@ -216,7 +234,7 @@ _PUBLIC: dict[str, Module] = {
         "Learning rates.",
         yes("polyaccel.engine.lr_schedules", "LRRangeTest")
         | yes("polyaccel_deepspeed.engine.schedules", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-        | yes("polyaccel_deepspeed.config", "VALID_LR_SCHEDULES")
+        | yes("polyaccel_deepspeed.engine.schedules", "VALID_LR_SCHEDULES")
         | SCHEDULE_CONSTANTS
         | never("schedules by command-line arguments", "add_tuning_arguments", "get_config_from_args"),
     ),
@@ -262,10 +280,7 @@ _PUBLIC: dict[str, Module] = {
         "Its config.",
         yes("polyaccel_deepspeed.config", "ZeroStageEnum")
         | yes("polyaccel_deepspeed.offload_kinds", "OffloadDeviceEnum")
-        | never(
-            "DeepSpeed's reading of its config; DeepSpeedConfig reads one",
-            *("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"),
-        ),
+        | yes(SECTIONS, "DeepSpeedZeroConfig", "get_zero_config", *OFFLOAD_SECTIONS),
     ),
     "deepspeed.runtime.zero.partition_parameters": Module(
         "Sharded parameters.",
