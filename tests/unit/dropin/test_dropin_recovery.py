@@ -171,3 +171,18 @@ def test_tags_of_several_ranks_are_refused_as_deepspeed_refuses_them() -> None:
     with pytest.raises(CheckpointError) as other:
         refuse((0, 1))
     assert type(other.value) is CheckpointError
+
+
+def test_a_folder_of_outputs_without_a_save_loads_nothing(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events").write_text("1")
+    (tmp_path / "zero_to_fp32.py").write_text("")
+    engine, *_ = deepspeed.initialize(model=Net(), config=CONFIG)
+    assert engine.load_checkpoint(str(tmp_path)) == (None, None)
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    (tmp_path / "latest").unlink()
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None  # the newest whole one
+    (tmp_path / "one" / "commit.json").unlink()
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(str(tmp_path))
+    engine.destroy()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from deepspeed.elasticity import compute_elastic_config
 from deepspeed.elasticity.config import ElasticityError
-from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch import nn
 
 from polyaccel import PolyaccelError
@@ -96,3 +97,23 @@ def test_a_version_without_elasticity_is_refused() -> None:
         compute_elastic_config({"elasticity": section}, "0.2")
     assert caught.value.value == "0.2"
     compute_elastic_config({"elasticity": section}, "0.3.8")
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_a_config_s_schedule_is_the_class_that_scripts_ask_for(name: str) -> None:
+    params = {"WarmupDecayLR": {"total_num_steps": 9}, "WarmupCosineLR": {"total_num_steps": 9}}
+    params["OneCycle"] = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "scheduler": {"type": name, "params": params.get(name, {})},
+    }
+    try:
+        engine, optimizer, _, schedule = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+        assert isinstance(schedule, getattr(lr_schedules, name))
+        if name == "OneCycle":
+            assert optimizer.param_groups[0]["betas"][0] == 0.8
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    finally:
+        deepspeed.comm.destroy_process_group()
