@@ -92,3 +92,32 @@ def test_a_loader_in_the_place_of_a_dataset_is_refused() -> None:
     with pytest.raises(deepspeed.DeepSpeedConfigError) as refused:
         deepspeed.initialize(model=nn.Linear(2, 1), config=config(), training_data=DataLoader(data, 4))
     assert refused.value.problems[0].value == "DataLoader"
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).sum()
+
+
+def test_parameters_without_a_gradient_are_an_assertion_error_where_they_may_not_be() -> None:
+    zero = {"stage": 2, "ignore_unused_parameters": False}
+    engine = deepspeed.initialize(model=Unused(), config=config(zero_optimization=zero))[0]
+    engine.backward(engine(torch.ones(4, 2)))
+    with pytest.raises(AssertionError) as refused:
+        engine.step()
+    assert "ignore_unused_parameters" in refused.value.args[0]
+    assert sorted(refused.value.value) == ["unused.bias", "unused.weight"]
+    engine.destroy()
+
+
+def test_leaf_modules_of_a_config_stay_marked_after_the_engine() -> None:
+    model = Unused()
+    zero = {"stage": 3, "leaf_module": {"classes": ["Unused"]}}
+    engine = deepspeed.initialize(model=model, config=config(zero_optimization=zero))[0]
+    engine.destroy()
+    engine.destroy()
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model]

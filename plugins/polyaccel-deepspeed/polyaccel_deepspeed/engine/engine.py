@@ -16,11 +16,12 @@ from polyaccel.engine.base import Engine
 from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.torch.checkpoint.custom_loading import CustomLoading
 from polyaccel.torch.engine.torch_engine import TorchEngine
+from polyaccel.torch.sharding.leaf_modules import get_leaf_modules, set_z3_leaf_module
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 from polyaccel_deepspeed.engine.adapters import FusesAdapters
 from polyaccel_deepspeed.engine.attributes import Attributes
-from polyaccel_deepspeed.engine.errors import deepspeeds_errors
+from polyaccel_deepspeed.engine.errors import deepspeeds_errors, unused_parameters
 from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
 from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
@@ -260,7 +261,18 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
             found = has_saves(storage) if tag is None else str(tag) in storage.names()
         return bool(self.communicator.broadcast_object(found))
 
+    def destroy(self) -> None:
+        """As that of `TorchEngine`; the config's leaf modules stay marked, as in DeepSpeed."""
+        leaves = [] if self._is_closed else get_leaf_modules(self.module)
+        super().destroy()
+        for module in leaves:
+            set_z3_leaf_module(module, True)
+
     # Gradients and steps.
+
+    def _apply_update(self, groups: Sequence[Group]) -> None:
+        with unused_parameters():
+            super()._apply_update(groups)
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Does nothing: each backward pass reduces its own gradients."""
