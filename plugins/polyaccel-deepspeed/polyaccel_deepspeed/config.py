@@ -30,6 +30,12 @@ from polyaccel_deepspeed.config_rules import RULES, known_keys, whole_batch
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
 from polyaccel_deepspeed.engine.monitors import get_monitor_config
 from polyaccel_deepspeed.keys.experts import pop_routing
+from polyaccel_deepspeed.keys.readers import (
+    get_optimizer_name,
+    get_optimizer_params,
+    get_scheduler_name,
+    get_scheduler_params,
+)
 from polyaccel_deepspeed.keys.settled import settle, wrong_writer
 from polyaccel_deepspeed.keys.translated import TRANSLATIONS
 from polyaccel_deepspeed.refused_keys import drop_removed, pop_refused
@@ -140,6 +146,16 @@ def _auto(tree: Tree) -> Iterator[Change]:
     )
 
 
+def _leaves(tree: Tree) -> Iterator[Change]:
+    """Make one name of `leaf_module` a list of one, as DeepSpeed reads it."""
+    zero = tree.get("zero_optimization")
+    table = zero.get("leaf_module") if isinstance(zero, Mapping) else None
+    for key in ("classes", "names", "name_suffixes") if isinstance(table, dict) else ():
+        if isinstance(table.get(key), str):
+            table[key] = [table[key]]
+    yield from ()
+
+
 def _endless(tree: Tree) -> Iterator[Change]:
     value = tree.get("steps_per_print")
     if isinstance(value, float) and math.isinf(value):
@@ -180,6 +196,7 @@ def _parameters_at_rest(tree: Tree) -> Iterator[Change]:
 _FIRST: tuple[Callable[[Tree], Iterator[Change]], ...] = (_dotted, _empty, _auto, *TRANSLATIONS)
 _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _endless,
+    _leaves,
     drop_removed,
     _monitors,
     _clipping,
@@ -216,7 +233,7 @@ class ZeroStageEnum(IntEnum):
 
 class DeepSpeedConfig:
     """A config that was read as DeepSpeed reads it: the batch sizes solved for `world_size` ranks, or for those there
-    are. Top-level keys are attributes; `get` gives them as they are written."""
+    are. Top-level keys and those of `data_types` are attributes; `get` gives them as they are written."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None, world_size: int | None = None) -> None:
         tree, changes = normalise(config)
@@ -231,12 +248,16 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = resolved.zero_optimization.stage
         self.zero_enabled = resolved.zero_optimization.stage > 0
         self.zero_config = resolved.zero_optimization
+        self.float16_config, self.bfloat16_config = resolved.fp16, resolved.bf16
+        self.optimizer_name, self.optimizer_params = get_optimizer_name(tree), get_optimizer_params(tree)
+        self.scheduler_name, self.scheduler_params = get_scheduler_name(tree), get_scheduler_params(tree)
         self.monitor_config = get_monitor_config(tree)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in type(self._resolved).model_fields:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._resolved, name)
+        for section in () if name.startswith("_") else (self._resolved, self._resolved.data_types):
+            if name in type(section).model_fields:
+                return getattr(section, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A top-level key, as the config has it."""

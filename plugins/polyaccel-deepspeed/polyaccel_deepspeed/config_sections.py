@@ -22,7 +22,9 @@ from polyaccel_deepspeed.offload_kinds import OffloadDeviceEnum
 
 log = logging.getLogger("polyaccel.deepspeed")
 
-_LEAVES = LeafModuleConfig().classes
+DEFAULT_LEAF_MODULE_CLASSES = [*LeafModuleConfig().classes]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -100,9 +102,14 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     """`zero_optimization.leaf_module`."""
 
-    classes: list[str] = Field(default_factory=lambda: [*_LEAVES])
-    names: list[str] = Field(default_factory=list)
-    name_suffixes: list[str] = Field(default_factory=list)
+    classes: list[str] = Field(default_factory=lambda: [*DEFAULT_LEAF_MODULE_CLASSES])
+    names: list[str] = Field(default_factory=lambda: [*DEFAULT_LEAF_MODULE_NAMES])
+    name_suffixes: list[str] = Field(default_factory=lambda: [*DEFAULT_LEAF_MODULE_NAME_SUFFIXES])
+
+    @field_validator("classes", "names", "name_suffixes", mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 def _on_host(section: type[DeepSpeedConfigModel]) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+MIN_SWAPPABLE_BYTES = 1 << 20
+"""Smaller tensors stay in memory in DeepSpeed; here every state of `offload_optimizer` goes where it is sent."""
+
 
 class OffloadDeviceEnum(str, Enum):
     """Devices of `offload_param` and `offload_optimizer`."""

@@ -24,7 +24,7 @@ from polyaccel.torch.api import gathered
 from polyaccel.torch.deferred_init.init import Init as DeferredInit
 from polyaccel.torch.deferred_init.init import is_constructing
 from polyaccel.torch.sharding.ownership import record_of
-from polyaccel_deepspeed.engine.parameters import describe_parameter
+from polyaccel_deepspeed.engine.parameters import AWAITS_ENGINE, describe_parameter
 from polyaccel_deepspeed.initialize import init_distributed
 
 
@@ -75,6 +75,8 @@ class Init(DeferredInit):
 
 def _describe_new(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     if parameter is not None:
+        if not hasattr(parameter, "ds_id") and record_of(parameter) is None:
+            vars(parameter)[AWAITS_ENGINE] = 0
         describe_parameter(parameter, dist.get_world_size() if dist.is_initialized() else 1)
 
 
@@ -93,12 +95,20 @@ class GatheredParameters(gathered.GatheredParameters):
                 if writer is not None and dist.is_initialized() and dist.get_world_size() > 1:
                     _take_over(parameter, writer)
         super().__enter__()
+        self._count(1)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._count(-1)
         super().__exit__(kind, error, trace)
         if kind is None and self._modifier_rank is not None:
             for parameter in self._without_engine():
                 vars(parameter)[_WRITER] = self._modifier_rank
+
+    def _count(self, change: int) -> None:
+        """Count this context on the parameters that no engine has had, whose `ds_status` asks."""
+        for parameter in self._params:
+            if AWAITS_ENGINE in vars(parameter):
+                vars(parameter)[AWAITS_ENGINE] += change
 
     def _without_engine(self) -> list[nn.Parameter]:
         """The parameters of `Init` that no engine has yet, in the order of their making, which is all ranks'."""

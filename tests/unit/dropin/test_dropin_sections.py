@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime import config as readers
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config, get_bfloat16_config
+from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from pydantic import Field, ValidationError
 
 from polyaccel.errors import ConfigError
@@ -103,3 +106,53 @@ def test_functions_read_a_key_or_its_default() -> None:
     }.items():
         with pytest.raises(ConfigError):
             read(wrong)
+
+
+def test_one_leaf_module_may_stand_without_a_list() -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "leaf_module": {"classes": "Linear"}}}
+    assert DeepSpeedConfig(config, world_size=1).zero_config.leaf_module.classes == ("Linear",)
+    assert DeepSpeedZeroConfig(leaf_module={"names": "mlp"}).leaf_module.names == ["mlp"]
+
+
+def test_an_engine_has_its_config_as_an_object() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "data_types": {"grad_accum_dtype": "fp32"}}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+    found = engine._config
+    assert (found.zero_config.stage, found.optimizer_name, found.scheduler_name) == (0, "Adam", None)
+    assert (found.param_dtype, found.grad_accum_dtype) == (None, "fp32")
+    with pytest.raises(AttributeError):
+        found.no_such_dtype  # noqa: B018
+    engine.destroy()
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3, float("inf")])
+def test_gradients_are_clipped_as_by_torch(norm_type: float) -> None:
+    deepspeed.init_distributed()
+    ours = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    plain = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    for one, other in zip(ours[:2], plain[:2], strict=True):
+        one.grad = torch.randn(3)
+        other.grad = one.grad.clone()
+    want = torch.nn.utils.clip_grad_norm_(plain, 0.1, norm_type)
+    assert float(clip_grad_norm_(ours, 0.1, norm_type)) == pytest.approx(float(want))
+    for one, other in zip(ours[:2], plain[:2], strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert float(clip_grad_norm_(ours[2], 0.1)) == 0.0
+    deepspeed.comm.destroy_process_group()
+
+
+def test_parameters_of_init_are_not_there_until_they_are_gathered() -> None:
+    with deepspeed.zero.Init():
+        model = torch.nn.Linear(2, 2)
+    weight = model.weight
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    with deepspeed.zero.GatheredParameters(weight):
+        with deepspeed.zero.GatheredParameters([weight]):
+            assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+    assert weight.ds_status == model.bias.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam"}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.destroy()
+    assert weight.ds_status == ZeroParamStatus.AVAILABLE
+    deepspeed.comm.destroy_process_group()

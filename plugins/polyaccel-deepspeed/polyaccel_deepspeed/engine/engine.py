@@ -19,6 +19,7 @@ from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.sharding.leaf_modules import get_leaf_modules, set_z3_leaf_module
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
+from polyaccel_deepspeed.config import DeepSpeedConfig
 from polyaccel_deepspeed.engine.adapters import FusesAdapters
 from polyaccel_deepspeed.engine.attributes import Attributes
 from polyaccel_deepspeed.engine.errors import deepspeeds_errors, unused_parameters
@@ -68,6 +69,11 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         if self.optimizer is not None:
             wrap(self, client, raw_config)
             self.optimizer.parameter_offload = ParameterOffload(self._own_module)
+
+    @cached_property
+    def _config(self) -> DeepSpeedConfig:
+        """The config as DeepSpeed's object, which clients ask although its name begins with an underscore."""
+        return DeepSpeedConfig(self.raw_config, world_size=self.world_size)
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:

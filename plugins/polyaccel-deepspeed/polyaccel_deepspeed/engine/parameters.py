@@ -49,7 +49,7 @@ class LiveStatus:
     def now(self) -> ZeroParamStatus:
         parameter = self._parameter()
         home = None if parameter is None else record_of(parameter)
-        is_whole = home is None or home.is_whole
+        is_whole = not _awaits_engine(parameter) if home is None else home.is_whole
         return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
 
     @property  # type: ignore[misc]
@@ -81,10 +81,22 @@ class LiveStatus:
         return self.now.value
 
 
+AWAITS_ENGINE = "_polyaccel_awaits_engine"
+"""The attribute of a parameter of `zero.Init` that no engine has had: how many contexts gather it now.
+
+It is whole, as its user may not rely on: DeepSpeed shards it at once.
+"""
+
+
+def _awaits_engine(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and vars(parameter).get(AWAITS_ENGINE, 1) == 0
+
+
 def describe(module: nn.Module, world_size: int) -> None:
     """Write DeepSpeed's attributes on the parameters of `module`, which are sharded over `world_size` ranks."""
     module.ds_external_parameters = _no_parameters  # type: ignore[assignment]
     for parameter in module.parameters():
+        vars(parameter).pop(AWAITS_ENGINE, None)
         describe_parameter(parameter, world_size)
 
 

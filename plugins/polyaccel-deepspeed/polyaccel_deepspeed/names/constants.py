@@ -7,6 +7,7 @@ from polyaccel_deepspeed.names.entry import Module, Name, never, yes
 
 _MONITORS = "polyaccel_deepspeed.engine.monitors"
 SECTIONS = "polyaccel_deepspeed.config_sections"
+LEAF_DEFAULTS = tuple(f"DEFAULT_LEAF_MODULE_{what}" for what in ("CLASSES", "NAMES", "NAME_SUFFIXES"))
 OFFLOAD_SECTIONS = ("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
 PARAMS = ("get_dict_param", "get_list_param", "get_scalar_param")
 

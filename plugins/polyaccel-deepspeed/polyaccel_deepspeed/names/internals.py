@@ -194,7 +194,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
             "deepspeed.runtime.engine": "EngineTimers split_half_float_double_sparse",
             "deepspeed.runtime.utils": "CheckOverflow DummyOptim OutputBackwardHookManager PartitionedTensor "
             "TLinear align_dense_tensors all_gather_dp_groups all_gather_into_tensor_dp_groups "
-            "check_internal_apis_for_count_used_parameters clip_grad_norm_ clip_tensors_by_global_norm "
+            "check_internal_apis_for_count_used_parameters clip_tensors_by_global_norm "
             "combine_grad_norm_groups compare_tensors_in_structures copy_to_device "
             "count_used_parameters_in_backward empty_cache filter_empty_parameters get_checkpoint_folder_size "
             "get_flattened_grad_norm get_global_norm get_global_norm_of_tensors get_grad_zeros "

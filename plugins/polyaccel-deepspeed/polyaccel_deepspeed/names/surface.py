@@ -8,6 +8,7 @@ from polyaccel_deepspeed.keys import constants, readers
 from polyaccel_deepspeed.names import sets
 from polyaccel_deepspeed.names.constants import (
     CONSTANTS,
+    LEAF_DEFAULTS,
     OFFLOAD_SECTIONS,
     OPTIMIZER_CONSTANTS,
     PARAMS,
@@ -261,6 +262,9 @@ _PUBLIC: dict[str, Module] = {
             sets.SEQUENCE_TILES, "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute"
         ),
     ),
+    "deepspeed.runtime.swap_tensor": Module(
+        "Sizes of files.", yes("polyaccel_deepspeed.offload_kinds", "MIN_SWAPPABLE_BYTES")
+    ),
     "deepspeed.runtime.utils": Module(
         "Tensors.",
         yes(
@@ -273,7 +277,8 @@ _PUBLIC: dict[str, Module] = {
         )
         | yes("polyaccel.utils", "see_memory_usage")
         | yes("polyaccel_deepspeed.pipeline.parts", "partition_balanced", "partition_uniform", "prefix_sum_inc")
-        | yes(sets.GROUPS, "is_model_parallel_parameter"),
+        | yes(sets.GROUPS, "is_model_parallel_parameter")
+        | yes("polyaccel_deepspeed.gradient_norms", "clip_grad_norm_"),
     ),
     "deepspeed.runtime.zero": Module("ZeRO.", sets.ZERO_NAMES),
     "deepspeed.runtime.zero.config": Module(
@@ -281,6 +286,9 @@ _PUBLIC: dict[str, Module] = {
         yes("polyaccel_deepspeed.config", "ZeroStageEnum")
         | yes("polyaccel_deepspeed.offload_kinds", "OffloadDeviceEnum")
         | yes(SECTIONS, "DeepSpeedZeroConfig", "get_zero_config", *OFFLOAD_SECTIONS),
+    ),
+    "deepspeed.runtime.zero.leaf_module_config": Module(
+        "Modules gathered as one.", yes(SECTIONS, "DeepSpeedZeroLeafModuleConfig", *LEAF_DEFAULTS)
     ),
     "deepspeed.runtime.zero.partition_parameters": Module(
         "Sharded parameters.",
