@@ -150,9 +150,10 @@ def _leaves(tree: Tree) -> Iterator[Change]:
     """Make one name of `leaf_module` a list of one, as DeepSpeed reads it."""
     zero = tree.get("zero_optimization")
     table = zero.get("leaf_module") if isinstance(zero, Mapping) else None
-    for key in ("classes", "names", "name_suffixes") if isinstance(table, dict) else ():
-        if isinstance(table.get(key), str):
-            table[key] = [table[key]]
+    if isinstance(table, dict):
+        for key in ("classes", "names", "name_suffixes"):
+            if isinstance(table.get(key), str):
+                table[key] = [table[key]]
     yield from ()
 
 

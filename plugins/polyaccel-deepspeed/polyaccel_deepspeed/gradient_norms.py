@@ -18,7 +18,7 @@ _EPS = 1e-6
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Any:
-    """Scale gradients down to a norm, which is that of the model, and the mean over the data-parallel ranks. Collective.
+    """Scale gradients down to a norm: that of the model, as the mean over the data-parallel ranks. Collective.
 
     Args:
         parameters: Parameters; those without a gradient are passed over.
@@ -31,9 +31,8 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     clipped = [parameter for parameter in given if parameter.grad is not None]
-    norms = [
-        parameter.grad.detach().float().norm(norm_type) for parameter in clipped if _counts(parameter, norm_type, mpu)
-    ]
+    counted = [parameter.grad for parameter in clipped if _counts(parameter, norm_type, mpu)]
+    norms = [gradient.detach().float().norm(norm_type) for gradient in counted if gradient is not None]
     power = torch.stack(norms) if norms else torch.zeros(1)
     if norm_type == inf:
         norm, op = power.max(), comm.ReduceOp.MAX
