@@ -88,6 +88,8 @@ class Incoming:
     lr_scheduler: Mapping[str, Any] | None = None
     blobs: Mapping[str, bytes] = field(default_factory=dict)
     """What the checkpoint has as bytes: a schedule's state that is not a plain value."""
+    tied_weights: Mapping[str, str] = field(default_factory=dict)
+    """The other names of tied parameters, each with the name of the tensor."""
     run: Mapping[str, Any] | None = None
     """The plain values of an engine's own checkpoint, in place of all of the above but tensors and blobs."""
     left_out: Sequence[LeftOut] = ()
@@ -96,7 +98,8 @@ class Incoming:
         """Parameters and buffers alone."""
         states = LeftOut("optimizer, schedule and counts", "--weights-only")
         kept = [tensor for tensor in self.tensors if tensor.kind in (PARAM, BUFFER)]
-        return Incoming(kept, left_out=[*self.left_out, states] if self.has_progress else self.left_out)
+        left_out = [*self.left_out, states] if self.has_progress else self.left_out
+        return Incoming(kept, tied_weights=self.tied_weights, left_out=left_out)
 
     @property
     def has_progress(self) -> bool:
@@ -125,6 +128,7 @@ class Incoming:
             "lr_scheduler": None if self.lr_scheduler is None else dict(self.lr_scheduler),
             "data": None,
             "client_state": dict(self.client_state),
+            **({"tied_weights": dict(self.tied_weights)} if self.tied_weights else {}),
         }
 
 

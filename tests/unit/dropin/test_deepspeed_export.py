@@ -38,9 +38,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_layout_is_that_of_deepspeeds_own_converter(out: Path) -> None:
     theirs, ours = GOLDEN / "universal", out
-    tied_and_buffers = {f"global_step4/zero/{name}/fp32.pt" for name in ("head.weight", "scale")}
     for_stage_3 = {"global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt"}
-    assert files_of(ours) == (files_of(theirs) - tied_and_buffers) | for_stage_3
+    assert files_of(ours) == files_of(theirs) | for_stage_3
+    for fqn in ("head.weight", "scale"):
+        mine, wanted = (loaded(where / f"global_step4/zero/{fqn}/fp32.pt") for where in (ours, theirs))
+        assert mine.keys() == wanted.keys()
+        assert torch.equal(mine["param"], wanted["param"])
     assert (ours / "latest_universal").read_text() == (theirs / "latest_universal").read_text()
     for fqn in TRAINED:
         for kind in ("fp32", "exp_avg", "exp_avg_sq", "step"):
@@ -73,6 +76,7 @@ def test_what_all_parameters_share_is_there_for_every_stage(out: Path) -> None:
     }
     assert states["lr_scheduler"] == {"last_batch_iteration": 3}
     assert states["buffer_names"] == ["scale"]
+    assert states["shared_params"] == {"head.weight": "embed.weight"}
     assert states["module"]["scale"].tolist() == [0.5]
 
 
@@ -134,3 +138,7 @@ def test_a_checkpoint_of_deepspeeds_is_converted_as_its_own_converter_does(
             value = loaded(tmp_path / "step4" / "zero" / fqn / f"{kind}.pt")["param"]
             found.update(value.detach().contiguous().numpy().tobytes())
     assert found.hexdigest()[:16] == digest
+    for fqn in ("head.weight", "scale"):
+        mine = loaded(tmp_path / "step4" / "zero" / fqn / "fp32.pt")["param"]
+        first = "embed.weight" if fqn == "head.weight" else fqn
+        assert torch.equal(mine, loaded(tmp_path / "step4" / "zero" / first / "fp32.pt")["param"])

@@ -11,7 +11,8 @@ what all share: the groups' hyperparameters and the loss scale, for stages 1 and
 the groups agree, so that the others stay the config's. It also gives all groups one counter of updates, which each of
 them moves: with torch's Adam and several groups the steps that follow are off, as from its own checkpoints. It reads
 neither frozen parameters nor buffers of a universal checkpoint, and keeps those that the model was built with. They are
-written all the same, for other readers.
+written all the same, for other readers, and so are the other names of tied parameters: DeepSpeed's converter writes
+weights of both after stages 1 and 2.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
             hint="give --kind param to export the weights alone",
             value=counts,
         )
+    tied = dict(reader.scalars.get("tied_weights") or {})
+    others = {first: [name for name in tied if tied[name] == first] for first in tied.values()}
     has_states = any(tensor.tensor.kind not in (PARAM, BUFFER) for tensor in tensors)
     for tensor in tensors:
         if tensor.tensor.kind == BUFFER:
@@ -78,6 +81,9 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
             value = found[tensor]
             wide = value.float() if kind == "fp32" and value.is_floating_point() else value
             torch.save({"param": wide, "cat_dim": 0}, place / f"{kind}.pt")
+            if kind == "fp32":
+                for name in others.get(tensor.name, ()):
+                    _save_weight(folder, name, wide)
         if kind == "fp32" and has_states and tensor.name in trained:
             torch.save(torch.tensor(float(steps[tensor.name])), place / "step.pt")
     (folder / "zero").mkdir(parents=True, exist_ok=True)
@@ -85,12 +91,14 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
     buffers = [tensor for tensor in tensors if tensor.tensor.kind == BUFFER]
     with on_disk(out, buffers, progress) as found:
         module = {tensor.name: found[tensor] for tensor in buffers}
+        for name, value in module.items():
+            _save_weight(folder, name, value)
         shapes = {
             tensor.name: torch.Size(tensor.shape)
             for tensor in tensors
             if tensor.tensor.kind == PARAM and tensor.name in trained
         }
-        states = _model_states(reader, module, shapes)
+        states = _model_states(reader, module, shapes) | {"shared_params": tied}
         for name in (
             "mp_rank_00_model_states.pt",
             "zero_pp_rank_0_mp_rank_00_model_states.pt",
@@ -98,6 +106,13 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
             torch.save(states, folder / name)
     FileStorage(out).write("latest_universal", [reader.tag.encode()])
     return [reader.tag, "latest_universal"]
+
+
+def _save_weight(folder: Path, name: str, value: torch.Tensor) -> None:
+    """Write a tensor that no optimizer has."""
+    place = folder / "zero" / name
+    place.mkdir(parents=True, exist_ok=True)
+    torch.save({"param": value.float() if value.is_floating_point() else value.clone()}, place / "fp32.pt")
 
 
 def _model_states(
@@ -119,7 +134,6 @@ def _model_states(
         "param_shapes": [dict(shapes)],
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
-        "shared_params": {},
         "lr_scheduler": _schedule(reader),
         "data_sampler": None,
         "random_ltd": None,

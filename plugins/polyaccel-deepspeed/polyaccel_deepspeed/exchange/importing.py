@@ -137,6 +137,7 @@ def _with_progress(incoming: Incoming, model: Mapping[str, Any], scaler: Any) ->
         },
         loss_scaler=_loss_scale(scaler),
         client_state={key: value for key, value in of_client.items() if is_serializable(value)},
+        tied_weights={str(name): str(first) for name, first in (model.get("shared_params") or {}).items()},
         left_out=[*incoming.left_out, *left_out],
     )
 
