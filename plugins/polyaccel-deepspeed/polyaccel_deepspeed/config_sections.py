@@ -6,7 +6,6 @@ Their fields, defaults and bounds are DeepSpeed's. Whether polyaccel trains with
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from polyaccel.config.sections.zero import LeafModuleConfig
 from polyaccel_deepspeed.config import ZeroStageEnum
 from polyaccel_deepspeed.offload_kinds import OffloadDeviceEnum
+from polyaccel_deepspeed.utils import logger as log
 
-log = logging.getLogger("polyaccel.deepspeed")
 
 DEFAULT_LEAF_MODULE_CLASSES = [*LeafModuleConfig().classes]
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
@@ -194,6 +193,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
             raise ValueError("compute_grad_norm=false is for the stages 1 and 2")
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1.0 and self.stage != 3:
             raise ValueError("offload_optimizer.ratio below 1 is for stage 3")
+        if self.stage == 3 and self.elastic_checkpoint:
+            log.warning(
+                "elastic checkpointing is deprecated and has no effect: checkpoints load at any number of ranks"
+            )
         return self
 
 

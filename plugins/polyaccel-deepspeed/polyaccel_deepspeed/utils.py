@@ -187,12 +187,14 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     return param.grad if whole is None else whole
 
 
-def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor], Any]) -> None:
-    """Replace the whole gradient of each parameter that has one by what `update_func` makes of it. Collective."""
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
+) -> None:
+    """Replace the whole gradient of each parameter that has one by `update_func(gradient, parameter)`. Collective."""
     for parameter in param_list:
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            safe_set_full_grad(parameter, update_func(gradient))
+            safe_set_full_grad(parameter, update_func(gradient, parameter))
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:

@@ -121,3 +121,19 @@ def test_leaf_modules_of_a_config_stay_marked_after_the_engine() -> None:
     engine.destroy()
     engine.destroy()
     assert deepspeed.utils.get_z3_leaf_modules(model) == [model]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_replaced_by_what_a_function_makes_of_them_and_of_their_parameters(stage: int) -> None:
+    model = Unused()
+    engine = deepspeed.initialize(model=model, config=config(zero_optimization={"stage": stage}))[0]
+    engine.backward(engine(torch.ones(4, 2)))
+    wanted = {model.used.weight: 2.0, model.used.bias: 3.0}
+    deepspeed.utils.safe_update_full_grad_vectorized(
+        [*wanted], lambda gradient, parameter: torch.full_like(gradient, wanted[parameter])
+    )
+    for parameter, value in wanted.items():
+        found = deepspeed.utils.safe_get_full_grad(parameter)
+        assert torch.equal(found, torch.full_like(found, value))
+    engine.step()
+    engine.destroy()
