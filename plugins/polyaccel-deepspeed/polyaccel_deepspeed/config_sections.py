@@ -20,7 +20,6 @@ from polyaccel_deepspeed.config import ZeroStageEnum
 from polyaccel_deepspeed.offload_kinds import OffloadDeviceEnum
 from polyaccel_deepspeed.utils import logger as log
 
-
 DEFAULT_LEAF_MODULE_CLASSES = [*LeafModuleConfig().classes]
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
