@@ -47,7 +47,7 @@ TRANSLATED = {
     "tensor_parallel.tensor_parallel": "= tensor_parallel.tp",
 }
 """Keys that polyaccel has under another name, with what is below them."""
-LATER: dict[str, str] = {
+ABSENT_FEATURES: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
     "data_efficiency": to_come.CURRICULUM,
@@ -63,7 +63,7 @@ LATER: dict[str, str] = {
     "zero_optimization.zenflow": to_come.ZENFLOW,
     "zero_optimization.zeropp_loco_param": to_come.LOCO,
 }
-"""Keys whose feature comes, with what is below them, and why they are refused. This list only shrinks."""
+"""Keys whose feature is not here, with what is below them, and why they are refused. This list only shrinks."""
 _TABLES = {"bfloat16.": "bf16.", "tensor_parallel.tensor_parallel.": "tensor_parallel.tp."}
 _ALIASES = {
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
@@ -97,8 +97,11 @@ def answers() -> dict[str, Answer]:
     for never in NEVER:
         why = f"{never.why}; {never.hint}"
         found |= {f"{never.section}.{name}": Answer(Outcome.NEVER, why) for name in never.keys}
-    later = {key: Answer(Outcome.LATER, why) for key, why in LATER.items()}
-    return {key: _covering(key, later) or one for key, one in found.items()} | later
+    absent = {
+        key: Answer(Outcome.LATER if why in to_come.TO_COME else Outcome.NEVER, why)
+        for key, why in ABSENT_FEATURES.items()
+    }
+    return {key: _covering(key, absent) or one for key, one in found.items()} | absent
 
 
 def answer_to(key: str, known: Mapping[str, Answer]) -> Answer | None:
@@ -115,5 +118,5 @@ def _tables(key: str) -> Iterator[str]:
     yield from (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
 
 
-def _covering(key: str, later: Mapping[str, Answer]) -> Answer | None:
-    return next((one for table, one in later.items() if key == table or key.startswith(f"{table}.")), None)
+def _covering(key: str, absent: Mapping[str, Answer]) -> Answer | None:
+    return next((one for table, one in absent.items() if key == table or key.startswith(f"{table}.")), None)

@@ -38,7 +38,7 @@ _NEVER = {
     "deepspeed.utils": "a helper of DeepSpeed's own",
 }
 """The reason for each package; the longest prefix counts."""
-_LATER = {
+_ABSENT = {
     "deepspeed.ops.random_ltd": to_come.CURRICULUM,
     "deepspeed.runtime.data_pipeline": to_come.CURRICULUM,
     "deepspeed.runtime.superoffload": to_come.SUPER_OFFLOAD,
@@ -46,10 +46,10 @@ _LATER = {
     "deepspeed.runtime.zenflow": to_come.ZENFLOW,
     "deepspeed.runtime.zero.muon": to_come.MUON,
 }
-"""Packages whose feature comes. This list only shrinks."""
+"""Packages whose feature is not here. This list only shrinks."""
 
 ABSENT_MODULES = {prefix: Name(Status.NEVER, why=why) for prefix, why in _NEVER.items()} | {
-    prefix: Name(Status.LATER, why=why) for prefix, why in _LATER.items()
+    prefix: Name(Status.LATER if why in to_come.TO_COME else Status.NEVER, why=why) for prefix, why in _ABSENT.items()
 }
 
 
