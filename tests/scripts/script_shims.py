@@ -164,7 +164,9 @@ _ZERO = "memory_allocated max_memory_allocated memory_reserved max_memory_reserv
 def devices() -> None:
     """A CPU in place of each CUDA device, gloo in place of NCCL."""
     from torch import nn
+    from torch.utils._device import _device_constructors
 
+    _device_constructors()  # kept by torch: `with torch.device("meta")` knows the factories as they are, not these
     for name in f"{_FACTORIES} {_LIKES}".split():
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
     for owner in (torch.Tensor, nn.Module):

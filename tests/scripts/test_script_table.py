@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,17 @@ def test_the_page_has_a_row_for_each_result() -> None:
     text = page([row], {"one": [[1.5, 0.5]]}, {"one": {"result": "equal", "apart": 2e-7, "date": "2026-11-29"}})
     assert "1 scripts of 1 projects: 1 equal" in text
     assert "1.500000, 0.500000 | equal, 2e-07 apart |" in text
+
+
+def test_shims_of_devices_leave_the_meta_device_alone() -> None:
+    """A model of transformers is built there; else its rotary frequencies are memory that nobody wrote."""
+    program = """
+import torch
+from script_shims import SHIMS
+SHIMS["devices"]()
+with torch.device("meta"):
+    made = [torch.arange(4), torch.ones(2), torch.empty(2), torch.rand(2), torch.tensor([1.0])]
+print([value.device.type for value in made], torch.zeros(2, device="cuda").device.type)
+"""
+    answer = subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == f"{['meta'] * 5} cpu"
