@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from logging import getLogger
@@ -30,8 +31,9 @@ from polyaccel_deepspeed.engine.updates import SLICE_OPTIMIZERS
 from polyaccel_deepspeed.experts.models import with_expert_ranks
 from polyaccel_deepspeed.keys.experts import require_routing
 from polyaccel_deepspeed.keys.translated import UNMANAGED
-from polyaccel_deepspeed.origin import refuse_another, refuse_uncounted, tell_whose
+from polyaccel_deepspeed.origin import refuse_another, refuse_stages, refuse_uncounted, tell_whose
 from polyaccel_deepspeed.pipeline.engine import PipelineEngine
+from polyaccel_deepspeed.pipeline.module import PipelineModule
 from polyaccel_deepspeed.utils import keep_lines_from_root
 
 log = getLogger("polyaccel.deepspeed")
@@ -65,6 +67,7 @@ def initialize(
     tree, changes = read_config(written)
     raw = read_text(written)
     require_routing(raw, model)
+    refuse_stages(sys._getframe(1).f_globals.get("__name__", ""), _stages_of(model, tree))
     tree = with_expert_ranks(with_tensor_ranks(with_layer_specs(tree, raw, model), model), model)
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
@@ -105,6 +108,18 @@ def initialize(
     if engine.zero_optimization_partition_weights():
         describe(model, engine.world_size)
     return engine, own_optimizer, loader, schedule
+
+
+def _stages_of(model: torch.nn.Module, tree: Mapping[str, Any]) -> int:
+    if isinstance(model, PipelineModule):
+        return model.num_stages
+    found = [1]
+    for section, key in (("pipeline", "stages"), ("mesh", "pipe")):
+        part = tree.get(section)
+        stages = part.get(key) if isinstance(part, Mapping) else None
+        if isinstance(stages, int):  # what else it may be, such as "auto", the config's reader decides
+            found.append(stages)
+    return max(found)
 
 
 def _engine_class(tree: Mapping[str, Any]) -> type[DeepSpeedEngine]:

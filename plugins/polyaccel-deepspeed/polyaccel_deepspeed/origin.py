@@ -11,6 +11,8 @@ from polyaccel_deepspeed.version import __version__
 
 log = getLogger("polyaccel.deepspeed")
 _OURS = {"__init__.py", "__pycache__"}
+_TRAINERS = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+"""Packages whose loops call the engine that they are given. transformers and TRL build theirs by accelerate."""
 _HINT = "pip uninstall --yes deepspeed, until nothing of it is left; then install the one that you want"
 
 
@@ -62,6 +64,21 @@ def refuse_uncounted(world_size: int) -> None:
             f"accelerate counts {counted} ranks of a job that has {world_size}",
             hint='on CPUs: TrainingArguments(use_cpu=True, ddp_backend="gloo"), or Accelerator(cpu=True)',
             value=counted,
+        )
+
+
+def refuse_stages(caller: str, stages: int) -> None:
+    """Raise PolyaccelError if a trainer, of whose module `caller` is the name, would train a model over `stages`: its
+    loop runs forward passes, and each rank has the layers of one stage alone."""
+    trainer = caller.partition(".")[0]
+    if stages > 1 and trainer in _TRAINERS:
+        from polyaccel.errors import PolyaccelError
+
+        raise PolyaccelError(
+            f"{trainer} cannot train over {stages} pipeline stages: its loop runs forward passes of whole models",
+            hint='leave "pipeline": {"stages": ...} out, and share the model by "tensor_parallel": {"autotp_size": '
+            f"{stages}}} or stage 3; or write the loop, with engine.train_batch(data_iter)",
+            value=stages,
         )
 
 

@@ -46,6 +46,25 @@ def test_a_call_without_a_model_or_one_config_is_an_assertion_error_too(argument
     assert isinstance(caught.value, PolyaccelError)
 
 
+def called_from(module: str, **arguments: Any) -> Any:
+    """What `deepspeed.initialize` gives to a function of a module of this name."""
+    space: dict[str, Any] = {"__name__": module, "deepspeed": deepspeed}
+    exec("def prepare(**arguments): return deepspeed.initialize(**arguments)", space)
+    return space["prepare"](**arguments)
+
+
+@pytest.mark.parametrize("module", ["accelerate.accelerator", "lightning.pytorch.strategies.deepspeed"])
+@pytest.mark.parametrize("section", [{"pipeline": {"stages": 2}}, {"mesh": {"pipe": 2}}])
+def test_trainers_whose_loops_run_forward_passes_are_refused_stages(
+    ranks: None, module: str, section: dict[str, Any]
+) -> None:
+    with pytest.raises(PolyaccelError) as caught:
+        called_from(module, model=nn.Linear(2, 2), config={**CONFIG, **section})
+    assert caught.value.value == 2
+    engine = called_from(module, model=nn.Linear(2, 2), config={**CONFIG, "pipeline": {"stages": 1}})[0]
+    assert engine.train_batch_size() == 2
+
+
 def test_a_block_of_init_joins_all_ranks() -> None:
     assert not deepspeed.comm.is_initialized()
     with deepspeed.zero.Init(enabled=False):
