@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from polyaccel import checkpointing as checkpointing
     from polyaccel import comm as comm
+    from polyaccel import data as data
     from polyaccel import jax as jax
     from polyaccel import torch as torch
     from polyaccel import utils as utils
@@ -60,7 +61,7 @@ _HOMES = {
     "set_accelerator": "polyaccel.accelerators",
     "student_initialization": "polyaccel.torch.compression.models",
 }
-_ROOMS = ("checkpointing", "comm", "jax", "torch", "utils", "zero")
+_ROOMS = ("checkpointing", "comm", "data", "jax", "torch", "utils", "zero")
 
 __all__ = [
     "Config",
@@ -73,6 +74,7 @@ __all__ = [
     "begin_run",
     "checkpointing",
     "comm",
+    "data",
     "dequantize_frozen",
     "get_accelerator",
     "init_compression",

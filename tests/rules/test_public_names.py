@@ -21,6 +21,7 @@ MODULES = (
     "polyaccel.checkpointing",
     "polyaccel.comm",
     "polyaccel.config",
+    "polyaccel.data",
     "polyaccel.utils",
     "polyaccel.zero",
 )
