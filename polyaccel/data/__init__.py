@@ -3,5 +3,14 @@
 from __future__ import annotations
 
 from polyaccel.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from polyaccel.data.packing import PackedDataset, block_diagonal_mask, cu_seqlens, pack, unpack
 
-__all__ = ["IndexedDataset", "IndexedDatasetBuilder"]
+__all__ = [
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "PackedDataset",
+    "block_diagonal_mask",
+    "cu_seqlens",
+    "pack",
+    "unpack",
+]
