@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from polyaccel.data.analysis import DataAnalysis, vocabulary_counts, vocabulary_rarity
 from polyaccel.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from polyaccel.data.packing import PackedDataset, block_diagonal_mask, cu_seqlens, pack, unpack
 
 __all__ = [
+    "DataAnalysis",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "PackedDataset",
@@ -13,4 +15,6 @@ __all__ = [
     "cu_seqlens",
     "pack",
     "unpack",
+    "vocabulary_counts",
+    "vocabulary_rarity",
 ]
