@@ -18,6 +18,7 @@ from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.compression import CompressionConfig
 from polyaccel.config.sections.curriculum import CurriculumLearningConfig, ProgressiveLayerDropConfig
+from polyaccel.config.sections.data_efficiency import DataEfficiencyConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.generation import GenerationConfig
 from polyaccel.config.sections.hybrid_engine import HybridEngineConfig
@@ -195,6 +196,8 @@ class Config(Section):
     """Quantisation and pruning while training."""
     curriculum_learning: CurriculumLearningConfig = CurriculumLearningConfig()
     """Sequences that grow while training."""
+    data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
+    """Samples by difficulty."""
     progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
     """Layers that are skipped more often while training continues."""
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()

@@ -132,12 +132,8 @@ ABSENT: tuple[Absent, ...] = (
     _alone("autotuning.max_train_batch_size", None, "tuning of the global batch size", "set train_batch_size"),
     # Data.
     Absent(
-        "the data efficiency library",
-        _under("data_efficiency", enabled=False, seed=1234)
-        | _under("data_efficiency.data_sampling", enabled=False, num_epochs=1000, num_workers=0, pin_memory=False)
-        | _under("data_efficiency.data_sampling.curriculum_learning", enabled=False, data_cluster_path=None)
-        | {f"data_efficiency.data_sampling.curriculum_learning.curriculum_metrics{BELOW}": {}}
-        | _under(
+        "batches by their number of tokens",
+        _under(
             "data_efficiency.data_sampling.dynamic_batching",
             enabled=False,
             max_tokens=None,
@@ -147,8 +143,12 @@ ABSENT: tuple[Absent, ...] = (
             max_batch_size=None,
             sequence_picking_order="dataloader",
             verbose=False,
-        )
-        | _under("data_efficiency.data_routing", enabled=False)
+        ),
+        switch="data_efficiency.data_sampling.dynamic_batching.enabled",
+    ),
+    Absent(
+        "random layerwise token dropping",
+        _under("data_efficiency.data_routing", enabled=False)
         | _under(
             "data_efficiency.data_routing.random_ltd",
             enabled=False,
@@ -160,7 +160,7 @@ ABSENT: tuple[Absent, ...] = (
             hidden_state_order=None,
         )
         | {f"data_efficiency.data_routing.random_ltd.random_ltd_schedule{BELOW}": None},
-        switch="data_efficiency.enabled",
+        switch="data_efficiency.data_routing.enabled",
     ),
     # Checkpoints and activations.
     _alone(

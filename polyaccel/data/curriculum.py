@@ -9,10 +9,10 @@ a message, and a state is a few integers that any number of ranks continues from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,14 @@ from polyaccel.errors import CheckpointError, PolyaccelError
 
 _CHOICE, _CLUSTER, _BATCH = range(3)
 """What a random stream is for."""
+
+
+class Arrays(Protocol):
+    """Arrays one after another, such as a token file's sequences."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[NDArray[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +42,8 @@ class Metric:
     """
 
     difficulty: Callable[[int], float]
-    samples: Sequence[NDArray[Any]] | None = None
-    values: Sequence[NDArray[Any]] | None = None
+    samples: Arrays | None = None
+    values: Arrays | None = None
     percentile: bool = False
     most: float = 100
 
@@ -171,8 +179,8 @@ def _by_value(metric: Metric, before: float | None, now: float, admitted: NDArra
 def _by_percentile(metric: Metric, before: float | None, now: float, admitted: NDArray[np.bool_]) -> None:
     assert metric.samples is not None
     total, at = len(admitted), 0
-    start = int(total // metric.most * (before or 0))
-    stop = total if now >= metric.most else int(total // metric.most * now)
+    start = int(total * (before or 0) / metric.most)
+    stop = min(total, int(total * now / metric.most))
     for samples in metric.samples:
         admitted[samples[max(0, start - at) : max(0, stop - at)]] = True
         at += len(samples)

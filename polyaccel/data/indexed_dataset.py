@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, overload
@@ -94,6 +94,10 @@ class IndexedDataset:
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self.sizes)
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        """Give one sequence after another."""
+        return (self.get(number) for number in range(len(self)))
 
     @overload
     def __getitem__(self, index: int) -> NDArray[Any]: ...

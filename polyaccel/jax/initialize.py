@@ -14,6 +14,7 @@ from polyaccel.comm.default import is_initialized, own_thread_communicator
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import build_schedule
+from polyaccel.engine.policies.compression import CompressionPolicy, compression_policy_of
 from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, Problem, ShardingError
 from polyaccel.jax.carried_state import Reduction
@@ -202,5 +203,12 @@ def _check_config(runtime: EngineBuilder) -> None:
     if config.tiled_compute.enabled:
         hint = "map over tiles in the function: jax.lax.map and jax.checkpoint"
         problems.append(Problem("tiled_compute.enabled", True, "not available for JAX", hint))
+    of_torch = {
+        "curriculum_learning.enabled": config.curriculum_learning.enabled,
+        "progressive_layer_drop.enabled": config.progressive_layer_drop.enabled,
+        "data_efficiency.enabled": config.data_efficiency.enabled,
+        "compression_training": compression_policy_of(config) != CompressionPolicy(),
+    }
+    problems += [Problem(key, True, "is for torch modules", "leave it out") for key, on in of_torch.items() if on]
     if problems:
         raise ConfigError(problems, source="initialize")

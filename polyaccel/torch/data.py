@@ -34,7 +34,7 @@ _PRIME = 1_000_003
 
 def require_dataset(data: Any) -> None:
     """Raise ConfigError for a loader in the place of a dataset."""
-    if isinstance(data, (DataLoader, ShardedDataLoader)):
+    if isinstance(data, (DataLoader, ShardedDataLoader)) or hasattr(data, "set_schedules"):
         hint = "pass its dataset (and collate_fn), or leave training_data out and give batches of the loader yourself"
         problem = Problem("training_data", type(data).__name__, "is a loader, and a dataset is expected", hint)
         raise ConfigError([problem], source="initialize")

@@ -17,6 +17,7 @@ from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
+from polyaccel.engine.policies.data_sampling import sampling_policy_of
 from polyaccel.engine.policies.generation import generation_policy_of
 from polyaccel.engine.policies.modules import RecomputePolicy, module_rules_of, recompute_policy_of
 from polyaccel.engine.policies.step_inputs import StepInputPolicy, step_input_policy_of
@@ -25,6 +26,7 @@ from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.api.optimizer import schedule_class
 from polyaccel.torch.compression.in_step import CompressedStep
+from polyaccel.torch.curriculum_loader import CurriculumDataLoader
 from polyaccel.torch.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.deferred_init.init import outside_construction
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
@@ -72,7 +74,7 @@ def initialize(
     engine_class: type[TorchEngine] = TorchEngine,
     pipeline_engine_class: type[PipelineEngine] = PipelineEngine,
     slice_optimizers: Mapping[str, Callable[[], SliceOptimizer]] = MappingProxyType({}),
-) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]:
+) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | CurriculumDataLoader | None, Any]:
     """Build an engine around `model`; arguments and errors as in `polyaccel.initialize`.
 
     `engine_class`, and of a model over stages `pipeline_engine_class`, are for packages that give the engine more
@@ -192,6 +194,10 @@ def _attend_compression(runtime: EngineBuilder, model: nn.Module, engine: TorchE
 
 def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine, *, is_verified: bool) -> None:
     """Let inputs follow the engine's steps."""
+    sampling = sampling_policy_of(runtime.config)
+    if is_verified and sampling is not None and sampling.metrics:
+        key, what = "data_efficiency.data_sampling.curriculum_learning.enabled", "is not compared with plain torch"
+        raise ConfigError([Problem(key, True, what, "leave it out there")])
     policy = step_input_policy_of(runtime.config)
     if policy == StepInputPolicy():
         return
@@ -221,6 +227,7 @@ def _module_settings(config: ResolvedConfig) -> ModuleSettings:
         sparse_gradients=config.sparse_gradients,
         profile=profile_settings_of(config),
         generation=generation_policy_of(config),
+        sampling=sampling_policy_of(config),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from polyaccel.engine.policies.data_sampling import SamplingPolicy
 from polyaccel.engine.policies.generation import GenerationPolicy
 from polyaccel.engine.policies.modules import RecomputePolicy
 from polyaccel.observability.profiles import ProfileSettings
@@ -31,6 +32,8 @@ class ModuleSettings:
     sparse_gradients: bool = False
     profile: ProfileSettings | None = None
     """The step whose operations and times are reported."""
+    sampling: SamplingPolicy | None = None
+    """How `training_data` is loaded; None is in a shuffled order, by this process."""
     generation: GenerationPolicy = field(default_factory=GenerationPolicy)
 
 

@@ -23,6 +23,18 @@ class CurriculumScheduleConfig(Section):
     max_step: Listed[tuple[PositiveInt, ...]] = ()
     """The last step of each difficulty but the last, of "fixed_discrete"."""
 
+    def require(self, schedule_type: str) -> None:
+        """Raise ValueError where a number of this shape is missing."""
+        if schedule_type == "fixed_discrete":
+            if not self.difficulty or len(self.difficulty) != len(self.max_step) + 1:
+                raise ValueError("schedule_config.difficulty needs one number more than max_step")
+            if list(self.max_step) != sorted(set(self.max_step)):
+                raise ValueError("schedule_config.max_step should rise")
+        elif schedule_type != "custom" and self.total_curriculum_step is None:
+            raise ValueError(f"{schedule_type} needs schedule_config.total_curriculum_step")
+        if schedule_type == "fixed_root" and self.root_degree is None:
+            raise ValueError("fixed_root needs schedule_config.root_degree")
+
 
 class CurriculumLearningConfig(Section):
     """Sequences that grow while training. Torch only."""
@@ -48,20 +60,15 @@ class CurriculumLearningConfig(Section):
 
     def _check_numbers(self) -> None:
         numbers = self.schedule_config
+        numbers.require(self.schedule_type)
         if self.schedule_type == "fixed_discrete":
-            if not numbers.difficulty or len(numbers.difficulty) != len(numbers.max_step) + 1:
-                raise ValueError("schedule_config.difficulty needs one number more than max_step")
-            if list(numbers.max_step) != sorted(set(numbers.max_step)):
-                raise ValueError("schedule_config.max_step should rise")
             return
-        if numbers.total_curriculum_step is None or self.max_difficulty is None:
-            raise ValueError(f"{self.schedule_type} needs max_difficulty and schedule_config.total_curriculum_step")
+        if self.max_difficulty is None:
+            raise ValueError(f"{self.schedule_type} needs max_difficulty")
         if self.min_difficulty > self.max_difficulty:
             raise ValueError("min_difficulty is more than max_difficulty")
         if self.min_difficulty < numbers.difficulty_step:
             raise ValueError("min_difficulty is less than schedule_config.difficulty_step")
-        if self.schedule_type == "fixed_root" and numbers.root_degree is None:
-            raise ValueError("fixed_root needs schedule_config.root_degree")
 
 
 class ProgressiveLayerDropConfig(Section):

@@ -21,6 +21,7 @@ from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.checkpoint.random_states import RandomStates
 from polyaccel.torch.checkpoint.saved_buffers import extra_state_blobs, merged_blobs, module_buffers
+from polyaccel.torch.curriculum_loader import CurriculumDataLoader
 from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.sharding.buffers import plain_values
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
@@ -36,7 +37,7 @@ class TorchRun(TrainingRun):
 
     zero: ZeroEngine
     adapter: TorchAdapter
-    data: ShardedDataLoader[Any] | None
+    data: ShardedDataLoader[Any] | CurriculumDataLoader | None
     """The engine's own loader of training data."""
 
 

@@ -1,0 +1,82 @@
+"""What `data_efficiency.data_sampling` asks of the loader: its workers, and a curriculum by metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from polyaccel.config import Config
+from polyaccel.config.sections.data_efficiency import CurriculumMetricConfig
+from polyaccel.data.curriculum import Metric
+from polyaccel.data.indexed_dataset import IndexedDataset
+from polyaccel.engine.policies.step_inputs import Growth, Stairs
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
+
+_CURRICULUM = "data_efficiency.data_sampling.curriculum_learning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPolicy:
+    """How `training_data` is loaded. Without `metrics` in a shuffled order, else by difficulty, with `seed`."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    epochs: int = 1
+    seed: int = 0
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    custom: tuple[str, ...] = ()
+    """Metrics whose difficulty is a function that the script sets."""
+
+
+def sampling_policy_of(config: Config) -> SamplingPolicy | None:
+    """The loader that the config asks for; None where it asks for none."""
+    efficiency = config.data_efficiency
+    section = efficiency.data_sampling
+    if not (efficiency.enabled and section.enabled):
+        return None
+    curriculum = section.curriculum_learning
+    metrics = curriculum.curriculum_metrics if curriculum.enabled else {}
+    return SamplingPolicy(
+        num_workers=section.num_workers,
+        pin_memory=section.pin_memory,
+        epochs=section.num_epochs,
+        seed=efficiency.seed,
+        metrics={name: _metric_of(name, one) for name, one in metrics.items()},
+        custom=tuple(name for name, one in metrics.items() if one.schedule_type == "custom"),
+    )
+
+
+def _metric_of(name: str, section: CurriculumMetricConfig) -> Metric:
+    chooses = section.clustering_type != "single_cluster"
+    by_value = section.difficulty_type == "value"
+    return Metric(
+        difficulty=_difficulty_of(section),
+        samples=_opened(name, "index_to_sample_path", section.index_to_sample_path) if chooses else None,
+        values=_opened(name, "index_to_metric_path", section.index_to_metric_path) if chooses and by_value else None,
+        percentile=not by_value,
+        most=section.max_difficulty,
+    )
+
+
+def _difficulty_of(section: CurriculumMetricConfig) -> Callable[[int], float]:
+    """The largest difficulty of each step, which never falls below the first multiple from `min_difficulty` on."""
+    numbers, most = section.schedule_config, section.max_difficulty
+    if section.schedule_type == "fixed_discrete":
+        return Stairs(values=numbers.difficulty, last_steps=numbers.max_step).at
+    if section.schedule_type == "custom":
+        return lambda step: section.min_difficulty
+    steps, multiple = numbers.total_curriculum_step or 1, numbers.difficulty_step
+    root = (numbers.root_degree or 1) if section.schedule_type == "fixed_root" else 1
+    growth = Growth(least=section.min_difficulty, most=most, steps=steps, root=root, multiple=multiple)
+    least = min(most, -(-section.min_difficulty // multiple) * multiple)
+    return lambda step: most if step >= steps else max(least, growth.at(step))
+
+
+def _opened(name: str, key: str, path: str | None) -> IndexedDataset:
+    assert path is not None  # the section checks it
+    try:
+        return IndexedDataset(path)
+    except PolyaccelError as error:
+        key = f"{_CURRICULUM}.curriculum_metrics.{name}.{key}"
+        hint = "analyse the dataset first, by polyaccel.data.DataAnalysis"
+        raise ConfigError([Problem(key, path, f"cannot be read: {error.message}", hint)]) from error
