@@ -95,7 +95,7 @@ class DataAnalysis:
         Args:
             worker: This worker's number, from 0.
             workers: Number of workers.
-            on_progress: Called after each chunk with the samples that this worker has done, and with all of its own.
+            on_progress: Called after each chunk with the samples that this worker has done, and with all that it has.
 
         Raises:
             PolyaccelError: A metric does not return an integer, or a sum an array of integers.
