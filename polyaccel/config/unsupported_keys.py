@@ -147,20 +147,15 @@ ABSENT: tuple[Absent, ...] = (
         switch="data_efficiency.data_sampling.dynamic_batching.enabled",
     ),
     Absent(
-        "random layerwise token dropping",
-        _under("data_efficiency.data_routing", enabled=False)
-        | _under(
-            "data_efficiency.data_routing.random_ltd",
+        "a learning rate by the tokens of layers",
+        _under(
+            "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule",
             enabled=False,
-            total_layer_num=None,
-            random_ltd_layer_num=None,
-            random_ltd_layer_id=None,
-            model_mask_name=None,
-            model_type=None,
-            hidden_state_order=None,
-        )
-        | {f"data_efficiency.data_routing.random_ltd.random_ltd_schedule{BELOW}": None},
-        switch="data_efficiency.data_routing.enabled",
+            total_layer_tokens=None,
+            warmup_type=None,
+            warmup_layer_tokens=None,
+        ),
+        switch="data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled",
     ),
     # Checkpoints and activations.
     _alone(

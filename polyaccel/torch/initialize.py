@@ -17,7 +17,7 @@ from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
-from polyaccel.engine.policies.data_sampling import sampling_policy_of
+from polyaccel.engine.policies.data_sampling import sampling_policy_of, token_drop_policy_of
 from polyaccel.engine.policies.generation import generation_policy_of
 from polyaccel.engine.policies.modules import RecomputePolicy, module_rules_of, recompute_policy_of
 from polyaccel.engine.policies.step_inputs import StepInputPolicy, step_input_policy_of
@@ -43,6 +43,7 @@ from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
 from polyaccel.torch.sharding.sharded import require_unsharded
 from polyaccel.torch.step_inputs import StepInputs
 from polyaccel.torch.tensor_parallel.megatron_compat import mesh_sizes, require_groups
+from polyaccel.torch.token_drop import TokenDrop
 from polyaccel.torch.verify.first_step import FirstStepProof
 from polyaccel.torch.verify.runs import (
     ALWAYS_ON,
@@ -126,6 +127,7 @@ def initialize(
     if proof is not None:
         proof.attach(engine, _compose_shadow)
     _attend_step_inputs(runtime, model, engine, is_verified=run is not None)
+    _attend_token_drop(runtime, model, engine, is_verified=run is not None)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -207,6 +209,27 @@ def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchE
         raise ConfigError([Problem(f"{key}.enabled", True, what, "leave it out there")])
     counters = engine.counters
     engine.step_inputs = StepInputs(model, policy, lambda: counters.global_steps)
+
+
+def _attend_token_drop(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine, *, is_verified: bool) -> None:
+    """Let chosen layers see a part of the tokens."""
+    policy = token_drop_policy_of(runtime.config)
+    if policy is None:
+        return
+    wrong = {
+        "is not compared with plain torch": is_verified,
+        "does not reach the stages of a pipeline": isinstance(engine, PipelineEngine),
+        "needs whole sequences on each rank": runtime.mesh.has_several("sequence")
+        or (runtime.mesh.has_several("tensor") and runtime.config.tensor_parallel.sequence_sharded),
+    }
+    if reasons := [what for what, is_wrong in wrong.items() if is_wrong]:
+        key = "data_efficiency.data_routing.random_ltd.enabled"
+        raise ConfigError([Problem(key, True, reasons[0], "leave it out there")])
+    counters = engine.counters
+    line = runtime.mesh.group(("data",), runtime.communicator.rank)
+    place = line.index(runtime.communicator.rank)
+    engine.token_drop = drop = TokenDrop(model, policy, place, lambda: (counters.global_steps, counters.micro_steps))
+    runtime.cleanup_callbacks.append(drop.release)
 
 
 def _described(training_data: Any) -> str:

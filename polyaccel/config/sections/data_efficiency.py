@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from polyaccel.config.section import CountInt, Int, PositiveInt, Section
+from polyaccel.config.section import CountInt, Int, Listed, PositiveInt, Section
 from polyaccel.config.sections.curriculum import CurriculumScheduleConfig
 
 
@@ -75,6 +75,81 @@ class DataSamplingConfig(Section):
     """Samples by difficulty."""
 
 
+class RandomLtdScheduleNumbers(Section):
+    """Numbers of the growth."""
+
+    require_steps: PositiveInt
+    """Optimizer steps until layers see `max_value` tokens."""
+    seq_per_step: PositiveInt = 1
+    """Numbers of tokens are multiples of this."""
+
+
+class RandomLtdScheduleConfig(Section):
+    """How many tokens of a sequence the chosen layers see."""
+
+    min_value: PositiveInt
+    """Tokens at the beginning."""
+    max_value: PositiveInt
+    """Tokens at the end: the length of sequences, for the rest of training to see all."""
+    schedule_type: Literal["fixed_linear"] = "fixed_linear"
+    """Shape of the growth."""
+    schedule_config: RandomLtdScheduleNumbers
+    """Numbers of the growth."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.schedule_config.seq_per_step <= self.min_value <= self.max_value:
+            raise ValueError("expected schedule_config.seq_per_step <= min_value <= max_value")
+        return self
+
+
+class RandomLtdConfig(Section):
+    """Layers that see a random part of the tokens. Torch only."""
+
+    enabled: bool = False
+    """Let layers see a part."""
+    total_layer_num: PositiveInt | None = None
+    """Layers of the model: the length of the `ModuleList` that holds them."""
+    random_ltd_layer_num: CountInt | None = None
+    """How many layers `random_ltd_layer_id` names."""
+    random_ltd_layer_id: Listed[tuple[CountInt, ...]] = ()
+    """Indices of the layers that see a part. The paper leaves out the first and the last one."""
+    model_mask_name: str | None = None
+    """Argument of a layer that is the attention mask; null where it has none."""
+    model_type: Literal["decoder", "encoder"] = "decoder"
+    """Without effect: masks are cut to the tokens that are left, in both."""
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
+    """Order of a layer's first dimensions."""
+    micro_batch_size: PositiveInt | None = None
+    """Without effect: the batch is what comes."""
+    global_batch_size: PositiveInt | None = None
+    """Without effect."""
+    random_ltd_schedule: RandomLtdScheduleConfig | None = None
+    """How many tokens they see."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.enabled:
+            return self
+        chosen = self.random_ltd_layer_id
+        if self.total_layer_num is None or self.random_ltd_schedule is None or not chosen:
+            raise ValueError("total_layer_num, random_ltd_layer_id and random_ltd_schedule are needed")
+        if len(set(chosen)) != len(chosen) or max(chosen) >= self.total_layer_num:
+            raise ValueError("random_ltd_layer_id names layers that do not exist, or one twice")
+        if self.random_ltd_layer_num not in (None, len(chosen)):
+            raise ValueError(f"random_ltd_layer_num is not {len(chosen)}, as random_ltd_layer_id says")
+        return self
+
+
+class DataRoutingConfig(Section):
+    """Which tokens reach which layers."""
+
+    enabled: bool = False
+    """Use this section."""
+    random_ltd: RandomLtdConfig = RandomLtdConfig()
+    """Layers that see a random part of the tokens."""
+
+
 class DataEfficiencyConfig(Section):
     """Training with fewer samples and tokens."""
 
@@ -84,3 +159,5 @@ class DataEfficiencyConfig(Section):
     """Seed of what is drawn."""
     data_sampling: DataSamplingConfig = DataSamplingConfig()
     """Which samples come when."""
+    data_routing: DataRoutingConfig = DataRoutingConfig()
+    """Which tokens reach which layers."""

@@ -46,6 +46,40 @@ def sampling_policy_of(config: Config) -> SamplingPolicy | None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDropPolicy:
+    """Layers `layers` of `total` see `tokens` of a step's tokens, which is a function of the steps that are done."""
+
+    layers: tuple[int, ...]
+    total: int
+    tokens: Callable[[int], int]
+    mask_name: str | None
+    sequence_dim: int
+    seed: int
+
+
+def token_drop_policy_of(config: Config) -> TokenDropPolicy | None:
+    """The token dropping that the config asks for; None where it asks for none."""
+    efficiency = config.data_efficiency
+    section = efficiency.data_routing.random_ltd
+    if not (efficiency.enabled and efficiency.data_routing.enabled and section.enabled):
+        return None
+    schedule, total = section.random_ltd_schedule, section.total_layer_num
+    assert schedule is not None  # the section checks both
+    assert total is not None
+    numbers, most = schedule.schedule_config, schedule.max_value
+    steps = numbers.require_steps
+    growth = Growth(least=schedule.min_value, most=most, steps=steps, multiple=numbers.seq_per_step)
+    return TokenDropPolicy(
+        layers=section.random_ltd_layer_id,
+        total=total,
+        tokens=lambda done: most if done >= steps else growth.at(done),
+        mask_name=section.model_mask_name,
+        sequence_dim=1 if section.hidden_state_order == "batch_seq_dim" else 0,
+        seed=efficiency.seed,
+    )
+
+
 def _metric_of(name: str, section: CurriculumMetricConfig) -> Metric:
     chooses = section.clustering_type != "single_cluster"
     by_value = section.difficulty_type == "value"

@@ -56,6 +56,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
     linears: Linears
     step_inputs: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """What changes the inputs of each forward pass of training by the step."""
+    token_drop: Any = None
+    """The layers that see a part of the tokens; None where all see all."""
     before_forward: list[Callable[[], None]]
     """What is called before each forward pass of a training step, on all ranks."""
     _autocast: ForwardAutocast
