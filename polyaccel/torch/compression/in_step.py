@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -41,7 +42,7 @@ class CompressedStep:
         if self._ranks is None:
             return
         seen = [layer.compression.seen for layer in self._ranged]
-        mine = [None if one is None else (float(one[0]), float(one[1])) for one in seen]
+        mine = [None if one is None else _finite(float(one[0]), float(one[1])) for one in seen]
         for layer in self._ranged:
             layer.compression.seen = None
         every = self._ranks.all_gather_object(mine)
@@ -53,6 +54,11 @@ class CompressedStep:
     def release(self) -> None:
         """Let the layers keep the step that they are at."""
         self._clock.follow(None)
+
+
+def _finite(low: float, high: float) -> tuple[float, float] | None:
+    """A range that an overflow has not spoilt: the moving mean would never leave infinity."""
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def _follow(layer: CompressedLayer, low: float, high: float) -> None:

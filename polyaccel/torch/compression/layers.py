@@ -16,7 +16,7 @@ whatever lies between both layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,6 +39,10 @@ from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
 
 _ABSENT = (ShardedParameter, PendingParameter)
+_END = 2**48
+"""More steps than any schedule has."""
+_INPUTS = ("input", "x")
+"""The names of the input of layers that are called by name: torch's and transformers'."""
 
 
 class Clock:
@@ -53,9 +57,13 @@ class Clock:
         return self._own if self._source is None else self._source()
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no engine gives the number: layers then make their masks themselves."""
-        return self._source is None
+    def is_untouched(self) -> bool:
+        """Whether no engine has ever given the number, and nothing was counted."""
+        return self._source is None and not self._own
+
+    def finish(self) -> None:
+        """Go to the end of every schedule."""
+        self._own, self._source = _END, None
 
     def follow(self, source: Callable[[], int] | None) -> None:
         """Take the number from `source` from now on; None keeps the present one."""
@@ -113,11 +121,11 @@ class Mask:
 
     def at(self, step: int) -> Tensor | None:
         """Return the mask of each unit: a function of scores, or what the buffer has; None before pruning begins."""
+        if (scores := self.scores) is None:  # a mask that was loaded holds before an engine counts its steps
+            return self.values if self.has_begun() else None
         if step < self.rule.offset:
             return None
-        if (scores := self.scores) is not None:
-            return _Largest.apply(present(scores), self.rule.dense_ratio)  # type: ignore[no-untyped-call, no-any-return]
-        return self.values if self.has_begun() else None
+        return _Largest.apply(present(scores), self.rule.dense_ratio)  # type: ignore[no-untyped-call, no-any-return]
 
     def kept(self, step: int) -> Tensor:
         """Return the indices along `dim` that stay."""
@@ -205,11 +213,13 @@ class CompressedLayer(nn.Module):
         """The layer's own forward, with compressed inputs and weight."""
         how, own = self.compression, self.__dict__
         if inputs and isinstance(inputs[0], Tensor):
-            x = straight_through(inputs[0], how.quantized_input(self, inputs[0]))
-            inputs = (x, *inputs[1:])
+            inputs = (straight_through(inputs[0], how.quantized_input(self, inputs[0])), *inputs[1:])
+        for name in _INPUTS if not inputs else ():
+            if isinstance(x := named.get(name), Tensor):
+                named[name] = straight_through(x, how.quantized_input(self, x))
         weight = present(self._parameters["weight"])
-        if how.clock.is_alone and self.training and torch.is_grad_enabled():
-            how.begin_masks()
+        if self.training and torch.is_grad_enabled():
+            how.begin_masks()  # without an engine, and where a script calls the model in the place of its engine
         masked = how.masked(self, weight)
         values = how.quantized(masked)
         shown = {"weight": straight_through(masked, values)}
@@ -345,6 +355,11 @@ def present(parameter: Any) -> Any:
     if type(parameter) in _ABSENT:
         Tensor.detach(parameter)
     return parameter
+
+
+def compressed_layers(model: nn.Module) -> Iterator[tuple[str, CompressedLayer]]:
+    """Yield the compressed layers of `model` with their full names."""
+    return ((name, part) for name, part in model.named_modules() if isinstance(part, CompressedLayer))
 
 
 def own_class(layer: nn.Module) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from polyaccel.config import Config, load_config
 from polyaccel.engine.policies.compression import (
     CompressionPolicy,
-    PruningRule,
     compression_policy_of,
 )
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.torch.compression.export import make_plain
+from polyaccel.torch.compression.fast_paths import keep_calls
 from polyaccel.torch.compression.finding import (
-    NORMS,
-    follower_dim,
+    Pruned,
+    bypassed,
     groups_problem,
     has_weight,
     matching,
     pruned,
+    pruned_twice,
+    shared_heads,
     twice,
     unfit,
     weight_of,
@@ -34,8 +37,7 @@ from polyaccel.torch.compression.layers import (
     Compression,
     Mask,
     compressed_class,
-    output_dim,
-    own_class,
+    compressed_layers,
 )
 from polyaccel.torch.compression.students import copy_layers
 from polyaccel.torch.deferred_init.values import is_deferred, value_of
@@ -80,7 +82,9 @@ def init_compression(model: nn.Module, config: GivenConfig, teacher_model: nn.Mo
 def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
     """Make compressed layers plain again, in place, with the values and sizes that they compute with. DeepSpeed's name.
 
-    What is pruned by rows, heads or channels is gone, from related layers too. Quantised weights have their levels.
+    What is pruned by rows, heads or channels is gone, from related layers too. Quantised weights have their levels. A
+    model that no engine has trained since `init_compression` is taken at the end of its schedule: its weights were
+    loaded, or are to be quantised after training. A weight stays tied where all its layers compute with it alike.
 
     Args:
         model: A module that `init_compression` or `initialize` compressed; its engine was destroyed.
@@ -100,22 +104,12 @@ def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
         ```
     """
     load_config(config)
-    layers = dict(_compressed(model))
+    layers = dict(compressed_layers(model))
     if not layers:
         kind = type(model).__name__
         raise PolyaccelError(f"nothing of {kind} is compressed", hint="call init_compression first", value=kind)
     _require_free(layers)
-    cuts = [
-        (layer, dim, mask.kept(layer.compression.clock.step))
-        for layer in layers.values()
-        for mask, dim in _cut_dims(layer)
-    ]
-    for layer in layers.values():
-        _settle(layer)
-    for layer, dim, kept in cuts:
-        _cut(layer, dim, kept)
-    for layer in layers.values():
-        _plain(layer)
+    make_plain(model, layers)
     return model
 
 
@@ -153,7 +147,7 @@ def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
 
     Raises ConfigError naming every rule that fits no layer, and PolyaccelError for a model of an engine.
     """
-    if not policy.has_rules or any(_compressed(model)):
+    if not policy.has_rules or any(compressed_layers(model)):
         return ()
     clock, layers, problems = Clock(), dict(model.named_modules()), list[Problem]()
     found: dict[str, Compression] = {}
@@ -163,7 +157,7 @@ def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
 
     for rule in policy.weights:
         names = [name for name in matching(layers, rule.modules) if has_weight(layers[name])]
-        problems += unfit(rule.key, rule.modules, names)
+        problems += unfit(rule.key, rule.modules, names) + bypassed(rule.key, names, layers)
         for name in names:
             problems += groups_problem(rule, name, layers[name])
             problems += twice(rule.key, name, layer_named(name).weights)
@@ -172,24 +166,27 @@ def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
         names = [
             name for name in matching(layers, of_inputs.modules) if has_weight(layers[name], allows_embedding=False)
         ]
-        problems += unfit(of_inputs.key, of_inputs.modules, names)
+        problems += unfit(of_inputs.key, of_inputs.modules, names) + bypassed(of_inputs.key, names, layers)
         for name in names:
             problems += twice(of_inputs.key, name, layer_named(name).inputs)
             found[name].inputs = of_inputs
     pruning = [row for rule in policy.pruning for row in pruned(layers, rule, problems)]
+    problems += pruned_twice(pruning, layers) + shared_heads(pruning, model)
     if problems:
         raise ConfigError(problems)
-    for name in {*found, *(name for _, name, _ in pruning), *(other for *_, others in pruning for other in others)}:
-        layer_named(name)
+    for row in pruning:
+        for name in (row.name, *(other for other, _ in row.followers)):
+            layer_named(name)
     _require_free({name: layers[name] for name in found})
     for name, how in found.items():
         _convert(layers[name], how)
-    for of_pruning, name, others in pruning:
-        _prune(layers, of_pruning, name, others)
+    for row in pruning:
+        _prune(layers, row)
+    keep_calls(model)
     return tuple(name for name in layers if name in found)
 
 
-# Converting them, and back.
+# Converting them.
 
 
 def _convert(layer: nn.Module, how: Compression) -> None:
@@ -200,14 +197,13 @@ def _convert(layer: nn.Module, how: Compression) -> None:
         layer.register_buffer("input_range", torch.tensor([float("inf"), float("-inf")]))
 
 
-def _prune(layers: Mapping[str, nn.Module], rule: PruningRule, name: str, others: list[str]) -> None:
-    layer = layers[name]
+def _prune(layers: Mapping[str, nn.Module], row: Pruned) -> None:
+    layer, rule = layers[row.name], row.rule
     assert isinstance(layer, CompressedLayer)  # converted before
     weight, block = weight_of(layer), 1
-    if rule.kind == "sparse":
-        dim, shape = None, tuple(weight.shape)
+    if (dim := row.dim) is None:
+        shape = tuple(weight.shape)
     else:
-        dim = 1 - output_dim(layer) if rule.kind == "head" else output_dim(layer)
         block = weight.shape[dim] // rule.num_heads if rule.kind == "head" else 1
         shape = (weight.shape[dim] // block,)
     mask = Mask(layer, rule, dim, block, rule.kind)
@@ -215,10 +211,10 @@ def _prune(layers: Mapping[str, nn.Module], rule: PruningRule, name: str, others
     layer.compression.masks.append(mask)
     if rule.is_learned:
         layer.register_parameter(f"{rule.kind}_scores", nn.Parameter(_first_scores(weight, mask, shape)))
-    for other in others:
+    for other, of_other in row.followers:
         follower = layers[other]
         assert isinstance(follower, CompressedLayer)  # converted before
-        follower.compression.followed.append((mask, follower_dim(follower, is_head=rule.kind == "head")))
+        follower.compression.followed.append((mask, of_other))
 
 
 def _device_of(weight: Tensor) -> torch.device:
@@ -235,61 +231,8 @@ def _first_scores(weight: Tensor, mask: Mask, shape: tuple[int, ...]) -> Tensor:
     return (found / found.max().clamp(min=torch.finfo(torch.float32).tiny)).view(shape)
 
 
-def _compressed(model: nn.Module) -> Iterator[tuple[str, CompressedLayer]]:
-    return ((name, part) for name, part in model.named_modules() if isinstance(part, CompressedLayer))
-
-
 def _require_free(layers: Mapping[str, nn.Module]) -> None:
     for name, layer in layers.items():
         if any(record_of(one) is not None for one in layer.parameters(recurse=False)):
             hint = "compress it before polyaccel.initialize, and clean it after engine.destroy()"
             raise PolyaccelError(f"{name!r} belongs to an engine", hint=hint, value=name)
-
-
-def _cut_dims(layer: CompressedLayer) -> Iterator[tuple[Mask, int]]:
-    for mask in layer.compression.masks:
-        if mask.dim is not None:
-            yield mask, mask.dim
-    yield from layer.compression.followed
-
-
-@torch.no_grad()
-def _settle(layer: CompressedLayer) -> None:
-    """Give a layer's parameters the values that its forward computes with."""
-    how, weight = layer.compression, weight_of(layer)
-    values = how.quantized(how.masked(layer, weight))
-    if values is not weight:
-        weight.copy_(values)
-    if (bias := layer._parameters.get("bias")) is not None:
-        bias.copy_(how.masked_bias(layer, bias))
-
-
-@torch.no_grad()
-def _cut(layer: CompressedLayer, dim: int, kept: Tensor) -> None:
-    """Keep the slices `kept` along `dim` of the layer's weight, and of all that goes with them."""
-    weight = weight_of(layer)
-    is_output = isinstance(layer, NORMS) or dim == output_dim(layer)
-    tables: list[tuple[dict[str, Any], str, int]] = [(layer._parameters, "weight", dim)]
-    if is_output:
-        tables.append((layer._parameters, "bias", 0))
-        tables += [(layer._buffers, name, 0) for name in ("running_mean", "running_var")]
-    for table, name, along in tables:
-        value = table.get(name)
-        if value is not None:
-            chosen = value.detach().index_select(along, kept.to(weight.device)).clone()
-            is_parameter = isinstance(value, nn.Parameter)
-            table[name] = nn.Parameter(chosen, requires_grad=value.requires_grad) if is_parameter else chosen
-    outputs = ("num_features", "out_features", "out_channels", "nf")
-    for attribute in outputs if is_output else ("in_features", "in_channels", "nx"):
-        if hasattr(layer, attribute):
-            setattr(layer, attribute, len(kept))
-
-
-def _plain(layer: CompressedLayer) -> None:
-    """Give a layer its own class again, without what compression added."""
-    for mask in layer.compression.masks:
-        layer._buffers.pop(f"{mask.name}_mask", None)
-        layer._parameters.pop(f"{mask.name}_scores", None)
-    layer._buffers.pop("input_range", None)
-    del layer.__dict__["compression"]
-    layer.__class__ = own_class(layer)
