@@ -100,7 +100,7 @@ def initialize(
     require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
     require_unsharded(model)
-    compress_first(model, runtime.config, optimizer, model_parameters)
+    compress_first(model, runtime, optimizer, model_parameters)
     if run is not None and run.variant.is_plain:
         classes, of_data = (engine_class, pipeline_engine_class), (training_data, collate_fn)
         return plain_run(run, model, runtime, optimizer, model_parameters, *of_data, lr_scheduler, *classes)
@@ -190,6 +190,7 @@ def _attend_compression(runtime: EngineBuilder, model: nn.Module, engine: TorchE
             model, lambda: counters.global_steps, lambda: runtime.process_group_for(("data", "sequence"))
         )
         engine.before_forward.append(step.before_forward)
+        engine.before_update.append(step.before_update)
         engine.after_step.append(step.after_step)
         runtime.cleanup_callbacks.append(step.release)
 

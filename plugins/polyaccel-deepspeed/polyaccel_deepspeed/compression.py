@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import polyaccel
+from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel_deepspeed.config import normalise
 
 
@@ -17,7 +18,14 @@ def init_compression(model: Any, deepspeed_config: Any, teacher_model: Any = Non
 
 
 def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None) -> Any:
-    """Make compressed layers plain again, in place, and smaller where they were pruned; returns the model."""
+    """Make compressed layers plain again, in place, and smaller where they were pruned; returns the model.
+
+    Of an engine it is the engine's module, which the engine has given up.
+    """
+    if isinstance(model, TorchEngine):
+        module = model.module
+        model.destroy()
+        model = module
     return polyaccel.redundancy_clean(model, normalise(deepspeed_config)[0])
 
 

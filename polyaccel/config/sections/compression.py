@@ -158,6 +158,37 @@ class SharedPruning(Section):
     """Optimizer steps before it begins."""
 
 
+class SharedSparsePruning(SharedPruning):
+    """What all groups of `sparse_pruning` share."""
+
+    method: Literal["l1", "topk", "snip_momentum"] = "l1"  # type: ignore[assignment]
+    """As for other pruning; "snip_momentum" removes, again and again, the blocks that matter least to the loss."""
+    dense_ratio: DenseRatio = 0.1
+    """Share that stays in the end, of all layers together. For "snip_momentum", as are the keys below."""
+    block_pattern: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] = "4x1"
+    """Outputs x inputs of a block."""
+    schedule_offset_end: CountInt | None = None
+    """Optimizer steps after which no more is removed; null is `schedule_offset`."""
+    schedule_offset_stride: PositiveInt = 1
+    """Optimizer steps from one removal to the next."""
+    excluded_modules: Names = ()
+    """Regular expressions that are found in full names of layers that stay whole."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        own = {"dense_ratio", "block_pattern", "schedule_offset_end", "schedule_offset_stride", "excluded_modules"}
+        if self.method != "snip_momentum" and (given := own & self.model_fields_set):
+            raise ValueError(f"{min(given)} is for snip_momentum, and method is {self.method}")
+        if self.method == "snip_momentum" and self.last_step < max(1, self.schedule_offset):
+            raise ValueError(f"schedule_offset_end is {self.last_step}, before there is a gradient or before it begins")
+        return self
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps after which no more is removed."""
+        return self.schedule_offset if self.schedule_offset_end is None else self.schedule_offset_end
+
+
 class SharedHeadPruning(SharedPruning):
     """What all groups of `head_pruning` share."""
 
@@ -203,6 +234,21 @@ class PruningConfig(Section):
     """Groups of layers, by names of your own."""
 
 
+class SparsePruningConfig(Section):
+    """Pruning of single weights, or of small blocks."""
+
+    shared_parameters: SharedSparsePruning = SharedSparsePruning()
+    """What all groups share."""
+    different_groups: dict[str, PruningGroup] = Field(default_factory=dict)
+    """Groups of layers, by names of your own; "snip_momentum" has none, and takes all but `excluded_modules`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.shared_parameters.method == "snip_momentum" and self.different_groups:
+            raise ValueError("different_groups is not for snip_momentum: name the layers that stay in excluded_modules")
+        return self
+
+
 class HeadPruningConfig(Section):
     """Pruning of attention heads."""
 
@@ -225,7 +271,7 @@ class CompressionConfig(Section):
     """Weights in few bits."""
     activation_quantization: ActivationQuantizationConfig = ActivationQuantizationConfig()
     """Inputs of layers in few bits."""
-    sparse_pruning: PruningConfig = PruningConfig()
+    sparse_pruning: SparsePruningConfig = SparsePruningConfig()
     """Single weights that are 0."""
     row_pruning: PruningConfig = PruningConfig()
     """Outputs of linear layers that are 0."""

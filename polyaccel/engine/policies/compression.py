@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from polyaccel.config import Config
-from polyaccel.config.sections.compression import PruningConfig
+from polyaccel.config.sections.compression import PruningConfig, SharedSparsePruning, SparsePruningConfig
 
 PruningKind = Literal["sparse", "row", "head", "channel"]
 
@@ -56,6 +56,15 @@ class InputRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """Blocks of `block` outputs and inputs that are removed every `stride` steps, from a rule's offset to `last`."""
+
+    block: tuple[int, int]
+    last: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PruningRule:
     """A share of layers that stays from step `offset` on. `related` are the layers of each expression of `modules`."""
 
@@ -67,6 +76,19 @@ class PruningRule:
     dense_ratio: float
     is_learned: bool
     num_heads: int = 0
+    excluded: tuple[str, ...] = ()
+    removal: Removal | None = None
+
+    def dense_share_at(self, step: int) -> float | None:
+        """The share of blocks that stays once removals after `step` steps are done; None where none is due then.
+
+        Removal k of K leaves `dense_ratio` to the power k / K, so that each removes the same share of what is left.
+        """
+        if self.removal is None or not self.offset <= step <= self.removal.last:
+            return None
+        total = (self.removal.last - self.offset) // self.removal.stride
+        count, rest = divmod(step - self.offset, self.removal.stride)
+        return None if rest else self.dense_ratio ** (count / total if total else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +170,21 @@ def _input_rules(config: Config) -> Iterator[InputRule]:
         )
 
 
-def _pruning_rules(kind: PruningKind, section: PruningConfig) -> Iterator[PruningRule]:
+def _pruning_rules(kind: PruningKind, section: PruningConfig | SparsePruningConfig) -> Iterator[PruningRule]:
     shared = section.shared_parameters
+    if isinstance(shared, SharedSparsePruning) and shared.enabled and shared.method == "snip_momentum":
+        rows, columns = map(int, shared.block_pattern.split("x"))
+        yield PruningRule(
+            key="compression_training.sparse_pruning.shared_parameters",
+            kind=kind,
+            modules=("*",),
+            related=((),),
+            offset=shared.schedule_offset,
+            dense_ratio=shared.dense_ratio,
+            is_learned=False,
+            excluded=shared.excluded_modules,
+            removal=Removal(block=(rows, columns), last=shared.last_step, stride=shared.schedule_offset_stride),
+        )
     for name, group in section.different_groups.items() if shared.enabled else ():
         yield PruningRule(
             key=f"compression_training.{kind}_pruning.different_groups.{name}",

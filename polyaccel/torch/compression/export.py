@@ -124,7 +124,8 @@ def _plain(layer: CompressedLayer) -> None:
     for mask in layer.compression.masks:
         layer._buffers.pop(f"{mask.name}_mask", None)
         layer._parameters.pop(f"{mask.name}_scores", None)
-    layer._buffers.pop("input_range", None)
+    for name in ("input_range", "snip_scores"):
+        layer._buffers.pop(name, None)
     release_calls(layer)
     del layer.__dict__["compression"]
     layer.__class__ = own_class(layer)

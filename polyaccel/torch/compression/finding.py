@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from polyaccel.engine.policies.compression import PruningRule, WeightRule
 from polyaccel.errors import Problem
-from polyaccel.torch.compression.layers import is_transposed, output_dim
+from polyaccel.torch.compression.layers import as_matrix, is_transposed, output_dim
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -49,6 +49,7 @@ def pruned(layers: Mapping[str, nn.Module], rule: PruningRule, problems: list[Pr
             for name in matching(layers, [expression])
             if has_weight(layers[name], allows_embedding=False)
             and (rule.kind == "sparse" or isinstance(layers[name], kinds) or is_transposed(layers[name]))
+            and not any(re.search(one, name) for one in rule.excluded)
         ]
         problems += unfit(rule.key, [expression], names) + bypassed(rule.key, names, layers)
         others = [name for name in matching(layers, related) if _can_follow(layers[name])]
@@ -150,6 +151,11 @@ def _size_problems(
     rule: PruningRule, name: str, layers: Mapping[str, nn.Module], others: list[str]
 ) -> Iterator[Problem]:
     layer, hint = layers[name], "name layers that follow each other"
+    if rule.removal is not None:
+        sizes = as_matrix(layer, weight_of(layer)).shape
+        if any(size % block for size, block in zip(sizes, rule.removal.block, strict=True)):
+            expected = f"does not divide the {tuple(sizes)} outputs and inputs of {name!r}"
+            yield Problem(f"{rule.key}.block_pattern", rule.removal.block, expected, "name it in excluded_modules")
     if rule.kind == "sparse":
         return
     if rule.kind == "channel" and getattr(layer, "groups", 1) != 1:

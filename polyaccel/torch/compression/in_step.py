@@ -11,6 +11,7 @@ from torch import nn
 from polyaccel.comm.base import Communicator
 from polyaccel.torch.api.gathered import GatheredParameters
 from polyaccel.torch.compression.layers import CompressedLayer, Mask
+from polyaccel.torch.compression.snip import BlockRemoval
 
 _MOMENTUM = 0.95
 """What a range keeps of its past in each step (Jacob et al. 2018, section 3.1, smooth with a constant near 1)."""
@@ -26,6 +27,7 @@ class CompressedStep:
         self._clock.follow(steps)
         self._masks: list[Mask] = [mask for layer in self._layers for mask in layer.compression.masks]
         self._ranged = [layer for layer in self._layers if "input_range" in layer._buffers]
+        self._blocks = BlockRemoval([mask for mask in self._masks if mask.rule.removal is not None])
         self._ranks = ranks() if self._ranged else None
 
     def before_forward(self) -> None:
@@ -36,9 +38,14 @@ class CompressedStep:
                 with GatheredParameters(mask.layer.parameters(recurse=False)):
                     mask.make()
 
+    def before_update(self) -> None:
+        """Let scores of blocks follow the gradients. Collective where there are any."""
+        self._blocks.follow_gradients()
+
     @torch.no_grad()
     def after_step(self, loss: float | None) -> None:
-        """Let static ranges follow the inputs of all ranks since the last step. Collective."""
+        """Remove blocks, and let static ranges follow the inputs of all ranks since the last step. Collective."""
+        self._blocks.remove(self._clock.step)
         if self._ranks is None:
             return
         seen = [layer.compression.seen for layer in self._ranged]

@@ -107,7 +107,8 @@ class Mask:
 
     def is_due(self, step: int) -> bool:
         """Whether the mask is to be made of magnitudes now."""
-        return not self.rule.is_learned and step >= self.rule.offset and not self.has_begun()
+        is_of_magnitudes = not self.rule.is_learned and self.rule.removal is None
+        return is_of_magnitudes and step >= self.rule.offset and not self.has_begun()
 
     @torch.no_grad()
     def make(self) -> None:
@@ -304,6 +305,11 @@ def shaped(mask: Tensor, weight: Tensor, dim: int | None, block: int) -> Tensor:
 def output_dim(layer: nn.Module) -> int:
     """The dimension of the weight that counts outputs: the second one of transformers' Conv1D."""
     return 1 if is_transposed(layer) else 0
+
+
+def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight as a view of (outputs, inputs)."""
+    return weight.t() if is_transposed(layer) else weight.flatten(1)
 
 
 def is_transposed(layer: nn.Module) -> bool:

@@ -36,6 +36,7 @@ from polyaccel.torch.compression.layers import (
     CompressedLayer,
     Compression,
     Mask,
+    as_matrix,
     compressed_class,
     compressed_layers,
 )
@@ -94,7 +95,7 @@ def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
         The same module, which needs polyaccel no more.
 
     Raises:
-        PolyaccelError: The model belongs to an engine, or nothing of it is compressed.
+        PolyaccelError: The model belongs to an engine, or nothing of it is compressed and the config compresses.
 
     Example:
         ```python
@@ -103,8 +104,9 @@ def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
         torch.save(model.state_dict(), "small.pt")
         ```
     """
-    load_config(config)
     layers = dict(compressed_layers(model))
+    if not layers and not compression_policy_of(load_config(config)).has_rules:
+        return model
     if not layers:
         kind = type(model).__name__
         raise PolyaccelError(f"nothing of {kind} is compressed", hint="call init_compression first", value=kind)
@@ -209,6 +211,10 @@ def _prune(layers: Mapping[str, nn.Module], row: Pruned) -> None:
     mask = Mask(layer, rule, dim, block, rule.kind)
     layer.register_buffer(f"{rule.kind}_mask", torch.full(shape, -1, dtype=torch.int8, device=_device_of(weight)))
     layer.compression.masks.append(mask)
+    if rule.removal is not None:
+        sizes = as_matrix(layer, weight).shape
+        blocks = [size // one for size, one in zip(sizes, rule.removal.block, strict=True)]
+        layer.register_buffer("snip_scores", torch.zeros(blocks, device=_device_of(weight)))
     if rule.is_learned:
         layer.register_parameter(f"{rule.kind}_scores", nn.Parameter(_first_scores(weight, mask, shape)))
     for other, of_other in row.followers:

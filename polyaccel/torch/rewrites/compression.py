@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyaccel.config import ResolvedConfig
 from polyaccel.engine.policies.compression import compression_policy_of
+from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.compression.layers import CompressedLayer
 from polyaccel.torch.compression.models import compress
@@ -28,16 +28,7 @@ class CompressedLayers(Rewrite):
 
     def check(self, context: RewriteContext) -> None:
         """Raise ConfigError for models that are cut over ranks: their layers hold blocks of weights."""
-        problems = [
-            Problem(f"mesh.{axis}", context.size_of(axis), "cuts layers, and compressed ones stay whole", "use 1")
-            for axis in ("tensor", "pipe", "expert")
-            if context.size_of(axis) > 1
-        ]
-        if context.runtime.config.tiled_compute.enabled:
-            expected = "replaces layers that are compressed"
-            problems.append(Problem("tiled_compute.enabled", True, expected, "leave it out"))
-        if problems:
-            raise ConfigError(problems)
+        require_uncut(context.runtime)
 
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
         names = tuple(name for name, part in context.model.named_modules() if isinstance(part, CompressedLayer))
@@ -49,14 +40,29 @@ def is_compressed(model: nn.Module) -> bool:
     return any(isinstance(part, CompressedLayer) for part in model.modules())
 
 
+def require_uncut(runtime: EngineBuilder) -> None:
+    """Raise ConfigError for models that are cut over ranks: their layers hold blocks of weights."""
+    problems = [
+        Problem(f"mesh.{axis}", size, "cuts layers, and compressed ones stay whole", "use 1")
+        for axis in ("tensor", "pipe", "expert")
+        if (size := runtime.mesh.size_of((axis,))) > 1
+    ]
+    if runtime.config.tiled_compute.enabled:
+        expected = "replaces layers that are compressed"
+        problems.append(Problem("tiled_compute.enabled", True, expected, "leave it out"))
+    if problems:
+        raise ConfigError(problems)
+
+
 def compress_first(
-    model: nn.Module, config: ResolvedConfig, client: Any, model_parameters: Iterable[Any] | None
+    model: nn.Module, runtime: EngineBuilder, client: Any, model_parameters: Iterable[Any] | None
 ) -> None:
-    """Compress what the config names, unless the script has done so. Raises as `compress`, and PolyaccelError where
-    scores would be parameters that the script's optimizer does not have."""
-    policy = compression_policy_of(config)
+    """Compress what the config names, unless the script has done so. Raises as `compress` and `require_uncut`, and
+    PolyaccelError where scores would be parameters that the script's optimizer does not have."""
+    policy = compression_policy_of(runtime.config)
     if not policy.has_rules or is_compressed(model):
         return
+    require_uncut(runtime)
     is_chosen = isinstance(client, torch.optim.Optimizer) or model_parameters is not None
     if is_chosen and any(rule.is_learned for rule in policy.pruning):
         raise PolyaccelError(

@@ -362,10 +362,12 @@ def test_a_rule_that_does_not_fit_is_named(name: str) -> None:
     assert not any(isinstance(part, CompressedLayer) for part in model.modules())
 
 
-def test_models_cut_over_ranks_are_refused() -> None:
-    def run(communicator: Any, model: nn.Module) -> list[str]:
+@pytest.mark.parametrize("axis", ["tensor", "expert", "pipe"])
+def test_models_cut_over_ranks_are_refused_and_left_alone(axis: str) -> None:
+    def run(communicator: Any, model: nn.Module) -> Any:
         with pytest.raises(ConfigError) as caught:
-            begin(0, model, mesh={"tensor": 2})
-        return [problem.key for problem in caught.value.problems]
+            begin(0, model, mesh={axis: 2})
+        is_plain = not any(isinstance(part, CompressedLayer) for part in model.modules())
+        return is_plain, [problem.key for problem in caught.value.problems]
 
-    assert on_threads(2, run, parity_model) == [["mesh.tensor"]] * 2
+    assert on_threads(2, run, parity_model) == [(True, [f"mesh.{axis}"])] * 2
