@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from polyaccel.frontend import init_inference as init_inference
     from polyaccel.frontend import initialize as initialize
     from polyaccel.observability.progress_view import open_progress as open_progress
+    from polyaccel.torch.compression.distillation import distillation_loss as distillation_loss
     from polyaccel.torch.compression.models import init_compression as init_compression
     from polyaccel.torch.compression.models import redundancy_clean as redundancy_clean
     from polyaccel.torch.compression.models import student_initialization as student_initialization
@@ -49,6 +50,7 @@ _HOMES = {
     "add_config_arguments": "polyaccel.frontend",
     "begin_run": "polyaccel.engine.run_folder",
     "dequantize_frozen": "polyaccel.torch.quantized.models",
+    "distillation_loss": "polyaccel.torch.compression.distillation",
     "get_accelerator": "polyaccel.accelerators",
     "init_compression": "polyaccel.torch.compression.models",
     "init_distributed": "polyaccel.comm",
@@ -76,6 +78,7 @@ __all__ = [
     "comm",
     "data",
     "dequantize_frozen",
+    "distillation_loss",
     "get_accelerator",
     "init_compression",
     "init_distributed",

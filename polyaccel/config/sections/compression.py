@@ -15,6 +15,17 @@ Method = Literal["l1", "topk"]
 _ALL = ("*",)
 
 
+class DistillationConfig(Section):
+    """What `distillation_loss` mixes."""
+
+    weight: Fraction = 0.5
+    """Share of the distance from the teacher's outputs; the rest is the loss against labels."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of both."""
+    hidden_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Factor of the distance between hidden states, which is added."""
+
+
 class LayerReductionConfig(Section):
     """A student with some of its teacher's layers, which `student_initialization` copies."""
 
@@ -28,6 +39,8 @@ class LayerReductionConfig(Section):
     """Indices of the teacher's layers, one for each of the student's."""
     other_module_name: Names = ()
     """Full names of modules that are copied as they are."""
+    distillation: DistillationConfig = DistillationConfig()
+    """The loss of `distillation_loss`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

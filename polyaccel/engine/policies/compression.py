@@ -92,12 +92,22 @@ class PruningRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """What the loss of a student mixes."""
+
+    weight: float
+    temperature: float
+    hidden_weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReduction:
     """A student's layers `teacher_layers` of its teacher, under `prefix`, and `others` as they are."""
 
     prefix: str
     teacher_layers: tuple[int, ...]
     others: tuple[str, ...]
+    distillation: Distillation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +131,14 @@ def compression_policy_of(config: Config) -> CompressionPolicy:
     if section.layer_reduction.enabled:
         layers = section.layer_reduction
         reduction = LayerReduction(
-            prefix=layers.module_name_prefix, teacher_layers=layers.teacher_layer, others=layers.other_module_name
+            prefix=layers.module_name_prefix,
+            teacher_layers=layers.teacher_layer,
+            others=layers.other_module_name,
+            distillation=Distillation(
+                weight=layers.distillation.weight,
+                temperature=layers.distillation.temperature,
+                hidden_weight=layers.distillation.hidden_weight,
+            ),
         )
     kinds: Mapping[PruningKind, Any] = {
         "sparse": section.sparse_pruning,
