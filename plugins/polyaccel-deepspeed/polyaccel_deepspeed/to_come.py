@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-COMPRESSION = "it does not exist here; compression_training quantises by its own schedule"
+COMPRESSION = "it does not exist here; compression_training quantises layers by one schedule for each group"
 CURRICULUM = "sampling by difficulty and dropped tokens do not exist here; curriculum_learning cuts sequences"
 LOCO = "gradients are quantised without an error that is carried on"
 MICS = "parameters are sharded over all ranks, or by zero_hpz_partition_size over near ones too"

@@ -91,6 +91,8 @@ class WeightBits(Section):
     """Bits at the end. 2 is ternary, 1 binary."""
     quantization_period: CountInt = 1
     """Optimizer steps after which there is a bit less; 0 begins with `target_bits`."""
+    period_doubling: bool = False
+    """Let each further bit take as many steps as all before it together (mixture of quantisation, MoQ)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

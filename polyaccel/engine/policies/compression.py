@@ -25,6 +25,7 @@ class WeightRule:
     start_bits: int
     target_bits: int
     period: int
+    doubles: bool
     groups: int
     is_symmetric: bool
     is_stochastic: bool
@@ -36,7 +37,9 @@ class WeightRule:
             return 0
         if not self.period:
             return self.target_bits
-        return max(self.target_bits, self.start_bits - (step - self.offset) // self.period)
+        periods = (step - self.offset) // self.period
+        lost = periods.bit_length() if self.doubles else periods  # after 1, 2, 4, 8 periods, or after each
+        return max(self.target_bits, self.start_bits - lost)
 
     def own_share_at(self, step: int) -> float:
         """The share of the unquantised value after `step` optimizer steps."""
@@ -166,6 +169,7 @@ def _weight_rules(config: Config) -> Iterator[WeightRule]:
             start_bits=group.params.start_bits,
             target_bits=group.params.target_bits,
             period=group.params.quantization_period,
+            doubles=group.params.period_doubling,
             groups=shared.quantize_groups,
             is_symmetric=shared.quantization_type == "symmetric",
             is_stochastic=shared.rounding == "stochastic",

@@ -14,6 +14,8 @@ from deepspeed.compression.helper import convert_conv1d_to_linear
 from parity_models import drawn_from
 from polyaccel_deepspeed.config import normalise
 
+from polyaccel.config import load_config
+from polyaccel.engine.policies.compression import compression_policy_of
 from polyaccel.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -176,3 +178,53 @@ def test_techniques_that_are_off_are_dropped_and_others_refused_by_value() -> No
     with pytest.raises(ConfigError) as caught:
         deepspeed.initialize(model=model, config=config)
     assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == ["method"]
+
+
+MOQ: dict[str, Any] = {
+    "enabled": True,
+    "quantize_verbose": True,
+    "quantizer_kernel": True,
+    "quantize-algo": {"q_type": "symmetric"},
+    "quantize_bits": {"start_bits": 8, "target_bits": 3},
+    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 1},
+    "quantize_groups": 8,
+    "fp16_mixed_quantize": {"enabled": False},
+    "eigenvalue": {"enabled": False, "verbose": True, "max_iter": 50},
+    "quantize_eigenvalue": False,
+}
+"""As DeepSpeed's tutorial of MoQ writes it, with fewer steps."""
+
+
+def test_moq_loses_bits_after_periods_that_double() -> None:
+    """Next to the counter of DeepSpeed's Quantizer: a bit less and twice the period, when the steps reach it."""
+    tree, changes = normalise({"train_batch_size": 4, "quantize_training": MOQ})
+    assert "quantize_training" in [change.key for change in changes]
+    rule = compression_policy_of(load_config(tree)).weights[0]
+    bits, period, wanted = 8, 2, [0]
+    for steps in range(40):
+        if bits != 3 and steps >= period:
+            period, bits = 2 * period, bits - 1
+        wanted.append(bits)
+    assert [rule.bits_at(step) for step in range(41)] == wanted
+    assert (rule.groups, rule.is_symmetric, rule.modules) == (8, True, ("*",))
+    losses = train(gpt2(), {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "quantize_training": MOQ})
+    assert losses[0] != losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"quantize_eigenvalue": True}, "quantize_training"),
+        ({"eigenvalue": {"enabled": True}}, "quantize_training"),
+        ({"quantize_bits": {"start_bits": 3, "target_bits": 8}}, "params"),
+        ({"quantise_groups": 8}, "quantise_groups"),
+    ],
+)
+def test_what_moq_cannot_be_is_named(changed: dict[str, Any], key: str) -> None:
+    config = {"train_batch_size": 4, "quantize_training": {**MOQ, **changed}}
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.initialize(model=gpt2(), config=config)
+    assert any(problem.key.endswith(key) for problem in caught.value.problems), caught.value
+    off = normalise({"quantize_training": {**MOQ, **changed, "enabled": False}})[0]
+    assert "quantize_training" not in off
+    assert not off.get("compression_training")

@@ -11,6 +11,7 @@ from polyaccel_deepspeed.change import Change, Tree
 from polyaccel_deepspeed.keys.settled import WRITER
 
 _BUCKET = ZeroConfig.model_fields["reduce_bucket_size"].default
+_AS_THEY_ARE = ("fp16_mixed_quantize", "quantize_verbose", "quantizer_kernel")
 UNMANAGED = "managed_gradient_accumulation"
 
 
@@ -151,6 +152,54 @@ def _strict_specs(tree: Tree) -> Iterator[Change]:
             yield Change(key, "is compared with the model's type in deepspeed.initialize")
 
 
+def _mixture_of_quantisation(tree: Tree) -> Iterator[Change]:
+    """MoQ, as of DeepSpeed 0.3.16 to 0.5: weights that lose a bit after 1, 2, 4, 8 periods.
+
+    Keys of eigenvalues stay, and are dropped or refused with those that DeepSpeed has removed.
+    """
+    key, section = "quantize_training", tree.get("quantize_training")
+    if not isinstance(section, dict):
+        return
+    eigenvalues = {name: section.pop(name) for name in ("eigenvalue", "quantize_eigenvalue") if name in section}
+    del tree[key]
+    if any(_is_on(value) for value in eigenvalues.values()):
+        tree[key] = eigenvalues
+    if section.pop("enabled", False) is not True:
+        tree.pop(key, None)
+        yield Change(key, "was dropped: it is off")
+        return
+    algorithm = section.pop("quantize_algo", section.pop("quantize-algo", {}))
+    bits, schedule = ({**section.pop(name, {})} for name in ("quantize_bits", "quantize_schedule"))
+    shared = {
+        "enabled": True,
+        "schedule_offset": schedule.pop("schedule_offset", 100),
+        "quantize_groups": section.pop("quantize_groups", 1),
+        "quantization_type": algorithm.get("q_type", section.pop("quantize_type", "symmetric")),
+        "rounding": algorithm.get("rounding", "nearest"),
+        **{name: section.pop(name) for name in _AS_THEY_ARE if name in section},
+        **section,  # what is left is known to nobody
+    }
+    params = {
+        "start_bits": bits.pop("start_bits", 16),
+        "target_bits": bits.pop("target_bits", 16),
+        "quantization_period": schedule.pop("quantize_period", 100),
+        "period_doubling": True,
+        **bits,
+        **schedule,
+    }
+    compression = tree.setdefault("compression_training", {})
+    if isinstance(compression, dict) and "weight_quantization" not in compression:
+        groups = {"quantize_training": {"params": params, "modules": ["*"]}}
+        compression["weight_quantization"] = {"shared_parameters": shared, "different_groups": groups}
+        yield Change(key, "was read as compression_training.weight_quantization with period_doubling")
+    else:
+        tree[key] = section  # both cannot be: the core names the key that it does not know
+
+
+def _is_on(value: Any) -> bool:
+    return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
+
+
 def _compression(tree: Tree) -> Iterator[Change]:
     """Techniques that are off may have values for which there is nothing: DeepSpeed does not read them."""
     section = tree.get("compression_training")
@@ -175,6 +224,7 @@ TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _amp,
     _unmanaged,
     _strict_specs,
+    _mixture_of_quantisation,
     _compression,
 )
 """In their order. Each removes its keys from the tree."""
