@@ -77,7 +77,9 @@ def _has(node: Any, name: str) -> bool:
 
 
 def _is_of_optax(node: Any) -> bool:
-    return isinstance(node, tuple) and type(node).__module__.partition(".")[0] == "optax"
+    """Whether a node is a state of optax. Pairs of fast and slow weights are none."""
+    is_its = isinstance(node, tuple) and type(node).__module__.partition(".")[0] == "optax"
+    return is_its and type(node).__name__ != "LookaheadParams"
 
 
 def dtype_of(fqn: str, leaf: Any) -> DType:

@@ -111,7 +111,7 @@ def _hint_for(error: str) -> str:
     if "value_fn" in error:
         return "use one without a line search, which calls the loss function again inside of an update"
     if "attribute 'fast'" in error:
-        return "give the engine the parameters alone: fast and slow weights as a pair are not parameters of a function"
+        return "pass params=optax.LookaheadParams.init_synced(params): the function gets the fast weights"
     if "unhashable" in error:
         return 'name arguments that are no numbers in static_args: optax.inject_hyperparams(f, static_args="mu_dtype")'
     for name in ("obj_fn", "grad_fn"):

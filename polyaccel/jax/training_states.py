@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -112,7 +113,34 @@ def taken_apart(model: Any, params: Any, state: Any, optimizer: Any) -> Parts:
             hint = f"leave {', '.join(collections)} out of params, or state out"
             raise PolyaccelError("params has collections, and there is a state too", hint=hint, value=[*collections])
         state = collections or None if state is None else state
+    model, optimizer = _of_pairs(model, params, optimizer)
     return Parts(model, params, state, optimizer, begun)
+
+
+def _of_pairs(model: Any, params: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Function and transformation of pairs of fast and slow weights (`optax.lookahead`): the function gets fast ones.
+
+    Raises PolyaccelError for pairs of what is no function.
+    """
+    optax: Any = sys.modules.get("optax")
+    if optax is None or not isinstance(params, optax.LookaheadParams):
+        return model, optimizer
+    if _is_linen(model) or isinstance(model, type) or not callable(model):
+        hint = "pass a function fn(params, batch, rng), which gets the fast weights"
+        raise PolyaccelError("pairs of fast and slow weights of a module", hint=hint, value=type(model).__name__)
+
+    @wraps(model)
+    def on_fast(params: Any, *given: Any) -> Any:
+        return model(params.fast, *given)
+
+    if optimizer is None:
+        return on_fast, None
+
+    @wraps(optimizer.update)
+    def update(gradients: Any, *given: Any, **extra: Any) -> Any:
+        return optimizer.update(gradients.fast, *given, **extra)
+
+    return on_fast, optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _of_nnx(model: Any, optimizer: Any) -> tuple[Any, Any, Begun | None]:

@@ -153,7 +153,9 @@ def results(names: Sequence[str], stages_of: Callable[[int], Sequence[Any]], poo
         for passes_loss in (False, True):
             with suppress(Exception), warnings.catch_warnings():  # it needs more than gradients, and more than the loss
                 warnings.simplefilter("ignore")
-                wanted, *moved = (walk.plainly(made[name], units, passes_loss=passes_loss) for units in (0, -1, 1))
+                wanted, *moved = (
+                    walk.plainly(made[name], units, passes_loss=passes_loss, name=name) for units in (0, -1, 1)
+                )
                 break
         found[name] = {stage: result_of(name, stage, wanted, moved, pool) for stage in stages_of(at)}
         print(name, found[name], flush=True)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import polyaccel
+from polyaccel.jax.pytree import path_name
 
 STEPS, RANKS = 3, 2
 NATIVE = "native"
@@ -96,7 +97,10 @@ def transformations() -> dict[str, Make]:
     return found
 
 
-def start() -> Any:
+def start(name: str = "") -> Any:
+    """The parameters with which the transformation `name` begins."""
+    if name == "lookahead":
+        return optax.LookaheadParams.init_synced(start())
     draw = np.random.default_rng(0)
     shapes = {"kernel": (3, 5), "scale": (5,), "out": (5, 2)}
     return {name: draw.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
@@ -112,19 +116,24 @@ def data(at: int, rank: int) -> Any:
     return {name: draw.standard_normal((4, size), dtype=np.float32) for name, size in (("x", 3), ("y", 2))}
 
 
-def plainly(make: Make, units: int = 0, *, passes_loss: bool = False) -> Any:
+def plainly(make: Make, units: int = 0, *, passes_loss: bool = False, name: str = "") -> Any:
     """The parameters after `STEPS` in plain optax, from weights that are moved by units in the last place."""
     towards = np.float32(units * np.inf) if units else None
-    first = start() if towards is None else {name: np.nextafter(one, towards) for name, one in start().items()}
+    first = start(name) if towards is None else jax.tree.map(lambda one: np.nextafter(one, towards), start(name))
     transformation, params = make(), jax.tree.map(jnp.asarray, first)
     state = transformation.init(params)
     for at in range(STEPS):
-        each = [jax.value_and_grad(loss)(params, data(at, rank), None) for rank in range(RANKS)]
+        fast = params.fast if name == "lookahead" else params
+        each = [jax.value_and_grad(loss)(fast, data(at, rank), None) for rank in range(RANKS)]
         gradients = jax.tree.map(lambda *of_ranks: sum(of_ranks) / RANKS, *(gradient for _, gradient in each))
         extra = {"value": sum(one for one, _ in each) / RANKS} if passes_loss else {}
         updates, state = transformation.update(gradients, state, params, **extra)
         params = optax.apply_updates(params, updates)
-    return {name: np.asarray(one) for name, one in params.items()}
+    return _by_path(params)
+
+
+def _by_path(params: Any) -> dict[str, Any]:
+    return {path_name(path): np.asarray(one) for path, one in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def under_engine(communicator: Any, name: str, stage: int | str) -> Any:
@@ -139,11 +148,11 @@ def under_engine(communicator: Any, name: str, stage: int | str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = transformations()[name]()
-        engine = polyaccel.initialize(model=loss, params=start(), optimizer=made, config=config)
+        engine = polyaccel.initialize(model=loss, params=start(name), optimizer=made, config=config)
         try:
             for at in range(STEPS):
                 own: Sequence[Any] = [data(at, rank) for rank in range(communicator.rank, RANKS, count)]
                 engine.train_batch({name: np.concatenate([one[name] for one in own]) for name in own[0]})
-            return {name: np.asarray(one) for name, one in engine.params.items()}
+            return _by_path(engine.params)
         finally:
             engine.destroy()
