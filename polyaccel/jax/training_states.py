@@ -120,7 +120,7 @@ def taken_apart(model: Any, params: Any, state: Any, optimizer: Any) -> Parts:
 def _of_pairs(model: Any, params: Any, optimizer: Any) -> tuple[Any, Any]:
     """Function and transformation of pairs of fast and slow weights (`optax.lookahead`): the function gets fast ones.
 
-    Raises PolyaccelError for pairs of what is no function.
+    Raises PolyaccelError for pairs that are given with a module.
     """
     optax: Any = sys.modules.get("optax")
     if optax is None or not isinstance(params, optax.LookaheadParams):
