@@ -36,6 +36,7 @@ class TokenDrop:
         self, model: nn.Module, policy: TokenDropPolicy, place: int, done: Callable[[], tuple[int, int]]
     ) -> None:
         self._policy, self._place, self._done = policy, place, done
+        self.total = policy.total
         self._chosen: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._hooks: list[Any] = []
         layers = find_layers(model, policy.total)

@@ -71,7 +71,10 @@ def _foreign(tree: Tree) -> Iterator[Change]:
             if key in known or key in REMOVED or is_above(key):
                 is_table = key in sections or is_above(key)
                 if is_table and path and isinstance(table[name], dict):
-                    search(table[name], here)
+                    has_own_names = any(one.startswith(f"{key}[].") for one in known)
+                    for one in table[name].values() if has_own_names else [table[name]]:
+                        if isinstance(one, dict):
+                            search(one, (*path, f"{name}[]") if has_own_names else here)
             else:
                 found.append(here)
                 del table[name]

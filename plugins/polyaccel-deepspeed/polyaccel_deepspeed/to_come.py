@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 COMPRESSION = "it does not exist here; compression_training quantises layers by one schedule for each group"
-CURRICULUM = "sampling by difficulty and dropped tokens do not exist here; curriculum_learning cuts sequences"
+DYNAMIC_BATCHES = "batches by their number of tokens do not exist here; polyaccel.data.PackedDataset fills rows"
 LOCO = "gradients are quantised without an error that is carried on"
 MICS = "parameters are sharded over all ranks, or by zero_hpz_partition_size over near ones too"
 MUON = "torch.optim.Muon works at stage 0, DeepSpeed's own Muon does not exist here"
@@ -12,5 +12,5 @@ SPARSE_ATTENTION = "attention by fixed blocks does not exist here; torch's flex 
 SUPER_OFFLOAD = "offload_optimizer updates on the host, without SuperOffload's overlap"
 ZENFLOW = "offload_optimizer updates on the host, without ZenFlow's choice of gradients"
 
-TO_COME = (COMPRESSION, CURRICULUM, SPARSE_ATTENTION)
+TO_COME = (COMPRESSION, DYNAMIC_BATCHES, SPARSE_ATTENTION)
 """What is being built. A feature that exists takes its reason away; none is added. The other reasons are for good."""

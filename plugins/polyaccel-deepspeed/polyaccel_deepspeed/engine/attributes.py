@@ -217,7 +217,7 @@ ABSENT_ATTRIBUTES = {
     "module_forward_pre_hook": "DeepSpeed's own",
     "optimized_linear_base_weight_sharding": "deepspeed.linear's layers are units of ZeRO",
     "optimized_linear_lora_enabled": "deepspeed.linear's layers are units of ZeRO",
-    "random_ltd_scheduler": to_come.CURRICULUM,
+    "random_ltd_scheduler": "engine.token_drop.tokens is the number of tokens; checkpoints need no more",
     "scale_wrt_gas": "an argument of engine.backward",
     "summary_events": "engine.monitor writes events",
     "torch_autocast_z0_gradscaler": "engine.loss_scaler scales at every stage",

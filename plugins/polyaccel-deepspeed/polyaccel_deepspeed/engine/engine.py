@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from polyaccel.engine.base import Engine
 from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.torch.checkpoint.custom_loading import CustomLoading
+from polyaccel.torch.curriculum_loader import CurriculumDataLoader
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.sharding.leaf_modules import get_leaf_modules, set_z3_leaf_module
 from polyaccel.zero.update.optimizer_step import StepResult
@@ -183,6 +184,14 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
 
         The routes "eval" and "predict" keep the order of the dataset. Ranks that share a batch have the same samples.
         """
+        collate_fn = self.collate_fn if collate_fn is None else collate_fn
+        sampling = self._module_settings.sampling
+        if route == "train" and data_sampler is None and sampling is not None:
+            if sampling.metrics and batch_size in (None, self.train_micro_batch_size_per_gpu()):
+                return TorchEngine.deepspeed_io(
+                    self, dataset, collate_fn=collate_fn, num_workers=num_local_io_workers or 0
+                )
+            num_local_io_workers = sampling.num_workers if num_local_io_workers is None else num_local_io_workers
         ranks = self.mesh.group(("data",), self.communicator.rank)
         place = ranks.index(self.communicator.rank)
         if data_sampler is None and route in ("eval", "predict") and not isinstance(dataset, IterableDataset):
@@ -193,13 +202,30 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
             pin_memory,
             self.local_rank,
             self.tput_timer if route == "train" else None,
-            self.collate_fn if collate_fn is None else collate_fn,
+            collate_fn,
             num_local_io_workers,
             data_sampler,
             len(ranks),
             place,
             self.dataloader_drop_last(),
         )
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], float]]) -> None:
+        """Set functions of the step that give metrics' difficulties, of metrics whose schedule_type is "custom"."""
+        self._curriculum_loader("set_custom_curriculum_learning_schedule").set_schedules(schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any] | None) -> None:
+        """Set what changes each batch by `{"current_difficulties": {metric: difficulty}}`."""
+        self._curriculum_loader("set_data_post_process_func").set_post_process(post_process_func)
+
+    def _curriculum_loader(self, name: str) -> CurriculumDataLoader:
+        loader = self.training_dataloader
+        if not isinstance(loader, CurriculumDataLoader):
+            hint = "pass training_data to initialize, with data_efficiency.data_sampling.curriculum_learning"
+            raise PolyaccelError(
+                f"{name} needs a loader of samples by difficulty", hint=hint, value=type(loader).__name__
+            )
+        return loader
 
     # Checkpoints.
 

@@ -227,7 +227,6 @@ for _status, _why, _modules in _TABLE:
         INTERNALS.setdefault(_module, {}).update({name: Name(_status, why=_why) for name in _names.split()})
 
 _SPARSE = "a step inside DeepSpeed's engine; sparse gradients travel in their bucket, as dense ones"
-_DATA = "the data efficiency library; a sampler of torch's"
 _COMPILE = "DeepCompile; engine.compile is torch.compile"
 _MEMBERS: dict[str, dict[str, str]] = {
     "deepspeed.DeepSpeedEngine": {
@@ -235,8 +234,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "get_optimizer_configuration swap_tensor_config": "a step inside DeepSpeed's engine",
         "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info_path "
         "autotuning_profile_model_info autotuning_start_profile_step": "autotuning; `polyaccel plan` compares settings",
-        "curriculum_learning_config data_sampling_config random_ltd_config random_ltd_initialize "
-        "set_custom_curriculum_learning_schedule set_data_post_process_func": _DATA,
+        "random_ltd_initialize": "layers see a part of the tokens as soon as the config says so",
         "compile_zero_optimization_stage get_autosp_backend get_autotp_backend get_deepcompile_backend "
         "get_deepspeed_compile_backend register_compile_pass": _COMPILE,
         "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain": _SPARSE,

@@ -21,6 +21,20 @@ WRAPPERS: dict[str, Module] = {
     "deepspeed.compression.helper": Module(
         "Attributes by dotted names, and other classes.", _HELPERS | yes(_COMPRESS, "convert_conv1d_to_linear")
     ),
+    "deepspeed.runtime.data_pipeline": Module("Data efficiency."),
+    "deepspeed.runtime.data_pipeline.data_routing": Module("Random layerwise token dropping."),
+    "deepspeed.runtime.data_pipeline.data_routing.helper": Module(
+        "Random layerwise token dropping.",
+        _HELPERS
+        | yes(
+            "polyaccel_deepspeed.data_pipeline",
+            *("convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd"),
+        ),
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling": Module("Samples by difficulty."),
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": Module(
+        "Token files.", yes("polyaccel_deepspeed.data_pipeline", "MMapIndexedDataset", "MMapIndexedDatasetBuilder")
+    ),
     "deepspeed.runtime.base_optimizer": Module(
         "The engine's optimizer.", DEEPSPEED_OPTIMIZER | yes(_WRAPPERS, "ZeROOptimizer")
     ),

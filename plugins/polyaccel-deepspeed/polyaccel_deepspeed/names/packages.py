@@ -24,10 +24,12 @@ _NEVER = {
     "deepspeed.moe": "deepspeed.moe.layer.MoE and expert_parallel have the layers",
     "deepspeed.monitor": "deepspeed.monitor.monitor.MonitorMaster writes to every monitor of the config",
     "deepspeed.nvme": "the commands ds_io and ds_nvme_tune measure files",
+    "deepspeed.ops.random_ltd": "kernels of dropped tokens; data_efficiency.data_routing.random_ltd drops them",
     "deepspeed.ops": "kernels are a table with implementations per device; nothing is built",
     "deepspeed.profiling": "deepspeed.profiling.flops_profiler has the functions",
     "deepspeed.runtime": "a part of DeepSpeed's engine without a counterpart",
     "deepspeed.runtime.checkpoint_engine": "storages are plugins: checkpoint.storage names one",
+    "deepspeed.runtime.data_pipeline": "polyaccel.data has the analysis, and data_efficiency the rest",
     "deepspeed.runtime.domino": "tensor ranks cut a model's own layers",
     "deepspeed.runtime.pipe": "deepspeed.pipe has the module; schedules are pipeline.schedule",
     "deepspeed.runtime.rollout": "engine.generate makes rollouts from the weights that are trained",
@@ -39,8 +41,7 @@ _NEVER = {
 }
 """The reason for each package; the longest prefix counts."""
 _ABSENT = {
-    "deepspeed.ops.random_ltd": to_come.CURRICULUM,
-    "deepspeed.runtime.data_pipeline": to_come.CURRICULUM,
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": to_come.DYNAMIC_BATCHES,
     "deepspeed.runtime.superoffload": to_come.SUPER_OFFLOAD,
     "deepspeed.runtime.weight_quantizer": to_come.COMPRESSION,
     "deepspeed.runtime.zenflow": to_come.ZENFLOW,
