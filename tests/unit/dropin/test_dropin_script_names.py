@@ -266,10 +266,12 @@ def test_parameters_have_deepspeeds_attributes_before_and_after_initialize(layer
         model = nn.Sequential(layer(), nn.LayerNorm(2))
     before = [(one.ds_id, one.ds_shape, one.ds_numel) for one in model.parameters()]
     assert all(shape.numel() == numel for _, shape, numel in before)
-    assert all(one.ds_status == ZeroParamStatus.AVAILABLE for one in model.parameters())
+    assert all(one.ds_status == ZeroParamStatus.NOT_AVAILABLE for one in model.parameters())
     assert all(one.ds_status in ZeroParamStatus for one in model.parameters())
-    assert ZeroParamStatus.AVAILABLE in [one.ds_status for one in model.parameters()]
-    assert copy.deepcopy(next(model.parameters()).ds_status) is ZeroParamStatus.AVAILABLE
+    assert ZeroParamStatus.NOT_AVAILABLE in [one.ds_status for one in model.parameters()]
+    assert copy.deepcopy(next(model.parameters()).ds_status) is ZeroParamStatus.NOT_AVAILABLE
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        assert all(one.ds_status == ZeroParamStatus.AVAILABLE for one in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, config=config)
     assert [(one.ds_id, one.ds_shape, one.ds_numel) for one in model.parameters()] == before
     engine.destroy()
