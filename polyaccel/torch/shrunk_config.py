@@ -76,7 +76,11 @@ def _factor(config: Any) -> int:
         if per_head := named.get("head_dim") or (hidden // max(heads) if hidden and heads else None):
             own.append(per_head)
     factor = max(1, min(own, default=64) // _HEAD_WIDTH)
-    return 1 << (factor.bit_length() - 1)
+    factor = 1 << (factor.bit_length() - 1)
+    # Heads keep whole widths, and even ones where they are: rotary positions turn pairs.
+    while any(one % (factor if one % 2 else 2 * factor) for one in own):
+        factor //= 2
+    return factor
 
 
 def _fields(whole: Any, factor: int, vocabulary: SmallVocabulary) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from polyaccel.torch.generation.decode import fast
 from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.proof import proved
 from polyaccel.torch.generation.decode.structure import structure_of
+from polyaccel.torch.shrunk_config import shrunk
 
 transformers = pytest.importorskip("transformers")
 COMMON = {"vocab_size": 61, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 1}
@@ -61,6 +62,16 @@ def test_a_bf16_model_whose_weights_grow_after_its_proof_keeps_its_tokens(name):
     found, wanted = tokens(model, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
     largest = float(wanted.logits[0].abs().max())
     assert float((found.logits[0] - wanted.logits[0]).abs().max()) <= 0.1 * largest
+
+
+@pytest.mark.parametrize(("heads", "width"), [(32, 100), (32, 120), (8, 104), (16, 72), (3, 34), (5, 17), (4, 64)])
+def test_small_heads_keep_whole_and_even_widths(heads, width):
+    kind = transformers.GPTNeoXConfig(hidden_size=heads * width, num_attention_heads=heads)
+    small = shrunk(kind)[0]
+    assert small.num_attention_heads == heads
+    assert small.hidden_size % heads == 0
+    assert small.hidden_size // heads % 2 == width % 2
+    assert small.hidden_size < kind.hidden_size or width < 64
 
 
 @torch.no_grad()
