@@ -93,6 +93,21 @@ def test_queries_that_are_scaled_behind_a_position_are_left_to_the_module():
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_large_weights_in_integers_are_decoded(dtype, monkeypatch):
+    """Kernels round inputs to 16 bits, which large weights show: 1.4e-4 of the largest logit."""
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**ROTARY, "intermediate_size": 131}))
+    enlarge(model)
+    engine = polyaccel.init_inference(model, {"dtype": dtype})
+    left = []
+    monkeypatch.setattr(fast, "_LOGGED", set())
+    monkeypatch.setattr(fast.log, "info", lambda *args: left.append(args))
+    prompts = torch.tensor([[5, 6, 7, 8]])
+    found, wanted = (engine.generate(prompts, **ASKED, own_decoder=own) for own in (True, False))
+    assert torch.equal(found, wanted)
+    assert not left
+
+
 @pytest.mark.parametrize("part", ["model", "model.layers.0", "model.layers.0.self_attn", "model.embed_tokens"])
 def test_a_forward_that_is_replaced_after_the_proof_is_called(part):
     model = new_model("Llama")

@@ -20,9 +20,14 @@ from polyaccel.torch.generation.decode.errors import Unsupported
 from polyaccel.torch.generation.decode.model import Decoder
 from polyaccel.torch.generation.decode.small import SPREADS, require_own_forwards, small_model, spread
 from polyaccel.torch.generation.decode.structure import Choice, Structure, structure_of
+from polyaccel.torch.weight_groups import GroupedLayer
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float64: 1e-8}
 """The largest difference of logits, as a share of the largest logit: that of sums in another order."""
+
+_OF_INTEGERS = 1e-3
+"""The same for weights in groups of integers, whose kernels round inputs to 16 bits: a least bound. The small model of
+the class has no such weights."""
 
 _LENGTHS = (5, 3)
 
@@ -91,7 +96,10 @@ def _fitting(
     """Those of `choices` with which the decoder has the module's logits for prompts from position `first` on. Raises
     Unsupported if none has."""
     prompts, wanted = _of_model(model, structure, first)
-    bound = BOUNDS[wanted[0].dtype] * max(float(one.float().abs().max()) for one in wanted)
+    share = BOUNDS[wanted[0].dtype]
+    if any(isinstance(part, GroupedLayer) for part in model.modules()):
+        share = max(share, _OF_INTEGERS)
+    bound = share * max(float(one.float().abs().max()) for one in wanted)
     best, fitting = float("inf"), []
     for one in structure.choices():
         if one.choice not in choices:
