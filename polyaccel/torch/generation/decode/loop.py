@@ -9,7 +9,7 @@ neither logits nor draws of a sequence depend on the others.
 [Note: Processors of one sequence]
 transformers' processors see the padding of a batch, whose width is that of the longest prompt. With a seed those that
 read tokens get a sequence without it. A penalty of repetition knows the padding of each row, so a row that is computed
-alone has a penalty of its own.
+alone has its own penalty.
 """
 
 from __future__ import annotations
