@@ -65,8 +65,10 @@ def walk_meshes(sources: list[Path], only: list[str], meshes: list[str]) -> int:
                 result = "equal" if distance <= 1e-6 else "other losses"
             except Exception as error:  # such as a refusal: the next mesh is run
                 print(f"{script['name']}, {mesh}: {error}", flush=True)
-                result, distance = "failed", float("inf")
-            failures += result != "equal"
+                # Trainers cannot run stages, and say so at `initialize`.
+                result = "refused" if "refuse_stages" in str(error) else "failed"
+                distance = float("inf")
+            failures += result not in ("equal", "refused")
             table = load(OF_MESHES)
             table[f"{script['name']}, {mesh}"] = {"result": result, "apart": distance, "date": str(date.today())}
             store(OF_MESHES, table)
@@ -122,7 +124,7 @@ def main() -> int:
         store(RESULTS, {**load(RESULTS), name: row})
         print(f"{name}: {result}, {shown}, apart {distance:.1e}", flush=True)
     if arguments.page or not arguments.only:
-        PAGE.write_text(page(scripts(), expected, load(RESULTS)), encoding="utf-8")
+        PAGE.write_text(page(scripts(), expected, load(RESULTS), load(OF_MESHES)), encoding="utf-8")
     return failures
 
 

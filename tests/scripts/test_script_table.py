@@ -82,6 +82,14 @@ def test_the_page_has_a_row_for_each_result() -> None:
     assert "1.500000, 0.500000 | equal, 2e-07 apart |" in text
 
 
+def test_the_page_has_a_column_for_each_mesh() -> None:
+    meshes = {
+        "one, tensor 2": {"result": "equal", "apart": 0.0},
+        "one, pipeline 2": {"result": "refused", "apart": 1.0},
+    }
+    assert "| one | equal, to the bit | not run | refused | not run |" in page([], {}, {}, meshes)
+
+
 def test_shims_of_devices_leave_the_meta_device_alone() -> None:
     """A model of transformers is built there; else its rotary frequencies are memory that nobody wrote."""
     program = """
