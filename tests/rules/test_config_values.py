@@ -31,6 +31,7 @@ PASSES_ON = {  # Entry points of users that take a config too, and check it.
     "frontend.py",
     "engine/base.py",  # keeps it for users, as `engine.config`
     "torch/api/activations.py",
+    "torch/compression/distillation.py",
     "torch/compression/models.py",
     "torch/deferred_init/init.py",
 }

@@ -16,7 +16,7 @@ REMOVED = {
     "eigenvalue": "eigenvalues for quantisation",
     "graph_harvesting": "graph harvesting",
     "nebula": "the Nebula checkpoint writer",
-    "quantize_training": "quantisation by eigenvalues, or beside compression_training.weight_quantization",
+    "quantize_training": "quantisation by eigenvalues, or together with compression_training.weight_quantization",
     "sparse_attention": "sparse attention",
     "zero_optimization.mics_shard_size": "MiCS",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS",

@@ -3,7 +3,7 @@
 [Note: Tied weights in exports]
 A weight may belong to several layers that compute with it in different ways, such as a quantised output layer over an
 embedding that is not. Each of them then gets its own parameter, and transformers' `tie_word_embeddings` is turned off.
-Where all compute alike the parameter stays one.
+Where all compute the same the parameter stays one.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def make_plain(model: nn.Module, layers: Mapping[str, CompressedLayer]) -> None:
             bias.copy_(how.masked_bias(layer, bias))
     others = {id(one) for part in model.modules() if not isinstance(part, CompressedLayer) for one in _own(part)}
     are_untied = [shared.settle(is_used_elsewhere=key in others) for key, shared in weights.items()]
-    if any(are_untied) and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+    settings = getattr(model, "config", None)
+    if any(are_untied) and getattr(settings, "tie_word_embeddings", False):
+        settings.tie_word_embeddings = False  # type: ignore[union-attr]
     for layer, dim, kept in cuts:
         _cut(layer, dim, kept)
     for shared in weights.values():
@@ -70,7 +71,7 @@ class _SharedWeight:
     is_tied: bool = False
 
     def settle(self, *, is_used_elsewhere: bool) -> bool:
-        """Give the layers their values; returns whether they have parameters of their own from now on."""
+        """Give the layers their values; returns whether they have separate parameters from now on."""
         first = self.users[0][1]
         is_whole = all(values is self.weight for _, values in self.users)
         self.is_tied = len(self.users) > 1 and all(torch.equal(first, values) for _, values in self.users)
@@ -85,7 +86,7 @@ class _SharedWeight:
         return True
 
     def tie_again(self) -> None:
-        """Let layers that were cut alike have one parameter."""
+        """Let layers that were cut in the same way have one parameter."""
         first, *rest = (weight_of(layer) for layer, _ in self.users)
         if self.is_tied and all(first.shape == one.shape and torch.equal(first, one) for one in rest):
             for layer, _ in self.users:

@@ -127,7 +127,7 @@ def pruned_twice(rows: Iterable[Pruned], layers: Mapping[str, nn.Module]) -> lis
 
 
 def shared_heads(rows: Iterable[Pruned], model: nn.Module) -> list[Problem]:
-    """Heads that share keys and values with others, which the config of a model of transformers tells."""
+    """Heads that share keys and values with others, by the config of a model of transformers."""
     config = getattr(model, "config", None)
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     key = next((row.rule.key for row in rows if row.rule.kind == "head"), None)
@@ -184,7 +184,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 def follower_dim(layer: nn.Module, size: int, *, is_head: bool) -> int:
     """The dimension of a follower's weight that is pruned: its inputs, or under head pruning its outputs.
 
-    Outputs too where they alone have the `size` of what is pruned: a layer beside the pruned one, whose output is
+    Outputs too where they alone have the `size` of what is pruned: a layer next to the pruned one, whose output is
     multiplied with its output.
     """
     if isinstance(layer, NORMS):

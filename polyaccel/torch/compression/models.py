@@ -85,7 +85,7 @@ def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
 
     What is pruned by rows, heads or channels is gone, from related layers too. Quantised weights have their levels. A
     model that no engine has trained since `init_compression` is taken at the end of its schedule: its weights were
-    loaded, or are to be quantised after training. A weight stays tied where all its layers compute with it alike.
+    loaded, or are to be quantised after training. A weight stays tied where all its layers compute the same.
 
     Args:
         model: A module that `init_compression` or `initialize` compressed; its engine was destroyed.

@@ -177,7 +177,7 @@ def _mixture_of_quantisation(tree: Tree) -> Iterator[Change]:
         "quantization_type": algorithm.get("q_type", section.pop("quantize_type", "symmetric")),
         "rounding": algorithm.get("rounding", "nearest"),
         **{name: section.pop(name) for name in _AS_THEY_ARE if name in section},
-        **section,  # what is left is known to nobody
+        **section,  # the rest is unknown, and refused as such
     }
     params = {
         "start_bits": bits.pop("start_bits", 16),
