@@ -14,7 +14,7 @@ from polyaccel.torch.experts.gates import best, tokens_of
 class Routing(NamedTuple):
     """Pairs of a token and an expert, ordered by expert, then by token; choices that are none stand last.
 
-    How many are pairs only the device knows: whoever has read `counts` cuts the others off by `kept`.
+    How many are pairs only the device has: `kept` cuts the others off, for callers that have read `counts`.
     """
 
     tokens: Tensor

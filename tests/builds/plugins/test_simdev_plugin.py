@@ -27,7 +27,7 @@ FILES = {"test_simdev.py": 25, "test_without_plugin.py": 3, "test_training.py": 
 STEPS = {"cpu": ("doctor", "jax"), "simdev": ("doctor", "kernels", "stages")}
 MORE_STEPS = {
     "cpu": ("features", "stages", "two ranks", "check", "check over gloo"),
-    "simdev": ("contract", "features", "two ranks", "check", "check over gloo", "jax"),
+    "simdev": ("contract", "features", "two ranks", "check", "check over gloo"),
 }
 """Steps of `make device` that are rehearsed without one; the second ones by `make test-slow`."""
 CONTROL = "test_allocations_are_zero_and_aligned"
