@@ -191,9 +191,11 @@ class SharedSparsePruning(SharedPruning):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        own = {"dense_ratio", "block_pattern", "schedule_offset_end", "schedule_offset_stride", "excluded_modules"}
-        if self.method != "snip_momentum" and (given := own & self.model_fields_set):
-            raise ValueError(f"{min(given)} is for snip_momentum, and method is {self.method}")
+        own = ("block_pattern", "dense_ratio", "excluded_modules", "schedule_offset_end", "schedule_offset_stride")
+        fields = type(self).model_fields
+        given = [name for name in own if getattr(self, name) != fields[name].default]
+        if self.method != "snip_momentum" and given:
+            raise ValueError(f"{given[0]} is for snip_momentum, and method is {self.method}")
         if self.method == "snip_momentum" and self.last_step < max(1, self.schedule_offset):
             raise ValueError(f"schedule_offset_end is {self.last_step}, before there is a gradient or before it begins")
         return self

@@ -82,8 +82,10 @@ def test_its_harmless_value_is_accepted(entry: Absent, key: str, harmless: Any) 
 
 def test_a_feature_that_is_asked_for_is_one_problem_whatever_its_options() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config({"data_efficiency": {"enabled": True, "seed": 5, "data_sampling": {"num_epochs": 3}}})
-    assert [problem.key for problem in caught.value.problems] == ["data_efficiency.enabled"]
+        load_config({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 9}}}})
+    assert [problem.key for problem in caught.value.problems] == [
+        "data_efficiency.data_sampling.dynamic_batching.enabled"
+    ]
 
 
 @pytest.mark.parametrize(
