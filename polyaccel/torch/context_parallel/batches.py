@@ -108,8 +108,8 @@ def own_part(tensor: Tensor, shares: TokenShares, rank: int, dim: int = 1) -> Te
 
 
 def target_count(targets: Tensor, ignored: int = IGNORED) -> Tensor:
-    """How many targets there are; 1 where there are none, for it divides."""
-    return (targets != ignored).sum().clamp(min=1)
+    """How many targets there are. A mean over none is NaN, as in torch."""
+    return (targets != ignored).sum()
 
 
 def _label_a_token(labels: Tensor, name: str, shape: tuple[int, int]) -> Tensor:

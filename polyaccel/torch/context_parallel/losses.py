@@ -39,8 +39,8 @@ def targets_of_next_tokens(labels: Tensor, ignored: int = IGNORED) -> Tensor:
 
 
 def mean_over_tokens(total: Tensor, tokens: Tensor | int, communicator: Communicator) -> Tensor:
-    """The mean of `total`, a sum over this rank's `tokens`, over the tokens of all ranks of `communicator`; 0 where
-    there are none.
+    """The mean of `total`, a sum over this rank's `tokens`, over the tokens of all ranks of `communicator`; NaN
+    where there are none, as in torch.
 
     Its value is the same on all ranks; its gradients are such that their mean over these ranks is that of the mean over
     tokens, however they are spread ([Note: Token-mean loss]). Collective.
@@ -48,7 +48,7 @@ def mean_over_tokens(total: Tensor, tokens: Tensor | int, communicator: Communic
     wide = torch.promote_types(total.dtype, torch.float32)
     both = torch.stack([total.detach().to(wide), torch.as_tensor(tokens, device=total.device).to(wide)])
     communicator.all_reduce(communicator.accelerator.wrap(both), label="loss")
-    count = both[1].clamp(min=1.0)
+    count = both[1]
     own = total * (communicator.world_size / count)
     found: Tensor = _Valued.apply(own, both[0] / count)  # type: ignore[no-untyped-call]
     return found

@@ -116,12 +116,15 @@ class _TiledLoss(Function):
         if own is not None and gradients[0] is not None:
             own.ranks.sum(gradients[0])
         ctx.save_for_backward(*gradients)
+        ctx.has_no_targets = (labels == ignored).all()
         ctx.types = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A mean over no targets is 0/0, and torch gives no gradient to tokens that it ignores.
+        grad = grad.masked_fill(ctx.has_no_targets, 0)
         return (*scaled_gradients(ctx, grad), *(None,) * 7)
 
 

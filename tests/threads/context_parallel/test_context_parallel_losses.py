@@ -33,14 +33,20 @@ def test_each_token_has_the_same_weight_on_whatever_rank_it_is(targets_of):
     torch.testing.assert_close(sum(gradient for _, gradient in found) / len(found), whole.grad)
 
 
-def test_no_targets_on_any_rank_are_a_loss_of_zero():
+def test_no_targets_on_any_rank_are_what_they_are_in_torch():
+    whole = torch.zeros(4, CLASSES, requires_grad=True)
+    expected = torch.nn.functional.cross_entropy(whole, torch.full((4,), -100))
+    expected.backward()
+    assert bool(expected.isnan())
+    assert not whole.grad.any()
+
     def run(communicator):
         logits = torch.zeros(4, CLASSES, requires_grad=True)
         loss = cross_entropy_over_ranks(logits, torch.full((4,), -100), communicator)
         loss.backward()
-        return float(loss.detach()), float(logits.grad.abs().max())
+        return bool(loss.isnan()), float(logits.grad.abs().max())
 
-    assert run_threads(2, run) == [(0.0, 0.0)] * 2
+    assert run_threads(2, run) == [(True, 0.0)] * 2
 
 
 def test_the_mean_of_ranks_is_seen_and_the_own_gradient_kept():
