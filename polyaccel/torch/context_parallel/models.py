@@ -34,6 +34,7 @@ from polyaccel.torch.context_parallel.losses import IGNORED, mean_of_ranks
 from polyaccel.torch.context_parallel.settings import OTHER_METHOD, SequenceSettings
 from polyaccel.torch.context_parallel.shares import TokenShares
 from polyaccel.torch.context_parallel.token_mixing import find_mixer
+from polyaccel.torch.context_parallel.token_numbers import whole_token_numbers
 
 _log = getLogger(__name__)
 
@@ -148,6 +149,7 @@ class SequenceParallel:
             raise _refusal(self._transformer, "none of its layers asked transformers for its attention")
         if done.targets is None or isinstance(outputs, list):  # what a stage of a pipeline sends to the next
             return None
+        outputs = whole_token_numbers(outputs, done.cut.shares, done.cut.rows, self.communicator)
         loss = self._loss.computed(outputs, done.targets, done.count, self.communicator.world_size)
         return _with_loss(outputs, mean_of_ranks(loss, self.communicator))
 
