@@ -181,12 +181,22 @@ def vocabulary_rarity(counts: ArrayLike) -> Callable[[Any], int]:
         counts: How often each token occurs in the data, (vocabulary,).
 
     Returns:
-        Function of a sample of tokens, rounded to an integer.
+        Function of a sample of tokens, rounded to an integer. It raises PolyaccelError for a token without a count.
     """
     numbers = np.asarray(counts, float)
     with np.errstate(divide="ignore"):
         rarity = np.log(numbers.sum()) - np.log(numbers)
-    return lambda tokens: round(float(rarity[np.asarray(tokens).reshape(-1)].sum()))
+    return partial(_rarity_of, rarity)
+
+
+def _rarity_of(rarity: NDArray[np.float64], tokens: Any) -> int:
+    flat = np.asarray(tokens).reshape(-1)
+    known = (flat >= 0) & (flat < len(rarity))
+    if not known.all() or not np.isfinite(found := rarity[flat].sum()):
+        wrong = int(flat[~known][0]) if not known.all() else int(flat[~np.isfinite(rarity[flat])][0])
+        hint = "count all samples first, and leave ignored labels out"
+        raise PolyaccelError(f"token {wrong} was not counted", hint=hint, value=wrong)
+    return round(float(found))
 
 
 def _write_index(prefix: str, values: NDArray[np.int64]) -> None:

@@ -78,7 +78,13 @@ class CurriculumOrder:
     def next_batch(self, size: int) -> NDArray[np.int64]:
         """Return the sample numbers of the next step, (size,)."""
         self.step += 1
-        reached = {name: metric.difficulty(self.step) for name, metric in self.metrics.items()}
+        reached = {name: _number(metric.difficulty(self.step)) for name, metric in self.metrics.items()}
+        if wrong := [name for name, one in reached.items() if one != one]:
+            raise PolyaccelError(
+                f"the difficulty of {wrong[0]} in step {self.step} is {reached[wrong[0]]}",
+                hint="give a schedule of numbers",
+                value=reached[wrong[0]],
+            )
         if reached != self.difficulties:
             self._rise(reached)
         sizes = np.array([len(one.samples) for one in self._clusters], float)
@@ -164,6 +170,11 @@ class CurriculumOrder:
             self._taken |= fresh
             self._clusters.append(_Cluster(samples, samples))
             self._clusters[-1].order = self._shuffled(len(self._clusters) - 1)
+
+
+def _number(value: Any) -> float:
+    """The plain number of a schedule's value, which checkpoints hold; a framework's scalars too."""
+    return value if type(value) in (int, float) else float(value)
 
 
 def _by_value(metric: Metric, before: float | None, now: float, admitted: NDArray[np.bool_]) -> None:

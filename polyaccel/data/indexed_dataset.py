@@ -23,6 +23,8 @@ from polyaccel.errors import PolyaccelError
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+_MOST = 2**31 - 1
+"""Values of a sequence, whose number has 32 bits in the index."""
 _COMMON = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8"}
 CODES = {
     "deepspeed": _COMMON | {6: "u2", 7: "u4", 8: "u8"},
@@ -83,6 +85,9 @@ class IndexedDataset:
     def _dtype_of(self, file: Path, code: int, data_nbytes: int) -> np.dtype[Any]:
         writers = CODES if self.written_by is None else {self.written_by: CODES[self.written_by]}
         values = int(self.sizes.sum(dtype=np.int64))
+        borders = np.concatenate([[0], self.doc_idx, [len(self.sizes)]])
+        if (self.sizes < 0).any() or (self._places < 0).any() or (np.diff(borders) < 0).any():
+            raise _bad(file, "has sequences or documents of negative size", "write it again")
         for types in writers.values():
             found = np.dtype(f"<{types[code]}")
             ends = self._places + self.sizes * np.int64(found.itemsize)
@@ -155,6 +160,11 @@ class IndexedDataset:
         parts = self[int(self.doc_idx[number]) : int(self.doc_idx[number + 1])]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
+    def in_order(self) -> bool:
+        """Return whether each sequence's values follow those of the one before."""
+        nbytes = self.sizes * np.int64(self.dtype.itemsize)
+        return np.array_equal(self._places[nbytes > 0], (np.cumsum(nbytes) - nbytes)[nbytes > 0])
+
     @staticmethod
     def exists(prefix: str | Path) -> bool:
         """Return whether both files are there.
@@ -214,9 +224,12 @@ class IndexedDatasetBuilder:
             values: Integers of any shape, which are written in order.
 
         Raises:
-            PolyaccelError: A value does not fit the type, or the file is finished.
+            PolyaccelError: A value does not fit the type, there are more than 2**31 - 1, or the file is finished.
         """
         given = np.asarray(values)
+        if given.size > _MOST:
+            hint = "give it in several sequences, and end the document after the last one"
+            raise PolyaccelError(f"a sequence of {given.size} values is too long", hint=hint, value=given.size)
         stored = given.astype(self.dtype)
         if given.size and not np.array_equal(stored, given):
             hint = f"give a wider dtype: values are from {given.min()} to {given.max()}"
@@ -244,8 +257,12 @@ class IndexedDatasetBuilder:
         before = len(self._sizes)
         self._sizes += other.sizes.tolist()
         self._doc_idx += (before + other.doc_idx[1:]).tolist()
-        with open(f"{prefix}.bin", "rb") as source:
-            shutil.copyfileobj(source, self._file())
+        if other.in_order():
+            with open(f"{prefix}.bin", "rb") as source:
+                shutil.copyfileobj(source, self._file())
+        else:
+            for one in other:
+                self._file().write(one.tobytes())
 
     def finalize(self) -> None:
         """Close the values and write the index."""

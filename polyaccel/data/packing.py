@@ -107,7 +107,8 @@ class PackedDataset:
     """Map-style dataset of packed rows.
 
     An item has these arrays of int64, (capacity,): `input_ids`, `labels` for models that shift them as transformers
-    does, and `position_ids`. Padding at the end is a document without labels. torch's DataLoader stacks items.
+    does, and `position_ids`. Padding at the end is a document without labels. torch's DataLoader stacks items. Rows
+    without any label, of single tokens, are left out: their mean loss would not be a number.
 
     Args:
         documents: Token sequences by number, such as an `IndexedDataset`.
@@ -116,11 +117,12 @@ class PackedDataset:
         pad_id: Token of the padding.
         ignore_index: Label without loss.
         order: "best_fit" or "sequential", see `pack`.
-        masks: Give `attention_mask` too, (1, capacity, capacity) of bool, for models that do not read position_ids as
-            borders. It is True where a token is seen, and has no future.
+        masks: Give `attention_mask` too, (1, capacity, capacity), for models that do not read position_ids as borders.
+            True gives bool, True where a token is seen. "additive" gives float32, 0 there and -inf elsewhere, for
+            models that add masks to scores. Both have no future.
 
     Raises:
-        PolyaccelError: The lengths do not fit the documents, or there are no tokens.
+        PolyaccelError: The lengths do not fit the documents, or no document has two tokens.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class PackedDataset:
         pad_id: int = 0,
         ignore_index: int = -100,
         order: Order = "best_fit",
-        masks: bool = False,
+        masks: bool | Literal["additive"] = False,
     ) -> None:
         self.documents, self.capacity = documents, capacity
         self.pad_id, self.ignore_index, self.masks = pad_id, ignore_index, masks
@@ -141,10 +143,12 @@ class PackedDataset:
         if len(sizes) != len(documents):
             hint = "give one length a document"
             raise PolyaccelError(f"{len(sizes)} lengths of {len(documents)} documents", hint=hint, value=len(sizes))
-        self.rows = pack(sizes, capacity, order)
+        self.rows = [row for row in pack(sizes, capacity, order) if max(map(len, row)) > 1]
         if not self.rows:
-            raise PolyaccelError("there are no tokens to pack: 0", hint="give documents that are not empty", value=0)
-        self.tokens = int(sizes.sum(dtype=np.int64))
+            hint = "give documents of two tokens or more, and such a capacity"
+            raise PolyaccelError("there are no tokens to predict: 0", hint=hint, value=0)
+        self._sizes = sizes
+        self.tokens = sum(len(piece) for row in self.rows for piece in row)
 
     @property
     def density(self) -> float:
@@ -162,13 +166,7 @@ class PackedDataset:
         positions = np.zeros(self.capacity, np.int64)
         at = 0
         for piece in self.rows[index]:
-            tokens = np.asarray(self.documents[piece.document])[piece.start : piece.stop]
-            if len(tokens) != len(piece):
-                raise PolyaccelError(
-                    f"document {piece.document} has {len(tokens)} tokens where {len(piece)} were counted",
-                    hint="give the lengths of these documents",
-                    value=piece.document,
-                )
+            tokens = self._document(piece.document)[piece.start : piece.stop]
             end = at + len(piece)
             ids[at:end] = tokens
             labels[at + 1 : end] = tokens[1:]
@@ -177,8 +175,20 @@ class PackedDataset:
         positions[at:] = np.arange(self.capacity - at)
         row: dict[str, NDArray[Any]] = {"input_ids": ids, "labels": labels, "position_ids": positions}
         if self.masks:
-            row["attention_mask"] = block_diagonal_mask(positions)[None]
+            seen = block_diagonal_mask(positions)[None]
+            row["attention_mask"] = np.where(seen, np.float32(0), -np.inf) if self.masks == "additive" else seen
         return row
+
+    def _document(self, number: int) -> NDArray[Any]:
+        """The tokens of a document. Raise PolyaccelError where they are not as many as were counted, or no tokens."""
+        tokens, counted = np.asarray(self.documents[number]), int(self._sizes[number])
+        if tokens.shape != (counted,) or tokens.dtype.kind not in "iu":
+            raise PolyaccelError(
+                f"document {number} is {tokens.dtype} of shape {tokens.shape} where {counted} tokens were counted",
+                hint="give integers in one dimension, and the lengths of these documents",
+                value=number,
+            )
+        return tokens
 
 
 def cu_seqlens(position_ids: ArrayLike) -> NDArray[np.int32]:

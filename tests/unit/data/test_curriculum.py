@@ -155,3 +155,22 @@ def test_bad_analyses_are_refused(tmp_path: Path) -> None:
         DataAnalysis(data, tmp_path, metrics={"half": lambda one: 0.5}).map()  # type: ignore[dict-item,return-value]
     with pytest.raises(PolyaccelError):
         DataAnalysis(data, tmp_path, metrics={"seqlen": len}, chunk=10).map(worker=2, workers=2)
+
+
+def test_tokens_without_a_count_have_no_rarity() -> None:
+    rarity = vocabulary_rarity([2, 0, 2])
+    assert rarity([0, 2]) == round(2 * np.log(2))
+    for token in (-100, 1, 3):  # an ignored label, one that does not occur, one beyond the vocabulary
+        with pytest.raises(PolyaccelError) as caught:
+            rarity([0, token])
+        assert caught.value.value == token
+
+
+def test_difficulties_that_are_no_numbers_are_refused() -> None:
+    order = CurriculumOrder({"own": metric([1, 9], lambda step: float("nan"))}, 2, 0)
+    with pytest.raises(PolyaccelError):
+        order.next_batch(1)
+    order = CurriculumOrder({"own": metric([1, 9], lambda step: np.float64(2.5))}, 2, 0)
+    order.next_batch(1)
+    assert json.dumps(order.state_dict()["history"]) == '[{"own": 2.5}]'
+    assert type(order.difficulties["own"]) is float

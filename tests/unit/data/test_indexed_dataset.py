@@ -118,6 +118,40 @@ def test_bad_files_and_values_are_refused(tmp_path: Path) -> None:
     assert len(IndexedDataset(tmp_path / "data")) == 1
 
 
+def test_sequences_that_no_index_can_describe_are_refused(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", "uint8") as builder, pytest.raises(PolyaccelError):
+        builder.add_item(np.broadcast_to(np.uint8(0), 2**31))
+    for place, number in ((1, 3), (3, 7)):  # sizes -1 and 4; borders 0, 7, 2
+        write(tmp_path / "data", [[[1, 2]], [[3]]])
+        index = bytearray((tmp_path / "data.idx").read_bytes())
+        at = 34 + 4 * (place - 1) if place < 3 else 34 + 24 + 8
+        index[at : at + 8] = struct.pack("<ii", number + 1, -1) if place < 3 else struct.pack("<q", number)
+        (tmp_path / "data.idx").write_bytes(index)
+        with pytest.raises(PolyaccelError):
+            IndexedDataset(tmp_path / "data")
+
+
+def test_a_file_in_another_order_is_merged_by_its_places(tmp_path: Path) -> None:
+    write(tmp_path / "data", [[[1, 2], [3, 4]]])
+    index = bytearray((tmp_path / "data.idx").read_bytes())
+    index[34 + 8 : 34 + 24] = struct.pack("<qq", 8, 0)
+    (tmp_path / "data.idx").write_bytes(index)
+    with IndexedDatasetBuilder(tmp_path / "merged") as builder:
+        builder.merge(tmp_path / "data")
+    assert [one.tolist() for one in IndexedDataset(tmp_path / "merged")] == [[3, 4], [1, 2]]
+
+
+def test_places_have_64_bits(tmp_path: Path) -> None:
+    """Files of 4 GiB with a hole."""
+    size = 2**31 - 1
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 1, 3, 2)
+    (tmp_path / "data.idx").write_bytes(index + struct.pack("<3i3q2q", size, size, 2, 0, size, 2 * size, 0, 3))
+    with open(tmp_path / "data.bin", "wb") as data:
+        data.seek(2 * size)
+        data.write(b"\x05\x06")
+    assert IndexedDataset(tmp_path / "data")[2].tolist() == [5, 6]
+
+
 @pytest.mark.parametrize(
     ("least", "most", "dtype"),
     [(0, 255, "uint8"), (0, 256, "uint16"), (-1, 127, "int8"), (-1, 128, "int16"), (0, 2**40, "uint64")],

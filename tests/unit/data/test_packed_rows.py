@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from polyaccel.data import PackedDataset, block_diagonal_mask, cu_seqlens, pack, unpack
 from polyaccel.errors import PolyaccelError
 
+KINDS: list[Any] = [True, "additive"]
 lengths = st.lists(st.integers(0, 40), max_size=30)
 
 
@@ -30,11 +31,11 @@ def test_each_token_is_in_one_row(sizes: list[int], capacity: int, order: Any) -
         assert sum(sum(map(len, row)) * 2 <= capacity for row in rows) <= 1  # no two rows that are half empty
 
 
-@given(lengths.filter(any), st.integers(2, 24))
+@given(lengths.filter(lambda sizes: max(sizes, default=0) > 1), st.integers(2, 24))
 def test_labels_stay_within_documents(sizes: list[int], capacity: int) -> None:
     documents = [1000 * number + np.arange(size) for number, size in enumerate(sizes)]
     data = PackedDataset(documents, capacity, pad_id=7)
-    assert data.density == pytest.approx(sum(sizes) / (len(data) * capacity))
+    assert data.density == pytest.approx(data.tokens / (len(data) * capacity))
     losses = 0
     for row in (data[index] for index in range(len(data))):
         ids, labels, positions = (row[name] for name in ("input_ids", "labels", "position_ids"))
@@ -61,6 +62,19 @@ def test_masks_and_borders_are_those_of_the_documents(sizes: list[int]) -> None:
     ]
 
 
+def test_each_row_has_a_label() -> None:
+    """A last piece of one token would have a row alone, whose mean loss is not a number."""
+    data = PackedDataset([np.arange(9), [3]], 8)
+    assert [row["labels"].max() for row in (data[at] for at in range(len(data)))] == [7]
+    assert (data.tokens, data.density) == (8, 1.0)
+
+
+def test_masks_that_are_added_are_those_that_choose() -> None:
+    chosen, added = (PackedDataset([[1, 2], [3, 4, 5]], 8, masks=kind)[0] for kind in KINDS)
+    assert added["attention_mask"].dtype == np.float32
+    assert np.array_equal(np.exp(added["attention_mask"]), chosen["attention_mask"])
+
+
 def test_nonsense_is_refused() -> None:
     for sizes, capacity in (([3], 0), ([-1], 4), ([1.5], 4), ([[1]], 4)):
         with pytest.raises(PolyaccelError):
@@ -72,7 +86,10 @@ def test_nonsense_is_refused() -> None:
     with pytest.raises(PolyaccelError):
         PackedDataset([[]], 4)
     with pytest.raises(PolyaccelError):
-        PackedDataset([[1, 2]], 4, lengths=[3])[0]
+        PackedDataset([[1]], 4)
+    for document, length in (([1, 2], 3), ([1, 2, 3], 2), ([1.5, 2.5], 2), ([[1, 2]], 2)):
+        with pytest.raises(PolyaccelError):
+            PackedDataset([document], 4, lengths=[length])[0]
     for positions in ([1, 2], [0, 2], [0, 1, 1], [[0, 1]], []):
         with pytest.raises(PolyaccelError):
             cu_seqlens(positions)
