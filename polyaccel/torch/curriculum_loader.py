@@ -136,6 +136,8 @@ class CurriculumDataLoader:
     def __iter__(self) -> Iterator[Any]:
         self._require_schedules()
         end = (self._consumed // self._total + 1) * self._total
+        if end - self._consumed < self._micro:  # smaller micro-batches came so far
+            self._consumed, end = end, end + self._total
         count = (end - self._consumed) // self._micro
         order = self._order if self._under_way is None else self._order.restored(self._under_way.before)
         begun: deque[_Batch] = deque()

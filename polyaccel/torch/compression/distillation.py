@@ -71,6 +71,9 @@ def _divergence(found: Tensor, wanted: Tensor, temperature: float, mask: Tensor 
     rows = (targets.exp() * (targets - own)).sum(-1)
     if mask is None:
         return rows.mean()
+    if mask.shape != rows.shape:
+        shapes = f"{tuple(mask.shape)}, logits have rows of {tuple(rows.shape)}"
+        raise PolyaccelError(f"the mask is of shape {shapes}", hint="give one value for each row", value=mask.shape)
     counts = mask.to(rows)
     return (rows * counts).sum() / counts.sum().clamp(min=1)
 

@@ -115,6 +115,18 @@ def test_an_iteration_ends_and_the_next_one_continues(prefix: str) -> None:
     assert broken == found[:13]
 
 
+def test_an_iteration_without_room_for_a_wider_micro_batch_is_over(prefix: str) -> None:
+    """120 of 122 samples are handed out: two are left, and 4 ranks take 4."""
+    begun = loader(prefix, 2, 1)
+    parts = iter(begun)
+    for _ in range(60):
+        next(parts)
+    wider = [loader(prefix, 1, 1, rank, 4) for rank in range(4)]
+    for one in wider:
+        one.load_state_dict(begun.state_dict())
+    assert [len(list(one)) for one in wider] == [122 // 4] * 4
+
+
 def test_custom_schedules_and_post_processing(prefix: str) -> None:
     with pytest.raises(ConfigError):
         loader(prefix, 4, 1).set_schedules({"seqlen": lambda step: 3})

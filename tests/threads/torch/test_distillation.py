@@ -85,6 +85,12 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (2, 3, 1)])
+def test_masks_that_would_be_repeated_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(PolyaccelError):
+        polyaccel.distillation_loss(outputs(0, 2), outputs(1, 4), config(), mask=torch.ones(shape))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_missing_is_said(name: str) -> None:
     found, wanted, section = WRONG[name]
