@@ -12,6 +12,8 @@ continues with the draws that would have come.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
@@ -26,6 +28,10 @@ _PRIME = 1_000_003
 _HIDDEN = "hidden_states"
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 """Named inputs of layers that describe all tokens in ways that do not allow some to be left out."""
+_ENCODER = "encoder_"
+"""How names of inputs begin that belong to other tokens, those of an encoder."""
+_BIASES = ("bias", "alibi")
+"""Parts of names of inputs that are added to scores: a layer takes their last part, whatever their length."""
 
 
 class TokenDrop:
@@ -38,10 +44,13 @@ class TokenDrop:
         self._policy, self._place, self._done = policy, place, done
         self.total = policy.total
         self._chosen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._names: dict[int, Callable[[tuple[Any, ...]], dict[str, Any]]] = {}
         self._hooks: list[Any] = []
         layers = find_layers(model, policy.total)
+        self._flash = {number for number in policy.layers if _attends_by_flash(layers[number])}
         for number in policy.layers:
             self._chosen[number] = []
+            self._names[number] = partial(_by_name, signature(layers[number].forward))
             before, after = _Before(self, number), _After(self, number)
             self._hooks.append(layers[number].register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.append(layers[number].register_forward_hook(after, prepend=True))
@@ -67,20 +76,42 @@ class TokenDrop:
         length, batch = hidden.shape[self._policy.sequence_dim], hidden.shape[1 - self._policy.sequence_dim]
         if self.tokens >= length:
             return inputs, named
-        if given := [name for name in _CACHES if named.get(name) is not None]:
+        every = self._names[number](inputs) | named
+        given = [name for name in _CACHES if every.get(name) is not None]
+        if given and not torch.is_grad_enabled():
+            return inputs, named  # generation
+        if given:
             hint = "pass use_cache=False" if "past" in given[0] else "leave packing for kernels out"
             raise PolyaccelError(f"tokens cannot be dropped with {given[0]}", hint=hint, value=given[0])
+        if batch == 1 and every.get("position_ids") is not None and number in self._flash:
+            hint = "choose sdpa, or more sequences in a micro-batch"
+            message = (
+                "flash attention of transformers takes positions with gaps as borders of documents, in a batch of 1"
+            )
+            raise PolyaccelError(message, hint=hint, value=batch)
         kept = self._draw(number, batch, length).to(hidden.device)
         self._chosen[number].append((hidden, kept))
         cut = _Cut(kept, length, self._policy.sequence_dim)
-        mask = self._policy.mask_name
-        rest = {name: value for name, value in named.items() if name not in (mask, _HIDDEN)}
-        named = named | tree_map_only(Tensor, cut.beside, rest)
-        if mask is not None and isinstance(named.get(mask), Tensor):
-            named[mask] = cut.mask(named[mask])
+        positional = self._names[number](inputs)
+        named = {name: hidden if name == _HIDDEN else self._left(cut, name, one) for name, one in named.items()}
         if inputs:
-            return (cut.hidden(hidden), *tree_map_only(Tensor, cut.beside, inputs[1:])), named
+            rest = [self._left(cut, name, one) for name, one in list(positional.items())[1:]]
+            return (cut.hidden(hidden), *rest), named
         return inputs, named | {_HIDDEN: cut.hidden(hidden)}
+
+    def _left(self, cut: _Cut, name: str, value: Any) -> Any:
+        """What is left of an input for the kept tokens."""
+        if name == self._policy.mask_name and value is not None:
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                hint = "choose an attention whose mask is a tensor, such as sdpa"
+                raise PolyaccelError(f"tokens cannot be dropped from a mask of type {kind}", hint=hint, value=kind)
+            return cut.mask(value)
+        if name.startswith(_ENCODER):
+            return tree_map_only(Tensor, cut.of_encoder, value)
+        if isinstance(value, Tensor) and cut.by_pairs(name, value):
+            raise cut.refusal(value)
+        return tree_map_only(Tensor, cut.beside, value)
 
     def give_back(self, number: int, output: Any) -> Any:
         """Return a layer's output with the tokens that passed by."""
@@ -119,7 +150,7 @@ class _Before:
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Cut a layer's inputs in training."""
         self._drop.forget(self._number)
-        if layer.training and torch.is_grad_enabled():
+        if layer.training:  # without gradients too: a reentrant region computes its gradients in a second pass
             return self._drop.take(self._number, inputs, named)
         return inputs, named
 
@@ -149,30 +180,58 @@ class _Cut:
         return tensor.gather(self._dim, self.place(tensor))
 
     def mask(self, tensor: Tensor) -> Tensor:
-        """Cut an attention mask: (batch, length), or (batch, heads, length, length), where batch may be 1."""
+        """Cut an attention mask: (batch, length), or (batch, heads, 1 or length, length), where batch may be 1."""
         if tensor.dim() == 2:
             return self.beside(tensor)
-        if tensor.dim() != 4 or tensor.shape[2:] != (self._length, self._length):
-            shape = tuple(tensor.shape)
-            hint = "give (batch, length), or (batch, heads, length, length)"
-            raise PolyaccelError(f"tokens cannot be dropped from a mask of shape {shape}", hint=hint, value=shape)
-        batch, tokens = self._kept.shape
-        whole = tensor.expand(batch, -1, -1, -1)
-        rows = self._kept[:, None, :, None].expand(-1, whole.shape[1], -1, self._length)
-        columns = self._kept[:, None, None, :].expand(-1, whole.shape[1], tokens, -1)
-        return whole.gather(2, rows).gather(3, columns)
+        if tensor.dim() != 4 or tensor.shape[2] not in (1, self._length) or tensor.shape[3] != self._length:
+            raise self.refusal(tensor)
+        whole = tensor.expand(len(self._kept), -1, -1, -1)
+        whole = whole if whole.shape[2] == 1 else self._rows(whole)
+        columns = self._kept[:, None, None, :].expand(-1, *whole.shape[1:3], -1)
+        return whole.gather(3, columns)
+
+    def _rows(self, mask: Tensor) -> Tensor:
+        index = self._kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+        return mask.gather(2, index)
+
+    def by_pairs(self, name: str, tensor: Tensor) -> bool:
+        """Return whether an input says something about pairs of tokens: a bias, or a mask by another name."""
+        is_bias = any(word in name for word in _BIASES)
+        return tensor.dim() > 2 and (is_bias or ("mask" in name and self._length in tensor.shape))
+
+    def refusal(self, tensor: Tensor) -> PolyaccelError:
+        """Return the error about an input that cannot be cut."""
+        shape = tuple(tensor.shape)
+        hint = f'name the mask in "model_mask_name", as (batch, heads, length, length), or leave {_KEY} out'
+        return PolyaccelError(f"tokens cannot be dropped from an input of shape {shape}", hint=hint, value=shape)
+
+    def of_encoder(self, tensor: Tensor) -> Tensor:
+        """Return what belongs to other tokens. Of a mask (batch, heads, length, others) the rows are cut."""
+        if tensor.dim() != 4 or tensor.shape[2] in (1, len(self._kept[0])):
+            return tensor
+        return self._rows(tensor.expand(len(self._kept), -1, -1, -1))
 
     def beside(self, tensor: Tensor) -> Tensor:
         """Cut what accompanies tokens, such as positions: (batch, length, ...), where batch may be 1."""
         if self._length not in tensor.shape:
             return tensor
         if tensor.dim() < 2 or tensor.shape[1] != self._length or tensor.shape[0] not in (1, len(self._kept)):
-            shape = tuple(tensor.shape)
-            hint = f'name masks in "model_mask_name", or leave {_KEY} out'
-            raise PolyaccelError(f"tokens cannot be dropped from an input of shape {shape}", hint=hint, value=shape)
+            raise self.refusal(tensor)
         whole = tensor.expand(len(self._kept), *tensor.shape[1:])
         index = self._kept.reshape(*self._kept.shape, *[1] * (tensor.dim() - 2))
         return whole.gather(1, index.expand(*self._kept.shape, *tensor.shape[2:]))
+
+
+def _attends_by_flash(layer: nn.Module) -> bool:
+    configs = [getattr(part, "config", None) for part in layer.modules()]
+    return any("flash" in str(getattr(one, "_attn_implementation", None)) for one in configs)
+
+
+def _by_name(known: Signature, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional inputs under the names of their parameters, or else under numbers."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, one in known.parameters.items() if one.kind in kinds]
+    return {names[at] if at < len(names) else str(at): one for at, one in enumerate(inputs)}
 
 
 def find_layers(model: nn.Module, total: int) -> nn.ModuleList:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hf_models import VOCABULARY, tiny
 from parity_models import make_config
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import polyaccel
 from polyaccel.comm.init.threads import run_threads
@@ -189,6 +192,100 @@ def test_masks_are_cut_to_the_tokens_that_are_left(first: bool, heads: int) -> N
     assert loss.item() == pytest.approx(torch.stack(total).mean().item(), rel=1e-5)
     engine.backward(loss)
     engine.destroy()
+
+
+class Others(nn.Module):
+    """A layer that keeps what it was given, and adds its first input's double to it."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.scale, self.config = nn.Parameter(torch.tensor(2.0)), config
+        self.given: dict[str, Any] = {}
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Tensor | None = None,
+        past_key_values: Any = None,
+        **named: Any,
+    ) -> Tensor:
+        self.given = {"mask": attention_mask, "encoder": encoder_hidden_states, **named}
+        return hidden * (1 + self.scale)
+
+
+class Calls(nn.Module):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Others(config) for _ in range(LAYERS))
+
+    def forward(self, hidden: Tensor, *given: Any, **named: Any) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, *given, **named)
+        return hidden
+
+
+def test_positional_inputs_are_known_by_their_names() -> None:
+    model = Calls()
+    engine = polyaccel.initialize(model=model, config=config_for(0))[0]
+    pairs = torch.arange(LENGTH * LENGTH).view(1, 1, LENGTH, LENGTH)
+    others = torch.randn(ROWS, LENGTH, 8)  # as many tokens as the decoder's, and still others
+    across = torch.arange(LENGTH)[None, None, :, None].expand(ROWS, 1, LENGTH, 5)
+    engine(torch.randn(ROWS, LENGTH, 8), pairs, others, encoder_attention_mask=across)
+    for number in (1, 2):
+        given, kept = model.layers[number].given, drawn(0, 0, number, 4)
+        assert torch.equal(given["mask"][:, 0], torch.stack([pairs[0, 0][row][:, row] for row in kept]))
+        assert given["encoder"] is others
+        assert torch.equal(given["encoder_attention_mask"][:, 0, :, 0], kept)
+    engine.destroy()
+
+
+REFUSED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "mask of another kind": (None, (object(),), {}),
+    "cache by place": (None, (None, None, object()), {}),
+    "bias that a layer would cut": (None, (), {"position_bias": torch.zeros(7, 1, 64)}),
+    "mask of pairs by another name": (None, (), {"own_mask": torch.ones(1, LENGTH, LENGTH)}),
+    "gaps that mean documents": (
+        SimpleNamespace(_attn_implementation="flash_attention_2"),
+        (),
+        {"position_ids": torch.arange(LENGTH)[None]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_inputs_that_would_be_cut_wrongly_are_refused(name: str) -> None:
+    config, given, named = REFUSED[name]
+    engine = polyaccel.initialize(model=Calls(config), config=config_for(0))[0]
+    with pytest.raises(PolyaccelError):
+        engine(torch.randn(1, LENGTH, 8), *given, **named)
+    with torch.no_grad():
+        engine.eval()
+        engine(torch.randn(1, LENGTH, 8), *given, **named)
+    engine.destroy()
+
+
+def test_reentrant_regions_see_the_same_tokens_twice() -> None:
+    """Their first pass has no gradients; it must drop what the second one drops."""
+    torch.manual_seed(0)
+    start, hidden = Stack(True), torch.randn(ROWS, LENGTH, 8)
+    found = []
+    for reentrant in (None, True):
+        model = deepcopy(start)
+        engine = polyaccel.initialize(model=model, config=config_for(0))[0]
+        if reentrant:
+            calls = [partial(checkpoint, layer, use_reentrant=True) for layer in model.layers]
+            states = hidden.clone().requires_grad_()
+            for call in calls:
+                states = call(states, None)[0]
+            loss = states.square().mean()
+        else:
+            loss = engine(hidden, None)
+        loss.backward()
+        found.append((loss.item(), [one.grad for one in model.parameters()]))
+        engine.destroy()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize(
