@@ -233,7 +233,8 @@ def test_positional_inputs_are_known_by_their_names() -> None:
     across = torch.arange(LENGTH)[None, None, :, None].expand(ROWS, 1, LENGTH, 5)
     engine(torch.randn(ROWS, LENGTH, 8), pairs, others, encoder_attention_mask=across)
     for number in (1, 2):
-        given, kept = model.layers[number].given, drawn(0, 0, number, 4)
+        layer: Any = model.layers[number]
+        given, kept = layer.given, drawn(0, 0, number, 4)
         assert torch.equal(given["mask"][:, 0], torch.stack([pairs[0, 0][row][:, row] for row in kept]))
         assert given["encoder"] is others
         assert torch.equal(given["encoder_attention_mask"][:, 0, :, 0], kept)
@@ -281,7 +282,7 @@ def test_reentrant_regions_see_the_same_tokens_twice() -> None:
             loss = states.square().mean()
         else:
             loss = engine(hidden, None)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         found.append((loss.item(), [one.grad for one in model.parameters()]))
         engine.destroy()
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
