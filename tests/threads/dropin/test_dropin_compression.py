@@ -218,6 +218,7 @@ def test_moq_loses_bits_after_periods_that_double() -> None:
         ({"eigenvalue": {"enabled": True}}, "quantize_training"),
         ({"quantize_bits": {"start_bits": 3, "target_bits": 8}}, "params"),
         ({"quantise_groups": 8}, "quantise_groups"),
+        ({"enabled": "perhaps"}, "shared_parameters.enabled"),  # it was read as off
     ],
 )
 def test_what_moq_cannot_be_is_named(changed: dict[str, Any], key: str) -> None:

@@ -164,14 +164,14 @@ def _mixture_of_quantisation(tree: Tree) -> Iterator[Change]:
     del tree[key]
     if any(_is_on(value) for value in eigenvalues.values()):
         tree[key] = eigenvalues
-    if section.pop("enabled", False) is not True:
+    if not (enabled := section.pop("enabled", False)):
         tree.pop(key, None)
         yield Change(key, "was dropped: it is off")
         return
     algorithm = section.pop("quantize_algo", section.pop("quantize-algo", {}))
     bits, schedule = ({**section.pop(name, {})} for name in ("quantize_bits", "quantize_schedule"))
     shared = {
-        "enabled": True,
+        "enabled": enabled,  # the core reads or refuses what is neither true nor false
         "schedule_offset": schedule.pop("schedule_offset", 100),
         "quantize_groups": section.pop("quantize_groups", 1),
         "quantization_type": algorithm.get("q_type", section.pop("quantize_type", "symmetric")),
