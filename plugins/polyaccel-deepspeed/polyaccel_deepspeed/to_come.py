@@ -1,4 +1,4 @@
-"""What DeepSpeed has, or had, that polyaccel has not: the reasons of every answer "not yet", and of others for good."""
+"""What DeepSpeed has, or had, that polyaccel is to have and has not: the reasons of every answer "not yet"."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ SPARSE_ATTENTION = "attention by fixed blocks does not exist here; torch's flex 
 SUPER_OFFLOAD = "offload_optimizer updates on the host, without SuperOffload's overlap"
 ZENFLOW = "offload_optimizer updates on the host, without ZenFlow's choice of gradients"
 
-TO_COME = (COMPRESSION, DYNAMIC_BATCHES, SPARSE_ATTENTION)
-"""What is being built. A feature that exists takes its reason away; none is added. The other reasons are for good."""
+TO_COME = (*(COMPRESSION, DYNAMIC_BATCHES, LOCO, MICS, MUON, NARROW_MASTERS, SPARSE_ATTENTION, SUPER_OFFLOAD, ZENFLOW),)
+"""All of them. A feature that exists takes its reason away; none is added."""

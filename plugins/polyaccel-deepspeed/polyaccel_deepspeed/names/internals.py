@@ -59,14 +59,14 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
+        Status.LATER,
         to_come.ZENFLOW,
         {
             "deepspeed.ops.adam": "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
         },
     ),
     (
-        Status.NEVER,
+        Status.LATER,
         to_come.MUON,
         {
             "deepspeed": "resolve_per_head_muon_after_sharding set_optimizer_flags",
