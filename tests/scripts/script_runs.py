@@ -66,6 +66,7 @@ def on_mesh(script: dict[str, Any], mesh: str) -> dict[str, Any]:
     return {
         **script,
         "name": f"{script['name']} on {mesh}",
+        "arguments": " ".join([script["arguments"], script.get("mesh_arguments", "")]),
         "ranks": 1 if mesh.startswith("one") else RANKS,
         "stand_ins": stand_ins,
         "shims": [*script["shims"], "one_share"],

@@ -146,12 +146,14 @@ def test_layers_may_be_computed_anew_in_the_backward_pass(settings, reentrant):
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_a_batch_without_targets_has_a_loss_of_zero(kind):
+def test_a_batch_without_targets_has_the_loss_of_one_rank(kind):
     model = tiny(kind).train()
     batch = batch_of("plain", kind, 12)
     batch["labels"] = torch.full_like(batch["labels"], -100)
+    alone, expected = loss_and_gradients(copy.deepcopy(model), batch)
+    assert all(float(gradient.abs().max()) == 0.0 for gradient in expected.values())
     losses, gradients = over_ranks(model, 3, RING, batch)
-    assert [float(loss) for loss in losses] == [0.0] * 3
+    assert [bool(loss.isnan()) for loss in (alone, *losses)] == [True] * 4
     assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients.values())
 
 
