@@ -48,4 +48,6 @@ def pop_refused(tree: Tree) -> Iterator[Problem]:
             yield Problem(key, table.pop(name), expected, _HINTS.get(key, "remove it"))
     kind = value_of(tree, "optimizer.type")
     if isinstance(kind, str) and kind.lower() in REFUSED_OPTIMIZERS:
-        yield Problem("optimizer.type", kind, "is an optimizer that does not exist yet", "use Adam, AdamW, Lion or Lamb")
+        yield Problem(
+            "optimizer.type", kind, "is an optimizer that does not exist yet", "use Adam, AdamW, Lion or Lamb"
+        )
