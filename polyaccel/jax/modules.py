@@ -271,8 +271,12 @@ def _from_equinox(
             value=kind,
         )
     arrays, moving = equinox.partition(model, equinox.is_inexact_array)
-    _, still = equinox.partition(equinox.nn.inference_mode(model), equinox.is_inexact_array)
-    blocks = blocks_of(arrays) if with_units else ()
+    # A function whose tree is arrays alone may hold the other part of equinox.partition. equinox.combine needs the same
+    # classes in both, and units have other classes. The switches of inference are in that other part.
+    is_part = function is not None and all(map(equinox.is_array, jax.tree.leaves(model)))
+    calm = model if is_part else equinox.nn.inference_mode(model)
+    _, still = equinox.partition(calm, equinox.is_inexact_array)
+    blocks = blocks_of(arrays) if with_units and not is_part else ()
 
     def combined(params: Any, rng: Any) -> Any:
         return equinox_with_units(equinox.combine(params, still if rng is None else moving), blocks)

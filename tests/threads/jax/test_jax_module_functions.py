@@ -110,6 +110,30 @@ def test_a_loss_of_equinox_trains_its_module_on_ranks() -> None:
     run_threads(2, train)
 
 
+def test_a_function_combines_the_parts_of_a_module_itself() -> None:
+    """Layers that repeat, and a switch of dropout that is in the other part."""
+    first, second, third = jax.random.split(jax.random.key(1), 3)
+    layers = [eqx.nn.Linear(4, 4, key=first), eqx.nn.Dropout(0.0), eqx.nn.Linear(4, 4, key=second)]
+    module = eqx.nn.Sequential([*layers, eqx.nn.Linear(4, 1, key=third)])
+    params, static = eqx.partition(module, eqx.is_inexact_array)
+
+    def loss(params: Any, batch: Any, rng: Any) -> Any:
+        whole = eqx.nn.inference_mode(eqx.combine(params, static))
+        return jnp.square(jax.vmap(whole)(batch["x"]) - batch["y"]).mean()
+
+    engine = polyaccel.initialize(model=loss, params=params, optimizer=optax.adamw(0.02), config=CONFIG)
+    transformation = optax.adamw(0.02)
+    state = transformation.init(params)
+    for step in range(STEPS):
+        gradients = jax.grad(loss)(params, batch_of(step), None)
+        updates, state = transformation.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        engine.train_batch(batch_of(step))
+    for one, other in zip(jax.tree.leaves(engine.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    engine.destroy()
+
+
 def test_several_modules_train_together() -> None:
     def train(ranks: Any) -> None:
         modules = {"first": Normed(nnx.Rngs(0)), "second": Normed(nnx.Rngs(1))}
