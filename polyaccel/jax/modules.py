@@ -274,8 +274,8 @@ def _from_equinox(
     # A function whose tree is arrays alone may hold the other part of equinox.partition. equinox.combine needs the same
     # classes in both, and units have other classes. The switches of inference are in that other part.
     is_part = function is not None and all(map(equinox.is_array, jax.tree.leaves(model)))
-    calm = model if is_part else equinox.nn.inference_mode(model)
-    _, still = equinox.partition(calm, equinox.is_inexact_array)
+    evaluated = model if is_part else equinox.nn.inference_mode(model)
+    _, still = equinox.partition(evaluated, equinox.is_inexact_array)
     blocks = blocks_of(arrays) if with_units and not is_part else ()
 
     def combined(params: Any, rng: Any) -> Any:

@@ -111,7 +111,7 @@ class TokenDrop:
             return tree_map_only(Tensor, cut.of_encoder, value)
         if isinstance(value, Tensor) and cut.by_pairs(name, value):
             raise cut.refusal(value)
-        return tree_map_only(Tensor, cut.beside, value)
+        return tree_map_only(Tensor, cut.cut_companion, value)
 
     def give_back(self, number: int, output: Any) -> Any:
         """Return a layer's output with the tokens that passed by."""
@@ -182,7 +182,7 @@ class _Cut:
     def mask(self, tensor: Tensor) -> Tensor:
         """Cut an attention mask: (batch, length), or (batch, heads, 1 or length, length), where batch may be 1."""
         if tensor.dim() == 2:
-            return self.beside(tensor)
+            return self.cut_companion(tensor)
         if tensor.dim() != 4 or tensor.shape[2] not in (1, self._length) or tensor.shape[3] != self._length:
             raise self.refusal(tensor)
         whole = tensor.expand(len(self._kept), -1, -1, -1)
@@ -211,7 +211,7 @@ class _Cut:
             return tensor
         return self._rows(tensor.expand(len(self._kept), -1, -1, -1))
 
-    def beside(self, tensor: Tensor) -> Tensor:
+    def cut_companion(self, tensor: Tensor) -> Tensor:
         """Cut what accompanies tokens, such as positions: (batch, length, ...), where batch may be 1."""
         if self._length not in tensor.shape:
             return tensor

@@ -56,7 +56,7 @@ def distillation_loss(
         labelled = getattr(student, "loss", None) if loss is None else loss
         if labelled is None:
             hint = 'pass loss= or labels to the student, or set "weight": 1'
-            raise PolyaccelError("the student has no loss of its own", hint=hint)
+            raise PolyaccelError("the outputs of the student have no loss", hint=hint)
         total = total + (1.0 - how.weight) * labelled
     if how.hidden_weight:
         total = total + how.hidden_weight * _hidden_distance(student, teacher, reduction)

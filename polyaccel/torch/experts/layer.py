@@ -108,7 +108,7 @@ class StackedExperts(nn.Module):
         """Return (tokens, features): sums of experts' outputs times `top_k_weights`; numbers past the end drop."""
         routing = route(top_k_index, top_k_weights, self.num_experts)
         counts = routing.counts.tolist()
-        routing = routing.kept(sum(counts))
+        routing = routing.keep(sum(counts))
         rows = hidden_states.index_select(0, routing.tokens)
         out = computed(self, rows, [(count,) for count in counts], self.products, None)
         if out is not None:

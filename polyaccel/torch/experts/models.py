@@ -61,11 +61,11 @@ class ExpertParallelExperts(nn.Module):
         chosen, shares = experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
         routing = route(chosen, shares, sum(counts))
         plan = plan_dispatch(communicator, routing, counts, self.room)
-        routing = routing.kept(sum(plan.sent))
+        routing = routing.keep(sum(plan.sent))
         came = plan.dispatch(tokens, routing.tokens)
         found = computed(self, came, plan.parts, self.products, plan.room)
         if found is None:
-            numbers = plan.numbers_of_experts().unsqueeze(1)
+            numbers = plan.repeat_expert_indices().unsqueeze(1)
             found = super().forward(came, numbers, torch.ones_like(numbers, dtype=came.dtype))
         out: Tensor = found
         without = [] if len(came) else [parameter for parameter in self.parameters() if parameter.requires_grad]

@@ -14,7 +14,7 @@ from polyaccel.torch.experts.gates import best, tokens_of
 class Routing(NamedTuple):
     """Pairs of a token and an expert, ordered by expert, then by token; choices that are none stand last.
 
-    How many are pairs only the device has: `kept` cuts the others off, for callers that have read `counts`.
+    How many are pairs only the device has: `keep` cuts the others off, for callers that have read `counts`.
     """
 
     tokens: Tensor
@@ -24,7 +24,7 @@ class Routing(NamedTuple):
     counts: Tensor
     """(experts,), int64: the pairs of each expert."""
 
-    def kept(self, pairs: int) -> Routing:
+    def keep(self, pairs: int) -> Routing:
         """Return the first `pairs`, the sum of `counts`."""
         return self._replace(tokens=self.tokens[:pairs], weights=self.weights[:pairs])
 

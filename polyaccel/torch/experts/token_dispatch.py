@@ -79,7 +79,7 @@ class TokenDispatch(NamedTuple):
     tables: dict[int, Buffer]
     """By features of a row, the numbers of `order` in elements; as they are asked for."""
 
-    def numbers_of_experts(self) -> Tensor:
+    def repeat_expert_indices(self) -> Tensor:
         """(rows,), int64: the own expert of each row that `dispatch` returns."""
         return torch.repeat_interleave(self.of_experts, output_size=sum(self.received))
 

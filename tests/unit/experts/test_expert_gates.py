@@ -175,7 +175,7 @@ def choices(draw: st.DrawFn) -> RoutingDecision:
 
 
 def pairs(routing: Routing) -> list[tuple[int, int, float]]:
-    routing = routing.kept(int(routing.counts.sum()))
+    routing = routing.keep(int(routing.counts.sum()))
     experts = torch.repeat_interleave(torch.arange(len(routing.counts)), routing.counts)
     return list(zip(experts.tolist(), routing.tokens.tolist(), routing.weights.tolist(), strict=True))
 
