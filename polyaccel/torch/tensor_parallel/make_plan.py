@@ -62,7 +62,7 @@ def make_plan(
     `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. With `share_tokens` ranks
     share the tokens between the layers too. With `compare` each block is computed whole and cut, and stays whole where
     the two differ ([Note: Comparison of whole and cut blocks]). Raises ShardingError, naming the module, for a model
-    that cannot be cut.
+    that cannot be cut, unless its specs leave all layers whole.
     """
     structure = Structure(model, ranks)
     named = wishes_of_specs(structure.modules, specs)
@@ -88,7 +88,8 @@ def make_plan(
         chosen.add(region.modules, region.heads)
     whole = {**chosen.whole, **proven.whole, **styled.whole}
     return_holes()  # blocks that are cut next must not lie between what copies of the trials have left
-    if not chosen.modules:
+    is_left_whole = bool(named) and not use_defaults and all(one.style == "whole" for one in named.values())
+    if not chosen.modules and not is_left_whole:
         found_whole = next((f"{name} differs where it is cut: {reason}" for name, reason in whole.items()), None)
         reason = found_whole or "neither has it a tp_plan, nor layers recognised as attention or feed-forward"
         raise ShardingError(
