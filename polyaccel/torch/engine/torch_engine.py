@@ -37,6 +37,7 @@ from polyaccel.torch.profiling.forward_work import ForwardWork
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
 from polyaccel.torch.sharding.backward import BackwardRunner
 from polyaccel.torch.sharding.transforms import explaining_refusal, is_transforming
+from polyaccel.torch.tensor_parallel.same_inputs import require_same_inputs
 from polyaccel.torch.weight_transfer.sends import SendsWeights
 
 log = getLogger(__name__)
@@ -88,6 +89,7 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
             self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
         self.adapter.broadcast_buffers(self._stage_runtime.communicator)
         whole = self.adapter.param_specs(), frozenset(self.adapter.unit_names().values())
+        self._compares_inputs = self.mesh.has_several("tensor") and not self.mesh.has_several("pipe")
         self._work = ForwardWork(module, settings, self._recorder, self.counters, *whole)
         self._recorder.begin()
 
@@ -124,6 +126,7 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
 
         Raises:
             PolyaccelError: It is called inside zero.Init, where new tensors have no values.
+            ShardingError: Ranks that share layers have other inputs in the first pass of training.
         """
         if is_constructing():
             raise PolyaccelError(
@@ -133,6 +136,9 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
             inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
         if is_trained_on:
+            if self._compares_inputs and not is_transforming():
+                self._compares_inputs = False
+                require_same_inputs(self.runtime.process_group_for(("tensor",)), inputs, named)
             if self.step_inputs is not None:
                 inputs, named = self.step_inputs(inputs, named)
             self._train_unfrozen()
