@@ -239,6 +239,11 @@ def _states(step: ZeroEngine, index: int) -> Mapping[str, Buffer]:
     return next((shard.states for shard in step.shards if shard.bucket.index == index), {})
 
 
+def state_names(step: ZeroEngine, fqn: str) -> tuple[str, ...]:
+    """Return the names of the optimizer states that this rank has of a parameter's bucket."""
+    return tuple(_states(step, step.layout.locate(fqn)[0].index))
+
+
 def _no_state(fqn: str, kind: str, states: Sequence[str]) -> ShardingError:
     return ShardingError(
         f"parameter {fqn!r} has no optimizer state {kind!r}",

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.torch.api.fragments import unreduced_grad
 from polyaccel.torch.sharding import leaf_modules
 from polyaccel.utils import safe_get_full_grad as reduced_gradient
 from polyaccel.utils import safe_set_full_grad
@@ -179,11 +180,10 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient; before its reduction this rank's own, where there is one rank. Collective.
-
-    Raises ShardingError before the reduction over several ranks.
-    """
+    """The whole gradient; before its reduction, as in `no_sync`, the sum of this rank alone. Collective."""
     whole = reduced_gradient(param)
+    if whole is None:
+        whole = unreduced_grad(param)
     return param.grad if whole is None else whole
 
 

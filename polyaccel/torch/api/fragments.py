@@ -16,8 +16,8 @@ for a parameter without an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import ShardingError
 from polyaccel.torch.sharding.ownership import ParameterOwner, record_of
-from polyaccel.zero.fragments import GRAD, PARAM, flush_reductions, fragment, read_whole, write_fragment, write_whole
+from polyaccel.zero.fragments import (
+    GRAD,
+    PARAM,
+    flush_reductions,
+    fragment,
+    read_whole,
+    state_names,
+    write_fragment,
+    write_whole,
+)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -51,6 +60,27 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         Copy of the parameter's shape; None without an engine or without a gradient yet.
     """
     return _get_full(param, GRAD)
+
+
+def unreduced_grad(param: nn.Parameter) -> Tensor | None:
+    """Return the gradient that has accumulated on this rank and was not reduced over the others yet.
+
+    Args:
+        param: Parameter of an engine's module.
+
+    Returns:
+        Copy of the parameter's shape; None without an engine, and where nothing waits for a reduction.
+    """
+    place = _find(param)
+    if place is None:
+        return None
+    gradients, index = place.owner.step.reducer.gradients_of(place.fqn)
+    summed = gradients.unreduced(index)
+    if summed is None:
+        return None
+    values: Tensor = summed.raw.detach().view(param.shape)
+    wide = values.clone() if values.dtype is torch.float64 else values.to(torch.float32, copy=True)
+    return wide / place.owner.gradient_scale
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -135,6 +165,43 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         Flat copy; None for a parameter without an engine.
     """
     return _get_local(param, optim_state_key)
+
+
+def local_optimizer_state(param: nn.Parameter) -> dict[str, Any]:
+    """Return what this rank has of all optimizer states of a parameter, as torch's optimizers keep it.
+
+    Args:
+        param: Parameter of an engine's module.
+
+    Returns:
+        Copies by name, flat where they are a part of the parameter, and the number of updates as `step`. Empty before
+        the first update, and for a parameter without an engine.
+    """
+    place = _find(param)
+    updates = 0 if place is None else place.owner.step.params.steps.get(place.fqn, 0)
+    if place is None or not updates:
+        return {}
+    found: dict[str, Any] = {"step": updates}
+    for name in state_names(place.owner.step, place.fqn):
+        values = _get_local(param, name)
+        if values is not None:
+            found[name] = values.view(param.shape) if values.numel() == param.numel() else values
+    return found
+
+
+def set_local_optimizer_state(param: nn.Parameter, state: Mapping[str, Any]) -> None:
+    """Overwrite what `local_optimizer_state` returns.
+
+    Args:
+        param: Parameter of an engine's module.
+        state: Tensors by name, and the number of updates as `step`.
+    """
+    place = _require(param)
+    for name, value in state.items():
+        if name == "step":
+            place.owner.step.params.steps[place.fqn] = int(value)
+        else:
+            _set_local(param, name, value.reshape(-1))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:

@@ -137,3 +137,36 @@ def test_the_gradient_in_no_sync_is_that_of_this_rank(engine: Any) -> None:
         for passes in (1, 2):
             engine.backward(engine(torch.ones(4, 3)).sum())
             assert torch.equal(deepspeed.utils.safe_get_full_grad(weight), torch.full((2, 3), 4.0 * passes))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_optimizers_states_are_torchs(stage: int) -> None:
+    torch.manual_seed(4)
+    model = torch.nn.Linear(3, 2)
+    plain = torch.nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    reference = torch.optim.Adam(plain.parameters(), lr=0.1)
+    config = {"train_batch_size": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    assert not optimizer.state
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 3)).sum())
+        engine.step()
+        reference.zero_grad()
+        plain(torch.ones(4, 3)).sum().backward()
+        reference.step()
+    saved, wanted = optimizer.state_dict(), reference.state_dict()
+    assert saved["state"].keys() == wanted["state"].keys()
+    assert [group["params"] for group in saved["param_groups"]] == [[0, 1]]
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        found, state = optimizer.state[ours], reference.state[theirs]
+        assert found["step"] == state["step"] == 2
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.allclose(found[name], state[name])
+    engine.backward(engine(torch.ones(4, 3)).sum())
+    engine.step()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[model.weight]["step"] == 2
+    assert torch.equal(optimizer.state[model.bias]["exp_avg"], saved["state"][1]["exp_avg"])
+    engine.destroy()

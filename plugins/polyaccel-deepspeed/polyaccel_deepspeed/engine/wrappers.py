@@ -16,7 +16,8 @@ import torch
 from polyaccel.config import ResolvedConfig
 from polyaccel.torch.api.optimizer import ZeroOptimizer
 from polyaccel.torch.engine.torch_engine import TorchEngine
-from polyaccel_deepspeed.engine.optimizers import FusedAdam
+from polyaccel_deepspeed.engine.optimizer_states import OptimizerStates, load_states, state_dict_of
+from polyaccel_deepspeed.engine.optimizers import FusedAdam, NamedOptimizer
 
 
 class EngineOptimizer(ZeroOptimizer):
@@ -31,6 +32,21 @@ class EngineOptimizer(ZeroOptimizer):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that the script gave; without one, this optimizer itself. Its groups are the engine's."""
         return self if self._inner is None else self._inner
+
+    @property
+    def state(self) -> OptimizerStates:  # type: ignore[override]  # torch's is a dict
+        """What this rank has of each parameter's states."""
+        return OptimizerStates(self.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups, and this rank's part of the states: only a run on as many ranks can load it."""
+        return state_dict_of(self.param_groups, super().state_dict()["param_groups"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank."""
+        groups = [{key: value for key, value in one.items() if key != "params"} for one in state_dict["param_groups"]]
+        super().load_state_dict({"param_groups": groups})
+        load_states(self.param_groups, state_dict.get("state", {}))
 
     @property
     def loss_scale(self) -> float:
@@ -88,6 +104,8 @@ def wrap(engine: TorchEngine, client: Any, raw_config: Mapping[str, Any]) -> Non
     optimizer._engine = proxy(engine)
     if isinstance(client, torch.optim.Optimizer):
         optimizer._inner = client
+    if isinstance(client, NamedOptimizer):
+        client.state = optimizer.state
 
 
 def _class_of(config: ResolvedConfig, client: Any, raw_config: Mapping[str, Any]) -> type[EngineOptimizer]:
