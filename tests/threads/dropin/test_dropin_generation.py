@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepspeed.runtime.rollout import RolloutConfig, RolloutRequest, SamplingConfig, build_rollout
 from transformer_models import transformer_batch, transformer_model
 
 from polyaccel.comm.base import Communicator
@@ -39,6 +41,10 @@ def test_an_engine_generates_what_its_module_does(stage: int, trains: bool) -> N
         engine = deepspeed.initialize(model=models[communicator.rank], config=config)[0]
         assert type(engine) is DeepSpeedHybridEngine
         assert torch.equal(engine.generate(prompt, **asked), wanted)
+        rollout = build_rollout(RolloutConfig(), engine, SimpleNamespace(pad_token_id=0, eos_token_id=None))
+        request = RolloutRequest(prompt, torch.ones_like(prompt))
+        rolled = rollout.generate(request, SamplingConfig(max_new_tokens=7, temperature=0.0))
+        assert torch.equal(rolled.input_ids, wanted)
         with pytest.raises(PolyaccelError) as caught:
             engine.generate(prompt, max_new_tokens=8)
         assert caught.value.value == 13

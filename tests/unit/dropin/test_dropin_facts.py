@@ -74,8 +74,8 @@ OTHER_NAMES = {
 """Keys of `zero_optimization` by names that are older, or without their `stage3_`; and values for them."""
 REMOVED = ("deepspeed.compression", "deepspeed.elasticity")
 """Modules that DeepSpeed has removed since 0.19.5, and that there are here."""
-UNLISTED = ("deepspeed.runtime.data_pipeline",)
-"""Modules whose names the facts do not list; tests/threads/dropin/test_dropin_data_efficiency.py uses them."""
+UNLISTED = ("deepspeed.module_inject", "deepspeed.runtime.data_pipeline")
+"""Modules whose names the facts do not list; tests/threads/{tensor_parallel,dropin} use those that there are."""
 SHARED = FACTS["source_modules"] | FACTS["modules"]
 SET_BY_INITIALIZE = ("config", "lr_scheduler", "monitor", "mpu", "optimizer", "training_dataloader")
 """Attributes that an engine has, and its class has not."""

@@ -37,6 +37,7 @@ from polyaccel.torch.checkpoint.contents import CLIENT_SCHEDULE
 from polyaccel.torch.checkpoint.load import client_state_of
 from polyaccel_deepspeed.exchange.importing import GROUP_KEYS, OWN_KEYS
 from polyaccel_deepspeed.exchange.states import PARAM
+from polyaccel_deepspeed.keys.checkpoint_constants import UNIVERSAL_CHECKPOINT_INFO
 from polyaccel_deepspeed.version import __version__
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -120,7 +121,7 @@ def _model_states(
 ) -> dict[str, Any]:
     counters = reader.scalars.get("counters", {})
     client_state = client_state_of(reader)
-    if taken := sorted(client_state.keys() & OWN_KEYS):
+    if taken := sorted(client_state.keys() & OWN_KEYS - {UNIVERSAL_CHECKPOINT_INFO}):  # that one scripts give
         raise CheckpointError(
             f"the client state has {', '.join(taken)}, and DeepSpeed keeps its own values under these names there",
             hint="save the run under other names",

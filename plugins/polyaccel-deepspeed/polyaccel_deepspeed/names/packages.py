@@ -32,7 +32,7 @@ _NEVER = {
     "deepspeed.runtime.data_pipeline": "polyaccel.data has the analysis, and data_efficiency the rest",
     "deepspeed.runtime.domino": "tensor ranks cut a model's own layers",
     "deepspeed.runtime.pipe": "deepspeed.pipe has the module; schedules are pipeline.schedule",
-    "deepspeed.runtime.rollout": "engine.generate makes rollouts from the weights that are trained",
+    "deepspeed.runtime.rollout": "engine.generate decodes as many sequences at a time as batch_size says",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with the device nvme",
     "deepspeed.runtime.tensor_parallel": "tensor_parallel in the config, or deepspeed.tp_model_init",
     "deepspeed.runtime.zero": "pieces of DeepSpeed's stages; deepspeed.zero has what scripts use",

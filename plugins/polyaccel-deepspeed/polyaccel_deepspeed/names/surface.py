@@ -20,6 +20,7 @@ from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, neve
 from polyaccel_deepspeed.names.internals import INTERNALS
 from polyaccel_deepspeed.names.mixtures import MIXTURES
 from polyaccel_deepspeed.names.optimizers import DEEPSPEED_OPTIMIZER, STAGE_3_OPTIMIZER, WRAPPERS, ZERO_OPTIMIZER
+from polyaccel_deepspeed.names.rollouts import ROLLOUTS
 
 BUILDERS = {
     "AsyncIOBuilder": "async_io",
@@ -36,6 +37,11 @@ BUILDERS = {
 }
 """The `NAME` of each builder."""
 
+DEEPSPEEDS_FILES = never(
+    "polyaccel.checkpoint.CheckpointReader reads ours, `polyaccel ckpt import --from deepspeed` DeepSpeed's",
+    "DeepSpeedCheckpoint",
+)
+
 _PUBLIC: dict[str, Module] = {
     "deepspeed": Module(
         "What scripts import first.",
@@ -51,7 +57,7 @@ _PUBLIC: dict[str, Module] = {
         | sets.PIPE_ENGINE
         | yes("polyaccel_deepspeed.pipeline.module", "PipelineModule")
         | yes("polyaccel_deepspeed.engine.hybrid", "DeepSpeedHybridEngine")
-        | yes("polyaccel_deepspeed.engine.tensors", "set_autotp_mode", "tp_model_init")
+        | yes(sets.TENSORS, "set_autotp_mode", "tp_model_init")
         | yes(sets.UTILS, "OnDevice")
         | yes(sets.LOADER, "DeepSpeedDataLoader")
         | yes("polyaccel_deepspeed.inference", "InferenceEngine", "default_inference_config", "init_inference")
@@ -68,17 +74,13 @@ _PUBLIC: dict[str, Module] = {
     ),
     **DEVICES,
     "deepspeed.accelerator.abstract_accelerator": Module("Its class.", yes(sets.ACCELERATOR, "DeepSpeedAccelerator")),
-    "deepspeed.checkpoint": Module("Saved states."),
+    "deepspeed.checkpoint": Module(
+        "Saved states.", CONSTANTS["deepspeed.checkpoint.constants"].names | DEEPSPEEDS_FILES
+    ),
     "deepspeed.checkpoint.utils": Module(
         "What is copied to be saved.", yes(sets.UTILS, "clone_tensors_for_torch_save")
     ),
-    "deepspeed.checkpoint.deepspeed_checkpoint": Module(
-        "DeepSpeed's files.",
-        never(
-            "polyaccel.checkpoint.CheckpointReader reads ours, `polyaccel ckpt import --from deepspeed` DeepSpeed's",
-            "DeepSpeedCheckpoint",
-        ),
-    ),
+    "deepspeed.checkpoint.deepspeed_checkpoint": Module("DeepSpeed's files.", DEEPSPEEDS_FILES),
     "deepspeed.checkpoint.ds_to_universal": Module(
         "Universal checkpoints.",
         yes("polyaccel_deepspeed.universal", "main", "parse_arguments")
@@ -163,7 +165,12 @@ _PUBLIC: dict[str, Module] = {
     ),
     **CONSTANTS,
     **MIXTURES,
+    **ROLLOUTS,
     **WRAPPERS,
+    "deepspeed.module_inject": Module("Models cut over ranks.", yes(sets.TENSORS, "set_autotp_mode")),
+    "deepspeed.module_inject.layers": Module(
+        "Models cut over ranks.", yes(sets.TENSORS, "is_autotp_training_mode", "set_autotp_mode")
+    ),
     "deepspeed.monitor": Module("Figures of a run."),
     "deepspeed.monitor.monitor": Module(
         "Figures of a run.", yes("polyaccel_deepspeed.engine.monitor", "MonitorMaster")
