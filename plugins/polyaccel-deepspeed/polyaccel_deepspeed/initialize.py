@@ -68,7 +68,7 @@ def initialize(
     raw = read_text(written)
     require_routing(raw, model)
     refuse_stages(sys._getframe(1).f_globals.get("__name__", ""), _stages_of(model, tree))
-    tree = with_expert_ranks(with_tensor_ranks(with_layer_specs(tree, raw, model), model), model)
+    tree = with_expert_ranks(with_tensor_ranks(with_layer_specs(tree, raw, model), model, mpu), model)
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups

@@ -78,9 +78,9 @@ class Settings(Getters):
     raw_config: Mapping[str, Any] = {}
 
     def autotp_size(self) -> int:
-        """How many ranks share the weights of a layer; 0 where they are not cut."""
+        """How many ranks share the weights of a layer; 0 where they are not cut, and the config has no 1 either."""
         ranks = self._answers.mesh.tensor
-        return ranks if ranks > 1 else 0
+        return ranks if ranks > 1 else self._answers.tensor_parallel.autotp_size
 
     def autotuning_enabled(self) -> bool:
         return self._answers.autotuning.enabled

@@ -4,48 +4,91 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from polyaccel.config.keys import value_of
 from polyaccel.errors import ConfigError, Problem
 
 _KEY = "tensor_parallel.autotp_size"
-_asked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+class _Asked(NamedTuple):
+    """What `tp_model_init` was called with."""
+
+    size: int
+    dtype: torch.dtype
+    group: Any
+
+
+_asked: WeakKeyDictionary[nn.Module, _Asked] = WeakKeyDictionary()
+_mode = {"training": False}
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Accepted. Models are cut for training, where the config or `tp_model_init` sets it."""
+    """Set what `is_autotp_training_mode` answers. Models are cut for training whatever it is."""
+    _mode["training"] = training
+
+
+def is_autotp_training_mode() -> bool:
+    """Whether `tp_model_init` was called, or `set_autotp_mode(training=True)` after it."""
+    return _mode["training"]
 
 
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> nn.Module:
-    """`model`, whose layers `initialize` will cut over `tp_size` ranks. The config of the engine chooses its types.
+    """`model`, whose layers `initialize` will cut over `tp_size` ranks. The config of the engine chooses its types, and
+    the mesh its ranks: a `tp_group` has to be these.
 
     Raises ConfigError where `config`, or another call, has another number of ranks.
     """
     stated = dict((config or {}).get("tensor_parallel", {})).get("autotp_size", 0)
-    for other in (stated, _asked.get(model, 0)):
+    known = _asked.get(model)
+    for other in (stated, 0 if known is None else known.size):
         if other not in (0, tp_size):
             raise ConfigError([Problem(_KEY, other, f"contradicts tp_model_init, which has {tp_size}", _HINT)])
-    _asked[model] = tp_size
+    _asked[model] = _Asked(tp_size, dtype, kwargs.get("tp_group"))
+    set_autotp_mode(training=True)
     return model
 
 
-def with_tensor_ranks(tree: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The config with what `tp_model_init` has set for `model`. Raises ConfigError where the two differ."""
+def with_tensor_ranks(tree: dict[str, Any], model: nn.Module, mpu: Any = None) -> dict[str, Any]:
+    """The config with what `tp_model_init` has set for `model`.
+
+    Raises ConfigError where the config has another number of ranks or type, and for a `tp_group` of other ranks than
+    the mesh's, or beside an `mpu`, which has groups of its own.
+    """
     asked = _asked.get(model)
     if asked is None:
         return tree
     section = dict(tree.get("tensor_parallel", {}))
-    if section.get("autotp_size", 0) not in (0, asked):
-        said = f"contradicts tp_model_init, which had {asked}"
+    if section.get("autotp_size", 0) not in (0, asked.size):
+        said = f"contradicts tp_model_init, which had {asked.size}"
         raise ConfigError([Problem(_KEY, section["autotp_size"], said, _HINT)])
-    return {**tree, "tensor_parallel": {**section, "autotp_size": asked}}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if dict(tree.get(name) or {}).get("enabled") is True and asked.dtype != dtype:
+            said = f"Conflicting dtype: tp_model_init had {asked.dtype}"
+            raise ConfigError([Problem(f"{name}.enabled", True, said, f"call it with dtype={dtype}")])
+    if asked.group is not None:
+        _check_group(asked, mpu)
+    return {**tree, "tensor_parallel": {**section, "autotp_size": asked.size}}
+
+
+def _check_group(asked: _Asked, mpu: Any) -> None:
+    key = "tp_model_init.tp_group"
+    if mpu is not None:
+        hint = "leave one of them out"
+        raise ConfigError([Problem(key, "a group", "tp_model_init provided tp_group, and initialize an mpu", hint)])
+    ranks = dist.get_process_group_ranks(asked.group)
+    first = dist.get_rank() // asked.size * asked.size
+    if ranks != [*range(first, first + asked.size)]:
+        said, hint = f"its ranks are not the {asked.size} neighbours that share layers", "leave it out"
+        raise ConfigError([Problem(key, ranks, said, hint)])
 
 
 def with_layer_specs(tree: dict[str, Any], written: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
