@@ -76,10 +76,10 @@ class Init:
             nn.Linear = replaced  # type: ignore[misc]  # see above
 
     def make(self, plain: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
-        """Return the layer for a call of `nn.Linear`, in the type that torch makes now."""
+        """Return the layer for a call of `nn.Linear`: with adapters in bfloat16 as there, else in torch's type."""
         lora = None if self.lora_config is None else replace(self.lora_config, delay_lora_init=True)
         named = {"bias": True, **named, "linear_cls": plain}
-        named["dtype"] = named.get("dtype") or torch.get_default_dtype()
+        named["dtype"] = named.get("dtype") or (torch.get_default_dtype() if lora is None else torch.bfloat16)
         for old, new in (("in_features", "input_dim"), ("out_features", "output_dim")):
             if old in named:
                 named[new] = named.pop(old)

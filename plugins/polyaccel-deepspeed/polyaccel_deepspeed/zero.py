@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from polyaccel import comm
 from polyaccel.errors import ConfigError, Problem
@@ -70,6 +73,7 @@ class Init(DeferredInit):
         super().__enter__()
         if self._enabled:
             self.callback(register_module_parameter_registration_hook(_describe_new).remove)
+            self.callback(register_module_module_registration_hook(_describe_replaced).remove)
         return self
 
 
@@ -78,6 +82,13 @@ def _describe_new(module: nn.Module, name: str, parameter: nn.Parameter | None) 
         if not hasattr(parameter, "ds_id") and record_of(parameter) is None:
             vars(parameter)[AWAITS_ENGINE] = 0
         describe_parameter(parameter, dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _describe_replaced(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Describe the parameters that a part got past its registration, as `skip_init` puts them in by `to_empty`."""
+    for parameter in () if part is None else part.parameters():
+        if not hasattr(parameter, "ds_id"):
+            _describe_new(module, name, parameter)
 
 
 class GatheredParameters(gathered.GatheredParameters):

@@ -119,10 +119,12 @@ def test_layers_of_a_script_are_made_with_adapters() -> None:
         assert issubclass(PLAIN, nn.Linear)
     assert nn.Linear is PLAIN
     assert [type(one) for one in model] == [LoRAOptimizedLinear, LoRAOptimizedLinear, Own]
+    assert {one.dtype for one in model[:2].parameters()} == {torch.bfloat16}  # as there
+    model.bfloat16()
     with pytest.raises(PolyaccelError):
-        model(torch.ones(1, 4))
+        model(torch.ones(1, 4, dtype=torch.bfloat16))
     init_lora(model)
-    assert model(torch.ones(1, 4)).shape == (1, 2)
+    assert model(torch.ones(1, 4, dtype=torch.bfloat16)).shape == (1, 2)
     with Init():
         assert type(nn.Linear(3, 2)) is PLAIN
 
