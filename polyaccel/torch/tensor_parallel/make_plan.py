@@ -292,6 +292,8 @@ class _Chosen:
             embeddings = [each for each in modules.values() if isinstance(each, nn.Embedding)]
             outputs = [name for name, each in modules.items() if is_linear(each) and name not in self.modules]
             if len(embeddings) + len(outputs) < len(modules) or any(not _is_plain(each) for each in embeddings):
+                replaced = [name for name, each in modules.items() if "forward" in vars(each)]
+                self.whole.update(dict.fromkeys(replaced, "a script gave it another forward"))
                 continue
             if wished is None:
                 is_wanted = parameter is words or (bool(embeddings) and bool(outputs))
@@ -316,11 +318,11 @@ class _Chosen:
                 yield column(name, module, runs, gathered=gathered)
 
     def _owners(self) -> dict[nn.Parameter, list[str]]:
-        """By weight the modules that have it, where it is a matrix."""
+        """By weight all modules that have it, where it is a matrix."""
         found: dict[nn.Parameter, list[str]] = {}
         for name, module in self._structure.modules.items():
             weight = module._parameters.get("weight")
-            if weight is not None and weight.dim() == 2 and (isinstance(module, nn.Embedding) or is_linear(module)):
+            if weight is not None and weight.dim() == 2:
                 found.setdefault(weight, []).append(name)
         return found
 
@@ -340,7 +342,8 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     """Return whether an embedding may be cut by words: nothing needs its whole weight."""
     own = type(embedding).forward
     wraps = own is nn.Embedding.forward or "super" in getattr(getattr(own, "__code__", None), "co_names", ())
-    return wraps and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+    is_plain = wraps and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+    return is_plain and "forward" not in vars(embedding)
 
 
 def _length(parameter: nn.Parameter | None) -> int:

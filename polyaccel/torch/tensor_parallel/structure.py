@@ -39,6 +39,8 @@ class CutRegion:
 
 def is_linear(module: nn.Module | None) -> bool:
     """Whether the module is a linear layer that can be cut: torch's, or Hugging Face's Conv1D."""
+    if module is not None and "forward" in vars(module):
+        return False  # a script replaced it, as TRL does for products in float32: a class that shares has no say
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward or type(module).__name__ in names.LINEARS
     return is_conv1d(module)

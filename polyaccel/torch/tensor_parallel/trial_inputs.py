@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature, unwrap
 from logging import getLogger
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -95,9 +96,14 @@ class _WatchedWeight(nn.Parameter):
 def weights_read_by_others(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     """Find modules whose weight another module's forward reads, with that one's name, in a pass of a copy.
 
-    Empty where no class of the model mentions a weight of another module, or no copy can be called.
+    Empty where no class of the model mentions a weight of another module, or no copy can be called. A pass cannot
+    show all that a forward does which a script has put there, such as TRL's: `names` are its readings if it mentions
+    weights.
     """
     found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if any(_reads_weights(code) for code in _codes_put_into(module)):
+            return dict.fromkeys(names, f"a forward that a script gave {name or type(module).__name__}")
     if not any(map(_mentions_weights, {type(one) for one in model.modules()})):
         return found
     for args, kwargs in _inputs(model, 8):
@@ -119,7 +125,26 @@ def _mentions_weights(kind: type[nn.Module]) -> bool:
     if issubclass(kind, (nn.Linear, nn.Embedding)) or kind.__module__.startswith("torch."):
         return False
     codes = [code for one in vars(kind).values() if (code := getattr(unwrap(one), "__code__", None)) is not None]
-    return any("weight" in code.co_names and "init" not in code.co_name for code in codes)
+    return any(_reads_weights(code) and "init" not in code.co_name for code in codes)
+
+
+def _reads_weights(code: CodeType) -> bool:
+    return "weight" in code.co_names
+
+
+def _codes_put_into(module: nn.Module) -> Iterator[CodeType]:
+    """Code of a forward that another file gave a module without a weight of its own, or its class, and of what that
+    wraps."""
+    if "weight" in module._parameters:
+        return
+    files = () if "forward" in vars(module) else {kind.__module__ for kind in type(module).__mro__}
+    step: Any = module.forward
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        if isinstance(function, FunctionType) and function.__globals__.get("__name__") not in files:
+            yield function.__code__
+        # `unwrap` would pass over a function that has the name and signature of the one that it replaces.
+        step = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
 
 
 def _watch(model: nn.Module, names: Collection[str], found: dict[str, str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
+from types import MethodType
 
 import pytest
 import torch
@@ -128,6 +130,32 @@ def test_words_whose_weight_another_module_reads_stay_whole() -> None:
     assert plan.modules
     assert not {"cls.predictions.decoder", *plan.whole} & {one.name for one in plan.modules}
     assert "lm_head" in {one.name for one in make_plan(tiny("llama"), 2).modules}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("put", ["the model", "its class", "the output layer"])
+def test_words_stay_whole_under_a_forward_that_a_script_gave(put: str, tied: bool) -> None:
+    """As by TRL, whose losses are computed from the weight of the output layer."""
+    model = transformer_model("llama", tie_word_embeddings=tied)
+    give_forward(model, put)
+    assert assert_trains_as_whole(model, 2) == (1 if put == "the output layer" else 2)
+
+
+def give_forward(model: nn.Module, put: str) -> None:
+    """Replace the forward of a model, which is copied, or that of its output layer."""
+    if put == "the output layer":
+        head = model.lm_head
+        head.forward = MethodType(lambda self, x: functional.linear(x.float(), self.weight.float()), head)
+        return
+
+    @functools.wraps(type(model).forward)
+    def forward(self: nn.Module, ids: Tensor, **kwargs: object) -> Tensor:
+        return functional.linear(self.model(ids).last_hidden_state, self.lm_head.weight)
+
+    if put == "its class":
+        model.__class__ = type("Patched", (type(model),), {"__module__": type(model).__module__, "forward": forward})
+    else:
+        model.forward = MethodType(forward, model)
 
 
 class ReadingMixtral(MixtralForCausalLM):
