@@ -50,6 +50,12 @@ class WholeBatch:
         tokens = self.tokens
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
+    @property
+    def has_choices(self) -> bool:
+        """Whether a row is several sequences, as for multiple choice."""
+        ids = self.named.get("input_ids")
+        return isinstance(ids, Tensor) and ids.dim() > 2
+
     def marks(self) -> DocumentMask:
         """Documents and padding, as transformers finds them: padding by `attention_mask`, documents by position ids
         that do not continue by one, but only where there is no `attention_mask`, or by `cu_seq_lens_q`."""

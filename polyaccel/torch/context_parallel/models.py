@@ -14,7 +14,7 @@ logits), with a cache, and where there are fewer tokens than ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextvars import Token
 from dataclasses import dataclass
 from logging import getLogger
@@ -98,6 +98,8 @@ class SequenceParallel:
         if not self._is_cut(batch):
             return None
         rows, length = batch.shape
+        if batch.has_choices:
+            raise _refusal(self._transformer, "input_ids has several sequences in a row")
         shares, marks = self._shares(length), batch.marks()
         self._log_documents(batch, marks)
         given = {**batch.named, "use_cache": False}
@@ -147,7 +149,11 @@ class SequenceParallel:
             return None
         if not done.cut.calls:
             raise _refusal(self._transformer, "none of its layers asked transformers for its attention")
-        if done.targets is None or isinstance(outputs, list):  # what a stage of a pipeline sends to the next
+        if isinstance(outputs, list):  # what a stage of a pipeline sends to the next
+            return None
+        if _is_of_sequences(outputs, done.cut.rows, done.cut.shares.lengths):
+            raise _refusal(self._transformer, "its outputs are of a whole sequence each, not of tokens")
+        if done.targets is None:
             return None
         outputs = whole_token_numbers(outputs, done.cut.shares, done.cut.rows, self.communicator)
         loss = self._loss.computed(outputs, done.targets, done.count, self.communicator.world_size)
@@ -222,6 +228,12 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
         return type(outputs)(**{**outputs, "loss": loss})
     is_first = isinstance(outputs[0], Tensor) and outputs[0].dim() == 0
     return (loss, *outputs[1:]) if is_first else (loss, *outputs)
+
+
+def _is_of_sequences(outputs: Any, rows: int, tokens: Collection[int]) -> bool:
+    """Whether logits, or the only output, are a vector for each of `rows`, not numbers of a rank's `tokens`."""
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    return isinstance(found, Tensor) and found.dim() == 2 and found.shape[0] == rows and found.shape[1] not in tokens
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

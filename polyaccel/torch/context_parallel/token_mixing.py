@@ -36,7 +36,8 @@ _log = getLogger(__name__)
 
 
 def find_mixer(model: nn.Module) -> str | None:
-    """Return the first module of `model` that joins tokens outside of attention, by its full name.
+    """Return the first module of `model` that joins tokens outside of attention, by its full name; '' for its own
+    forward, as one that gives a class for each sequence.
 
     None where there is none, or where no copy can be computed, which is logged.
     """
@@ -87,19 +88,30 @@ def _mixer_of(own: nn.Module, prefix: str) -> str | None:
     places = torch.tensor([*range(2, 7), *range(length - 6, length - 2)])
     assert len(places) < length
 
-    def run(chosen: Tensor) -> None:
+    def run(chosen: Tensor) -> Any:
         ids = words[chosen].unsqueeze(0)
-        own(input_ids=ids, position_ids=chosen.unsqueeze(0), attention_mask=torch.ones_like(ids), use_cache=False)
+        named = {"position_ids": chosen.unsqueeze(0), "attention_mask": torch.ones_like(ids)}
+        return own(input_ids=ids, **named, use_cache=False)
 
     comparison = _Comparison(own, length, places)
     with comparison.recording():
-        run(torch.arange(length))
+        of_whole = run(torch.arange(length))
     try:
         with comparison.comparing():
-            run(places)
+            of_part = run(places)
     except _Mixed as found:
         return prefix + found.name
-    return None
+    return "" if _are_of_sequences(of_whole, of_part) else None
+
+
+def _are_of_sequences(whole: Any, part: Any) -> bool:
+    """Whether outputs without a place for each token follow from more tokens than one."""
+    pairs = zip(tree_leaves(whole), tree_leaves(part), strict=True)
+    return any(
+        isinstance(one, Tensor) and one.is_floating_point() and one.dim() > 1 and one.shape == other.shape
+        and not bool(((one - other).abs() <= _CLOSE * one.abs().max()).all())
+        for one, other in pairs
+    )  # fmt: skip
 
 
 def _words_of(fields: dict[str, Any], vocabulary: int, length: int) -> Tensor:

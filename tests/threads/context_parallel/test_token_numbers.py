@@ -9,12 +9,14 @@ from types import MethodType
 
 import pytest
 import torch
+import transformers
 from hf_models import VOCABULARY, tiny
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from polyaccel.comm.init.threads import run_threads
-from polyaccel.torch.context_parallel import SequenceSettings, TokenShares, apply_context_parallel
+from polyaccel.errors import PolyaccelError
+from polyaccel.torch.context_parallel import SequenceSettings, TokenShares, apply_context_parallel, models
 from polyaccel.torch.context_parallel.token_numbers import whole_token_numbers
 
 LENGTH, ROWS = 13, 2
@@ -67,10 +69,10 @@ def own_loss(model):
 def test_a_loss_of_token_numbers_is_that_of_one_rank(method, world):
     start = tiny("llama").train()
     expected, gradients = own_loss(with_scores(copy.deepcopy(start)))
-    models = [with_scores(copy.deepcopy(start)) for _ in range(world)]
+    copies = [with_scores(copy.deepcopy(start)) for _ in range(world)]
 
     def run(communicator):
-        own = models[communicator.rank]
+        own = copies[communicator.rank]
         apply_context_parallel(own, communicator, SequenceSettings(method))
         return own_loss(own)
 
@@ -92,3 +94,38 @@ def test_what_is_as_wide_as_the_part_of_one_rank_alone_stays():
         return tuple(found["classes"].shape), found["ids"].tolist()
 
     assert run_threads(2, run) == [((ROWS, 3), [[0, 0, 0, 1, 1]] * ROWS)] * 2
+
+
+def head_of(kind, over="llama"):
+    """A model with a head of another kind over the same sizes."""
+    return getattr(transformers, kind)(copy.deepcopy(tiny(over).config)).train()
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: head_of("LlamaForSequenceClassification"), lambda: head_of("BertModel", "bert")]
+)
+def test_outputs_of_whole_sequences_are_refused(model):
+    """A rank would give a class to its own tokens, silently where the script computes the loss, as TRL's rewards."""
+    with pytest.raises(PolyaccelError):
+        run_threads(1, lambda communicator: apply_context_parallel(model(), communicator, SequenceSettings("ring")))
+
+
+def test_outputs_of_whole_sequences_are_refused_where_no_copy_could_show_them(monkeypatch):
+    monkeypatch.setattr(models, "find_mixer", lambda model: None)
+    copies = [head_of("LlamaForSequenceClassification") for _ in range(2)]
+
+    def run(communicator):
+        own = copies[communicator.rank]
+        apply_context_parallel(own, communicator, SequenceSettings("ring"))
+        with pytest.raises(PolyaccelError) as caught:
+            own(input_ids=batch_of()["input_ids"])
+        with pytest.raises(PolyaccelError) as choices:
+            own(input_ids=batch_of()["input_ids"].expand(3, -1, -1))
+        return caught.value.value, choices.value.value
+
+    assert run_threads(2, run) == [("LlamaForSequenceClassification",) * 2] * 2
+
+
+def test_outputs_of_tokens_are_not_refused():
+    model = head_of("LlamaForTokenClassification")
+    run_threads(1, lambda communicator: apply_context_parallel(model, communicator, SequenceSettings("ring")))
