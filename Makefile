@@ -152,6 +152,10 @@ test-quantized: ## train over weights that bitsandbytes and torchao have quantis
 	$(MAKE) environment VENV=$(VENV)-quantized EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers peft bitsandbytes torchao'
 	$(VENV)-quantized/bin/python -m pytest tests/threads/quantized $(ARGS)
 
+test-loaders: ## resume loaders and streams of torchdata, Hugging Face and WebDataset, in a separate environment
+	$(MAKE) environment VENV=$(VENV)-loaders EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools torchdata datasets webdataset'
+	$(VENV)-loaders/bin/python -m pytest tests/threads/loaders $(ARGS)
+
 test-page: $(STAMP) ## look at the page of `polyaccel watch` in a headless Chromium (apt-get install chromium); PICTURES=docs/guide/pictures renews the guide's
 	TESTS_PAGE=1 PAGE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/procs/dashboard $(ARGS)
 
@@ -259,7 +263,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-scripts $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-quantized $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-scripts $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-quantized $(VENV)-loaders $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

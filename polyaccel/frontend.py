@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from polyaccel.config import Config
     from polyaccel.config.inference import InferenceSource
     from polyaccel.jax.engine import JaxEngine
-    from polyaccel.torch.data import ShardedDataLoader
     from polyaccel.torch.engine.inference_engine import InferenceEngine
     from polyaccel.torch.engine.torch_engine import TorchEngine
 
@@ -50,7 +49,7 @@ def initialize(
     config_params: ConfigSource | None = None,
     *,
     params: None = None,
-) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]: ...
+) -> tuple[TorchEngine, Any, Any, Any]: ...
 
 
 @overload
@@ -114,7 +113,8 @@ def initialize(
         optimizer: Optimizer that overrides the config's. For torch an instance, or a callable that makes one from
             parameters; for JAX an elementwise optax transformation, or a `flax.nnx.Optimizer` that has it.
         model_parameters: Parameters to train, or dicts of optimizer groups. None takes all of the torch module.
-        training_data: A torch Dataset, for which a `ShardedDataLoader` of this rank's micro-batches is built.
+        training_data: A torch Dataset or a `polyaccel.data.WholeStream`, for which a loader of this rank's micro-batches
+            is built; or a loader with `state_dict` and `load_state_dict`, whose state checkpoints hold.
         lr_scheduler: Schedule that overrides the config's: an instance, or a callable that makes one from the
             optimizer.
         distributed_port: Port of the rendezvous if MASTER_PORT is not set; None as in `init_distributed`.

@@ -132,21 +132,6 @@ ABSENT: tuple[Absent, ...] = (
     _alone("autotuning.max_train_batch_size", None, "tuning of the global batch size", "set train_batch_size"),
     # Data.
     Absent(
-        "batches by their number of tokens",
-        _under(
-            "data_efficiency.data_sampling.dynamic_batching",
-            enabled=False,
-            max_tokens=None,
-            lr_scaling_method="linear",
-            metrics_path=None,
-            min_batch_size=1,
-            max_batch_size=None,
-            sequence_picking_order="dataloader",
-            verbose=False,
-        ),
-        switch="data_efficiency.data_sampling.dynamic_batching.enabled",
-    ),
-    Absent(
         "a learning rate by the tokens of layers",
         _under(
             "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule",

@@ -71,6 +71,8 @@ class Engine(RunProgress, ABC):
     optimizer: Any = None
     lr_scheduler: Any = None
     """The schedule that moves the learning rates after each applied step."""
+    lr_scale = 1.0
+    """The factor on the learning rates in the last update, by its batch."""
     before_update: list[Callable[[], None]]
     """What is called before each update, on all ranks, with all gradients there."""
     after_step: list[Callable[[float | None], None]]
@@ -382,7 +384,7 @@ class Engine(RunProgress, ABC):
         result = self._result
         assert result is not None  # set by the update
         self.counters.advance(skipped=not result.applied)
-        lr = learning_rates(groups)
+        lr = tuple(rate * self.lr_scale for rate in learning_rates(groups))
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         experts = {} if self.expert_figures is None else self.expert_figures()

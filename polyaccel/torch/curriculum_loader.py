@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polyaccel.data.curriculum import CurriculumOrder, Metric
 from polyaccel.errors import CheckpointError, ConfigError, Problem
+from polyaccel.torch.data import EngineLoader
 
 _KEY = "data_efficiency.data_sampling.curriculum_learning"
 
@@ -33,7 +34,7 @@ class _Batch:
     difficulties: dict[str, float]
 
 
-class CurriculumDataLoader:
+class CurriculumDataLoader(EngineLoader):
     """Micro-batches of this rank by difficulty. See [Note: Position in a curriculum].
 
     An iteration has `epochs` times as many samples as the dataset. A second one continues after them, and one after a

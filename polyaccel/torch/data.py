@@ -32,9 +32,26 @@ _T = TypeVar("_T")
 _PRIME = 1_000_003
 
 
+class EngineLoader:
+    """A loader that an engine builds. The state of one rank is that of all, and any number of them continues there."""
+
+    state_is_shared: ClassVar[bool] = True
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether `loader` is an iterable with a state."""
+    return all(callable(getattr(loader, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
+
+
+def is_own_loader(data: Any) -> bool:
+    """Whether `data` is a loader of the script's own that has a state, such as torchdata's StatefulDataLoader."""
+    is_data = isinstance(data, IterableDataset) or hasattr(data, "__getitem__")
+    return is_stateful(data) and not is_data and not isinstance(data, EngineLoader)
+
+
 def require_dataset(data: Any) -> None:
-    """Raise ConfigError for a loader in the place of a dataset."""
-    if isinstance(data, (DataLoader, ShardedDataLoader)) or hasattr(data, "set_schedules"):
+    """Raise ConfigError for a loader without a state in the place of a dataset."""
+    if isinstance(data, EngineLoader) or (isinstance(data, DataLoader) and not is_own_loader(data)):
         hint = "pass its dataset (and collate_fn), or leave training_data out and give batches of the loader yourself"
         problem = Problem("training_data", type(data).__name__, "is a loader, and a dataset is expected", hint)
         raise ConfigError([problem], source="initialize")
@@ -96,7 +113,7 @@ class PositionedSampler(DistributedSampler[Any]):
         return indices
 
 
-class ShardedDataLoader(Generic[_T]):
+class ShardedDataLoader(EngineLoader, Generic[_T]):
     """Loader of this rank's micro-batches of a dataset, which resumes at any number of ranks. See
     [Note: Loader positions].
 
@@ -105,7 +122,8 @@ class ShardedDataLoader(Generic[_T]):
     a time.
 
     An IterableDataset shards itself over the ranks, and gives equally many micro-batches on each. Its `set_epoch` is
-    called if it has one. It resumes by reading and dropping the samples that were seen.
+    called if it has one. It resumes by reading and dropping the samples that were seen. At another number of ranks that
+    is exact only where sample i belongs to rank i % ranks: `polyaccel.data.WholeStream` is at any number.
 
     Workers have different random seeds in every epoch, on every rank and in every worker, and the process's own
     generators stay as they are. A resumed epoch seeds its workers again: only the *order* of samples continues exactly.
@@ -253,7 +271,8 @@ class ShardedDataLoader(Generic[_T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next micro-batch, in samples of all ranks; it is equal on all ranks."""
-        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+        ranks = {} if self.sampler else {"ranks": self.world_size}
+        return {"epoch": self.epoch, "position": self.position, **ranks, **self._identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next iteration continue at a saved position.
@@ -273,6 +292,11 @@ class ShardedDataLoader(Generic[_T]):
                 hint="resume with the same training data and seed, or do not load the loader's state",
                 value=wrong,
             )
+        if (ranks := state_dict.get("ranks", self.world_size)) != self.world_size and self.rank == 0:
+            _LOG.warning(
+                "an IterableDataset that %d ranks shared resumes on %d: samples are missing or come again unless "
+                "sample i belongs to rank i %% ranks; polyaccel.data.WholeStream resumes exactly", ranks, self.world_size,
+            )  # fmt: skip
         self.epoch = state_dict["epoch"]
         self.position = state_dict["position"]
         self._resuming = True

@@ -24,15 +24,16 @@ from polyaccel.engine.policies.step_inputs import StepInputPolicy, step_input_po
 from polyaccel.engine.policies.watching import profile_settings_of
 from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import schedule_class
 from polyaccel.torch.compression.in_step import CompressedStep
-from polyaccel.torch.curriculum_loader import CurriculumDataLoader
-from polyaccel.torch.data import ShardedDataLoader, require_dataset
+from polyaccel.torch.data import is_own_loader, require_dataset
 from polyaccel.torch.deferred_init.init import outside_construction
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.experts.layer import loss_free_balancer
 from polyaccel.torch.experts.load_metrics import ExpertLoadMetrics
+from polyaccel.torch.loaders import loader_of
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
 from polyaccel.torch.rewrites.base import OptimizerLike
@@ -43,6 +44,7 @@ from polyaccel.torch.sharding.leaf_modules import mark_configured_leaves
 from polyaccel.torch.sharding.sharded import require_unsharded
 from polyaccel.torch.step_inputs import StepInputs
 from polyaccel.torch.tensor_parallel.megatron_compat import mesh_sizes, require_groups
+from polyaccel.torch.token_batch_loader import KEY, ScaledUpdates
 from polyaccel.torch.token_drop import TokenDrop
 from polyaccel.torch.verify.first_step import FirstStepProof
 from polyaccel.torch.verify.runs import (
@@ -75,7 +77,7 @@ def initialize(
     engine_class: type[TorchEngine] = TorchEngine,
     pipeline_engine_class: type[PipelineEngine] = PipelineEngine,
     slice_optimizers: Mapping[str, Callable[[], SliceOptimizer]] = MappingProxyType({}),
-) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | CurriculumDataLoader | None, Any]:
+) -> tuple[TorchEngine, Any, Any, Any]:
     """Build an engine around `model`; arguments and errors as in `polyaccel.initialize`.
 
     `engine_class`, and of a model over stages `pipeline_engine_class`, are for packages that give the engine more
@@ -130,7 +132,7 @@ def initialize(
     _attend_token_drop(runtime, model, engine, is_verified=run is not None)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.training_dataloader = loader_of(engine, training_data, collate_fn)
     if run is not None:
         record_engine(run, engine, everything, attributes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -201,6 +203,8 @@ def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchE
     if is_verified and sampling is not None and sampling.metrics:
         key, what = "data_efficiency.data_sampling.curriculum_learning.enabled", "is not compared with plain torch"
         raise ConfigError([Problem(key, True, what, "leave it out there")])
+    if sampling is not None and sampling.token_batches is not None:
+        _attend_token_batches(engine, sampling.token_batches.scaling, is_verified=is_verified)
     policy = step_input_policy_of(runtime.config)
     if policy == StepInputPolicy():
         return
@@ -210,6 +214,27 @@ def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchE
         raise ConfigError([Problem(f"{key}.enabled", True, what, "leave it out there")])
     counters = engine.counters
     engine.step_inputs = StepInputs(model, policy, lambda: counters.global_steps)
+
+
+def _attend_token_batches(engine: TorchEngine, scaling: str, *, is_verified: bool) -> None:
+    """Let learning rates follow the samples of each step."""
+    optimizer = engine.zero.optimizer
+    evaluates = isinstance(optimizer, ClientOptimizer) and optimizer.evaluates
+    wrong = [
+        (is_verified, "enabled", True, "is not compared with plain torch"),
+        (
+            isinstance(engine, PipelineEngine),
+            "enabled",
+            True,
+            "has micro-batches of several sizes, and stages take one",
+        ),
+        (evaluates and scaling != "none", "lr_scaling_method", scaling, "does not reach optimizers with a closure"),
+    ]
+    if problems := [Problem(f"{KEY}.{key}", value, what, "leave it out there") for on, key, value, what in wrong if on]:
+        raise ConfigError(problems)
+    updates = ScaledUpdates(engine)
+    engine.before_update.append(updates.before_update)
+    engine.after_update.append(updates.after_update)
 
 
 def _attend_token_drop(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine, *, is_verified: bool) -> None:
@@ -237,6 +262,8 @@ def _described(training_data: Any) -> str:
     """How much data there is, in words that are equal on ranks whose loaders give equally many batches."""
     if training_data is None:
         return "no training_data"
+    if is_own_loader(training_data):
+        return "a loader of the script's own"
     return f"{len(training_data)} samples" if isinstance(training_data, Sized) else "samples that come one by one"
 
 

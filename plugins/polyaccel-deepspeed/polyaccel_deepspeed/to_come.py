@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 COMPRESSION = "it does not exist here; compression_training quantises layers by one schedule for each group"
-DYNAMIC_BATCHES = "batches by their number of tokens do not exist here; polyaccel.data.PackedDataset fills rows"
 LOCO = "gradients are quantised without an error that is carried on"
 MICS = "parameters are sharded over all ranks, or by zero_hpz_partition_size over near ones too"
 MUON = "torch.optim.Muon works at stage 0, DeepSpeed's own Muon does not exist here"
@@ -12,5 +11,5 @@ SPARSE_ATTENTION = "attention by fixed blocks does not exist here; torch's flex 
 SUPER_OFFLOAD = "offload_optimizer updates on the host, without SuperOffload's overlap"
 ZENFLOW = "offload_optimizer updates on the host, without ZenFlow's choice of gradients"
 
-TO_COME = (*(COMPRESSION, DYNAMIC_BATCHES, LOCO, MICS, MUON, NARROW_MASTERS, SPARSE_ATTENTION, SUPER_OFFLOAD, ZENFLOW),)
+TO_COME = (*(COMPRESSION, LOCO, MICS, MUON, NARROW_MASTERS, SPARSE_ATTENTION, SUPER_OFFLOAD, ZENFLOW),)
 """All of them. A feature that exists takes its reason away; none is added."""

@@ -60,6 +60,38 @@ class SampledCurriculumConfig(Section):
         return self
 
 
+class DynamicBatchingConfig(Section):
+    """Batches by their number of tokens. Torch only.
+
+    `train_batch_size` counts groups of samples then, each of at most `max_tokens` tokens.
+    """
+
+    enabled: bool = False
+    """Put samples into such groups."""
+    max_tokens: PositiveInt | None = None
+    """Most tokens of a group. Longer samples are left out."""
+    metrics_path: str | None = None
+    """Folder of `DataAnalysis` with a metric `seqlen`; not needed for token files, which have lengths."""
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = "linear"
+    """What the learning rate of a step follows, in its number of samples over that of its groups."""
+    min_batch_size: PositiveInt = 1
+    """Fewest samples of a group."""
+    max_batch_size: PositiveInt | None = None
+    """Most samples of a group."""
+    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = "dataloader"
+    """Order of the samples: the dataset's, drawn in each epoch, or by rising length."""
+    verbose: bool = False
+    """Without effect: the samples of each step are counted by `training_dataloader.batch_sizes()`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.enabled and self.max_tokens is None:
+            raise ValueError("max_tokens is missing")
+        if self.max_batch_size is not None and self.min_batch_size > self.max_batch_size:
+            raise ValueError("min_batch_size is more than max_batch_size")
+        return self
+
+
 class DataSamplingConfig(Section):
     """The loader of `training_data`. Torch only."""
 
@@ -73,6 +105,14 @@ class DataSamplingConfig(Section):
     """Copy batches to page-locked host memory."""
     curriculum_learning: SampledCurriculumConfig = SampledCurriculumConfig()
     """Samples by difficulty."""
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    """Batches by their number of tokens."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.curriculum_learning.enabled and self.dynamic_batching.enabled:
+            raise ValueError("curriculum_learning and dynamic_batching both choose the samples of a batch")
+        return self
 
 
 class RandomLtdScheduleNumbers(Section):

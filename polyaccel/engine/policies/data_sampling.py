@@ -1,18 +1,57 @@
-"""What `data_efficiency.data_sampling` asks of the loader: its workers, and a curriculum by metrics."""
+"""What `data_efficiency.data_sampling` asks of the loader: its workers, a curriculum by metrics, token batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from polyaccel.config import Config
-from polyaccel.config.sections.data_efficiency import CurriculumMetricConfig
+from polyaccel.config.sections.data_efficiency import CurriculumMetricConfig, DynamicBatchingConfig
 from polyaccel.data.curriculum import Metric
 from polyaccel.data.indexed_dataset import IndexedDataset
 from polyaccel.engine.policies.step_inputs import Growth, Stairs
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 
 _CURRICULUM = "data_efficiency.data_sampling.curriculum_learning"
+_BATCHES = "data_efficiency.data_sampling.dynamic_batching"
+_SEQLEN = "seqlen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatchPolicy:
+    """Groups of samples of at most `max_tokens` tokens, as `polyaccel.data.token_batches` makes them."""
+
+    max_tokens: int
+    least: int = 1
+    most: int | None = None
+    order: str = "dataloader"
+    scaling: str = "linear"
+    metrics_path: str | None = None
+
+    def lengths(self, dataset: Any) -> NDArray[np.int64]:
+        """Return the tokens of each sample of `dataset`. Raises ConfigError where nothing has them."""
+        if self.metrics_path is not None:
+            return self._analysed(f"{Path(self.metrics_path) / _SEQLEN / _SEQLEN}_sample_to_metric")
+        if isinstance(dataset, IndexedDataset):
+            return np.asarray(dataset.sizes, np.int64)
+        hint = 'analyse the data by polyaccel.data.DataAnalysis(data, folder, metrics={"seqlen": len}), and name folder'
+        expected = "is missing, and training_data is no token file, which has lengths"
+        raise ConfigError([Problem(f"{_BATCHES}.metrics_path", None, expected, hint)])
+
+    @staticmethod
+    def _analysed(prefix: str) -> NDArray[np.int64]:
+        key = f"{_BATCHES}.metrics_path"
+        try:
+            found = IndexedDataset(prefix)
+            return np.fromiter((int(one[0]) for one in found), np.int64, len(found))
+        except PolyaccelError as error:
+            hint = 'analyse the data first, by polyaccel.data.DataAnalysis with metrics={"seqlen": len}'
+            raise ConfigError([Problem(key, prefix, f"cannot be read: {error.message}", hint)]) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +65,8 @@ class SamplingPolicy:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     custom: tuple[str, ...] = ()
     """Metrics whose difficulty is a function that the script sets."""
+    token_batches: TokenBatchPolicy | None = None
+    """How samples are put into groups; None where batches have as many samples."""
 
 
 def sampling_policy_of(config: Config) -> SamplingPolicy | None:
@@ -43,6 +84,21 @@ def sampling_policy_of(config: Config) -> SamplingPolicy | None:
         seed=efficiency.seed,
         metrics={name: _metric_of(name, one) for name, one in metrics.items()},
         custom=tuple(name for name, one in metrics.items() if one.schedule_type == "custom"),
+        token_batches=_token_batches_of(section.dynamic_batching),
+    )
+
+
+def _token_batches_of(section: DynamicBatchingConfig) -> TokenBatchPolicy | None:
+    if not section.enabled:
+        return None
+    assert section.max_tokens is not None  # the section checks it
+    return TokenBatchPolicy(
+        max_tokens=section.max_tokens,
+        least=section.min_batch_size,
+        most=section.max_batch_size,
+        order=section.sequence_picking_order,
+        scaling=section.lr_scaling_method,
+        metrics_path=section.metrics_path,
     )
 
 

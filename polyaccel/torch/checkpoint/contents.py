@@ -19,10 +19,9 @@ from polyaccel.engine.lr_schedule_base import Schedule
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
+from polyaccel.torch.checkpoint.loader_states import loader_state
 from polyaccel.torch.checkpoint.random_states import RandomStates
 from polyaccel.torch.checkpoint.saved_buffers import extra_state_blobs, merged_blobs, module_buffers
-from polyaccel.torch.curriculum_loader import CurriculumDataLoader
-from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.sharding.buffers import plain_values
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
@@ -37,8 +36,8 @@ class TorchRun(TrainingRun):
 
     zero: ZeroEngine
     adapter: TorchAdapter
-    data: ShardedDataLoader[Any] | CurriculumDataLoader | None
-    """The engine's own loader of training data."""
+    data: Any
+    """The loader of training data; None without one."""
 
 
 def tied_names(adapter: TorchAdapter) -> dict[str, str]:
@@ -86,8 +85,8 @@ def contents_of(
         scalars["lr_scheduler"] = run.schedule.state_dict()
     elif run.schedule is not None:
         blobs[CLIENT_SCHEDULE] = packed(run.schedule.state_dict(), "the state of the learning-rate schedule")
-    if run.data is not None:
-        scalars["data"] = run.data.state_dict()
+    scalars["data"], of_loader = loader_state(run.data, run.communicator.world_size)
+    blobs |= of_loader
     extra, beyond = extra_state_blobs(run.adapter.module), run.zero.model_parallel_group
     blobs |= extra if beyond is None else merged_blobs(beyond.all_gather_object(extra))
     return SaveContents(

@@ -23,6 +23,7 @@ from polyaccel.errors import CheckpointError, ConfigError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.checkpoint.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, tied_names
 from polyaccel.torch.checkpoint.custom_loading import CustomLoad, CustomLoading
+from polyaccel.torch.checkpoint.loader_states import saved_loader_state
 from polyaccel.torch.checkpoint.random_states import RandomStates
 from polyaccel.torch.checkpoint.saved_buffers import (
     Reader,
@@ -32,6 +33,7 @@ from polyaccel.torch.checkpoint.saved_buffers import (
     saved_extra_states,
     set_extra_states,
 )
+from polyaccel.torch.data import EngineLoader
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.trained_state import over_stages
 
@@ -172,12 +174,14 @@ def _check(
     blobs = reader.rank_blobs(0)
     client_state_of(saved)
     extra_states = saved_extra_states(run.adapter.module, blobs)
-    random_states = None
+    random_states = of_loader = None
     if not load.module_only:
         run.check_progress(values)
         random_states = _saved_random_states(run, reader)
-        if run.data is not None and values.data is not None:
-            validate_state_dict(run.data, values.data)
+        ranks = run.communicator
+        of_loader = saved_loader_state(run.data, saved, values.data, ranks.rank, ranks.world_size)
+        if of_loader is not None and isinstance(run.data, EngineLoader):
+            validate_state_dict(run.data, of_loader)
     of_optimizer = blobs.get(CLIENT_OPTIMIZER) if resumes_optimizer else None
     if client is not None and of_optimizer is not None:
         client.check_whole_state(of_optimizer)
@@ -200,8 +204,8 @@ def _check(
         set_extra_states(run.adapter.module, extra_states)
         if not load.module_only:
             run.load_progress(values)
-            if run.data is not None and values.data is not None:
-                run.data.load_state_dict(values.data)
+            if of_loader is not None:
+                run.data.load_state_dict(of_loader)
         if random_states is not None:
             random_states.restore(run.accelerator)
         if sources is not None:

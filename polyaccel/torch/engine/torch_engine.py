@@ -18,10 +18,8 @@ from polyaccel.observability.timing import OUTSIDE
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import ZeroOptimizer
-from polyaccel.torch.curriculum_loader import CurriculumDataLoader
 from polyaccel.torch.data import (
     RepeatingLoader,
-    ShardedDataLoader,
     call_with,
     cast_floats,
     loss_of,
@@ -33,6 +31,7 @@ from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.engine.states import TorchStates
 from polyaccel.torch.generation.generates import Generates
 from polyaccel.torch.linears import Linears
+from polyaccel.torch.loaders import TrainingLoader, make_loader
 from polyaccel.torch.profiling.forward_work import ForwardWork
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
 from polyaccel.torch.sharding.backward import BackwardRunner
@@ -336,10 +335,10 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
 
     def deepspeed_io(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
-    ) -> ShardedDataLoader[Any] | CurriculumDataLoader:
+    ) -> TrainingLoader:
         """Build a loader of this rank's micro-batches, shuffled again in each epoch. DeepSpeed's name.
 
-        A curriculum of `data_efficiency.data_sampling` chooses the samples by difficulty instead.
+        `data_efficiency.data_sampling` may choose them by difficulty, or put them into batches by tokens instead.
 
         Args:
             dataset: torch Dataset or IterableDataset.
@@ -352,14 +351,15 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         line = self.mesh.group(("data",), self.communicator.rank)
         own: dict[str, Any] = {"rank": line.index(self.communicator.rank), "world_size": len(line)}
         own |= {"micro_batch_size": self.train_micro_batch_size_per_gpu(), "collate_fn": collate_fn}
-        sampling = self._module_settings.sampling
-        if sampling is not None:
-            own |= {"pin_memory": sampling.pin_memory, "seed": sampling.seed}
-        own["num_workers"] = num_workers or (0 if sampling is None else sampling.num_workers)
-        if sampling is not None and sampling.metrics:
-            own |= {"metrics": sampling.metrics, "epochs": sampling.epochs, "custom": sampling.custom}
-            return CurriculumDataLoader(dataset, accumulation=self.gradient_accumulation_steps(), **own)
-        return ShardedDataLoader(dataset, drop_last=self._module_settings.drop_last, **own)
+        settings = self._module_settings
+        return make_loader(
+            settings.sampling,
+            dataset,
+            accumulation=self.gradient_accumulation_steps(),
+            num_workers=num_workers,
+            drop_last=settings.drop_last,
+            **own,
+        )
 
     # What users ask.
 

@@ -19,6 +19,7 @@ from polyaccel.torch.api.optimizer import schedule_class
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.experts.layer import loss_free_balancer
+from polyaccel.torch.loaders import loader_of
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline.stage_module import cut_of
 from polyaccel.torch.sharding.tensor_shard import Blocks
@@ -79,7 +80,7 @@ def plain_run(
     elif section is not None:
         engine.lr_scheduler = schedule_class(section.type)(engine.optimizer, **section.params)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.training_dataloader = loader_of(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

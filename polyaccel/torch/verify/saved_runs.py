@@ -23,6 +23,7 @@ from polyaccel.engine.resume import SavedValues
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.torch.checkpoint.contents import CLIENT_SCHEDULE
 from polyaccel.torch.checkpoint.load import client_state_of
+from polyaccel.torch.checkpoint.loader_states import saved_loader_state
 from polyaccel.torch.checkpoint.random_states import RandomStates
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.verify.shadow import move_weights
@@ -118,8 +119,11 @@ class PlainSaves:
         values = SavedValues.model_validate(saved.scalars)
         if "counters" not in left_out:
             engine.counters.load_state_dict(values.counters)
-        if "data" in parts and "data" not in left_out and values.data is not None:
-            engine.training_dataloader.load_state_dict(values.data)
+        ranks, loader = runtime.communicator, engine.training_dataloader
+        if "data" in parts and "data" not in left_out:
+            of_loader = saved_loader_state(loader, saved, values.data, ranks.rank, ranks.world_size)
+            if of_loader is not None:
+                loader.load_state_dict(of_loader)
         blobs = saved.rank_blobs(0)
         schedule = unpacked(blobs[CLIENT_SCHEDULE], "a schedule") if CLIENT_SCHEDULE in blobs else values.lr_scheduler
         if "lr_scheduler" in parts and "lr_scheduler" not in left_out and schedule is not None:

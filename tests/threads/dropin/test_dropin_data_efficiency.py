@@ -14,6 +14,11 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
 )
+from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (
+    batch_by_seqlens,
+    get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed,
+    scale_lr,
+)
 from torch import Tensor, nn
 
 from polyaccel.data import DataAnalysis, IndexedDataset, vocabulary_rarity
@@ -152,7 +157,7 @@ def test_a_custom_schedule_is_set_by_deepspeeds_name(folder: Path) -> None:
 def test_what_is_not_there_is_refused(folder: Path) -> None:
     batches = {"dynamic_batching": {"enabled": True, "max_tokens": 100}}
     with pytest.raises(ConfigError):
-        start({"data_sampling": sampling(folder) | batches})
+        start({"data_sampling": sampling(folder) | batches})  # both choose the samples
     engine = start({"data_sampling": sampling(folder)})[0]
     with pytest.raises(PolyaccelError):
         engine.set_data_post_process_func(None)
@@ -172,3 +177,52 @@ def test_token_files_by_deepspeeds_names(tmp_path: Path) -> None:
     assert [one.tolist() for one in data[:]] == [[1, 2], [3]]
     assert (data.size(0), data.get_doc_idx().tolist()) == (2, [0, 2])
     assert isinstance(data, IndexedDataset)
+
+
+LENGTHS = [3, 5, 2, 9, 4, 4, 1, 7, 8, 2, 6, 3, 12]
+
+
+def test_groups_are_deepspeeds() -> None:
+    """Its own function gives these for LENGTHS[:-1] and one sample more, which it loses (0.19.5 to 0.19.8)."""
+    groups, sizes, longest = batch_by_seqlens(LENGTHS, max_tokens=10, effective_batch_size=2)
+    assert groups == [(0, [0, 1, 2]), (0, [3]), (1, [4, 5, 6]), (1, [7]), (2, [8, 9]), (2, [10, 11])]
+    assert (sizes, longest) == ([4, 4, 4], [9, 7, 8])
+    ids = [11, 0, 4, 5, 7]
+    groups, sizes, longest = batch_by_seqlens(LENGTHS, 10, ids, sequence_picking_order="seqlen", max_batch_size=2)
+    assert (groups, sizes, longest) == ([(0, [11, 0]), (1, [4, 5]), (2, [7])], [2, 2, 1], [3, 4, 7])
+    assert [scale_lr(4, 16, 0.5, method) for method in ("linear", "sqrt", "none", None)] == [2.0, 1.0, 0.5, 0.5]
+    with pytest.raises(PolyaccelError):
+        scale_lr(4, 16, 0.5, "cubic")
+
+
+def test_a_loader_and_its_schedule_by_deepspeeds_names(tmp_path: Path) -> None:
+    samples = [torch.full((length, 1), float(length)) for length in LENGTHS]
+    batching = {"enabled": True, "max_tokens": 10, "metrics_path": str(tmp_path), "lr_scaling_method": "linear"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1, "warmup_type": "linear"},
+        },
+        "data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": batching}},
+    }
+    engine = deepspeed.initialize(model=nn.Linear(1, 1), config=config)[0]
+    loader, schedule, arguments = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
+        samples, engine, dataloader_collate_fn=torch.cat, batch_seqlens_fn=len
+    )
+    engine.lr_scheduler = schedule
+    base, found = schedule.get_last_lr(), []
+    for at, batch in enumerate(loader):
+        engine.backward(engine(batch).square().mean())
+        if at % 2:
+            found.append(engine.get_lr()[0])
+        engine.step()
+    assert len(arguments["dataset"]) == len(loader) == 6
+    assert base == [0.0]
+    assert found == pytest.approx([0.0, 0.0, 2 * 0.1 / 4])  # WarmupLR begins twice at its minimum
+    state = schedule.state_dict()
+    schedule.step()
+    schedule.load_state_dict(state)
+    assert engine.get_lr() == pytest.approx([2 * 0.1 * 2 / 4])

@@ -80,11 +80,14 @@ def test_its_harmless_value_is_accepted(entry: Absent, key: str, harmless: Any) 
     )
 
 
+SCHEDULE = {"enabled": True, "total_layer_tokens": 9}
+
+
 def test_a_feature_that_is_asked_for_is_one_problem_whatever_its_options() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 9}}}})
+        load_config({"data_efficiency": {"data_routing": {"random_ltd": {"layer_token_lr_schedule": SCHEDULE}}}})
     assert [problem.key for problem in caught.value.problems] == [
-        "data_efficiency.data_sampling.dynamic_batching.enabled"
+        "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
     ]
 
 

@@ -72,7 +72,7 @@ class RepeatingLoader(core.RepeatingLoader[Any]):
         self._epoch = iter(loader)
 
 
-class DeepSpeedDataLoader:
+class DeepSpeedDataLoader(core.EngineLoader):
     """The micro-batches of this rank, by DeepSpeed's arguments; `engine.deepspeed_io` makes one.
 
     `data_sampler` chooses the samples where there is one. `num_local_io_workers` is 0 if left out: this process reads

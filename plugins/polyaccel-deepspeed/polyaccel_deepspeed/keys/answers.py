@@ -51,7 +51,6 @@ TRANSLATED = {
 ABSENT_FEATURES: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
-    "data_efficiency.data_sampling.dynamic_batching": to_come.DYNAMIC_BATCHES,
     "eigenvalue": to_come.COMPRESSION,
     "fp16.fp16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "sparse_attention": to_come.SPARSE_ATTENTION,

@@ -35,6 +35,16 @@ WRAPPERS: dict[str, Module] = {
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": Module(
         "Token files.", yes("polyaccel_deepspeed.data_pipeline", "MMapIndexedDataset", "MMapIndexedDatasetBuilder")
     ),
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": Module(
+        "Batches by tokens, and learning rates that follow their sizes.",
+        yes(
+            "polyaccel_deepspeed.variable_batches",
+            *("VariableBatchSizeLR", "batch_by_seqlens", "dataloader_for_variable_batch_size"),
+            "get_dataloader_and_lr_scheduler_for_variable_batch_size",
+            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
+            *("lr_scheduler_for_variable_batch_size", "scale_lr"),
+        ),
+    ),
     "deepspeed.runtime.base_optimizer": Module(
         "The engine's optimizer.", DEEPSPEED_OPTIMIZER | yes(_WRAPPERS, "ZeROOptimizer")
     ),

@@ -41,7 +41,6 @@ _NEVER = {
 }
 """The reason for each package; the longest prefix counts."""
 _ABSENT = {
-    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": to_come.DYNAMIC_BATCHES,
     "deepspeed.runtime.superoffload": to_come.SUPER_OFFLOAD,
     "deepspeed.runtime.weight_quantizer": to_come.COMPRESSION,
     "deepspeed.runtime.zenflow": to_come.ZENFLOW,
