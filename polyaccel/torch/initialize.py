@@ -33,6 +33,7 @@ from polyaccel.torch.engine.pipeline_engine import PipelineEngine
 from polyaccel.torch.engine.torch_engine import TorchEngine
 from polyaccel.torch.experts.layer import loss_free_balancer
 from polyaccel.torch.experts.load_metrics import ExpertLoadMetrics
+from polyaccel.torch.layer_drop import drops_itself
 from polyaccel.torch.loaders import loader_of
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
@@ -213,6 +214,8 @@ def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchE
         what = "is not compared with plain torch" if is_verified else "does not reach the stages of a pipeline"
         raise ConfigError([Problem(f"{key}.enabled", True, what, "leave it out there")])
     counters = engine.counters
+    if policy.layers is not None and not drops_itself(model):
+        policy = replace(policy, layers=None)  # the engine skips blocks
     engine.step_inputs = StepInputs(model, policy, lambda: counters.global_steps)
 
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from polyaccel.config.section import Fraction, Listed, NonNegativeFloat, PositiveInt, Section
+from polyaccel.config.section import Fraction, Int, Listed, NonNegativeFloat, PositiveInt, Section
 
 
 class CurriculumScheduleConfig(Section):
@@ -72,11 +72,16 @@ class CurriculumLearningConfig(Section):
 
 
 class ProgressiveLayerDropConfig(Section):
-    """Layers that are skipped more often while training continues. The model skips them. Torch only."""
+    """Layers that are skipped more often while training continues. Torch only.
+
+    A model whose forward takes `pld_theta` skips them itself; of any other one the engine skips blocks.
+    """
 
     enabled: bool = False
-    """Give the model `progressive_layer_drop=True` and `pld_theta` in each forward pass of training."""
+    """Skip layers."""
     theta: Fraction = 1.0
     """Share of layers that stays in the end."""
     gamma: NonNegativeFloat = 0.001
     """How fast the share falls."""
+    seed: Int = 1234
+    """Seed of the draws, where the engine skips blocks."""

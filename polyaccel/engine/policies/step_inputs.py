@@ -49,6 +49,7 @@ class LayerDrop:
 
     theta: float
     gamma: float
+    seed: int = 0
 
     def at(self, done: int) -> float:
         """The share after `done` optimizer steps."""
@@ -68,7 +69,7 @@ def step_input_policy_of(config: Config) -> StepInputPolicy:
     curriculum, drop = config.curriculum_learning, config.progressive_layer_drop
     return StepInputPolicy(
         length=_length_of(config) if curriculum.enabled else None,
-        layers=LayerDrop(theta=drop.theta, gamma=drop.gamma) if drop.enabled else None,
+        layers=LayerDrop(theta=drop.theta, gamma=drop.gamma, seed=drop.seed) if drop.enabled else None,
     )
 
 

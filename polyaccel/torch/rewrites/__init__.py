@@ -17,6 +17,7 @@ from polyaccel.torch.rewrites.engine import (
     ExactGeneration,
     MatrixKernels,
     OptimizerShards,
+    ProgressiveLayerDrop,
     ZeroShards,
 )
 from polyaccel.torch.rewrites.forwards import BufferTypes, SequenceParallel, TiledCompute
@@ -43,6 +44,7 @@ REWRITES: tuple[Rewrite, ...] = (
     ZeroShards(),
     MatrixKernels(),
     ActivationCheckpointing(),
+    ProgressiveLayerDrop(),
     ExactGeneration(),
 )
 """Every rewrite, in the order in which they are applied. See [Note: Order of rewrites]."""

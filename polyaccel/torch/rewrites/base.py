@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
+from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.rewrites import AppliedRewrite, BaseContext, BaseRewrite
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
@@ -32,6 +33,7 @@ class RewritableEngine(Protocol):
 
     accelerator: Accelerator
     communicator: Communicator
+    counters: StepCounters
     linears: Linears
     recomputation: Recomputation | None
 

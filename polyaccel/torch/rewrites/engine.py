@@ -8,12 +8,14 @@ import torch
 
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.policies.engines import native_optimizer_of
+from polyaccel.engine.policies.step_inputs import step_input_policy_of
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
 from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
 from polyaccel.torch.api.optimizer_proof import check_sliceable
 from polyaccel.torch.exact.forward import ExactForward
+from polyaccel.torch.layer_drop import DroppedBlocks, drops_itself
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.rewrites.base import AppliedRewrite, RewritableEngine, Rewrite, RewriteContext
 from polyaccel.zero.plan.policy import Placement
@@ -80,6 +82,23 @@ class ActivationCheckpointing(Rewrite):
         if done.blocks is None:
             return None
         return AppliedRewrite(name=self.name, modules=done.blocks.names, remove=done.release)
+
+
+class ProgressiveLayerDrop(Rewrite):
+    """Blocks that are skipped at random in training, of a model that does not skip them itself."""
+
+    name = "progressive_layer_drop"
+    needs_engine = True
+
+    def is_on(self, context: RewriteContext) -> bool:
+        return step_input_policy_of(context.runtime.config).layers is not None and not drops_itself(context.model)
+
+    def apply(self, context: RewriteContext) -> AppliedRewrite:
+        """Raises ConfigError for a model in which no blocks are found."""
+        policy, counters = step_input_policy_of(context.runtime.config).layers, engine_of(context).counters
+        assert policy is not None  # else the rewrite is off
+        done = DroppedBlocks(context.model, policy, lambda: (counters.global_steps, counters.micro_steps))
+        return AppliedRewrite(name=self.name, modules=done.names, remove=done.release)
 
 
 class ExactGeneration(Rewrite):
