@@ -295,7 +295,8 @@ class ShardedDataLoader(EngineLoader, Generic[_T]):
         if (ranks := state_dict.get("ranks", self.world_size)) != self.world_size and self.rank == 0:
             _LOG.warning(
                 "an IterableDataset that %d ranks shared resumes on %d: samples are missing or come again unless "
-                "sample i belongs to rank i %% ranks; polyaccel.data.WholeStream resumes exactly", ranks, self.world_size,
+                "sample i belongs to rank i %% ranks; polyaccel.data.WholeStream resumes exactly",
+                ranks, self.world_size,
             )  # fmt: skip
         self.epoch = state_dict["epoch"]
         self.position = state_dict["position"]
