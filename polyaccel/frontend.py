@@ -113,8 +113,8 @@ def initialize(
         optimizer: Optimizer that overrides the config's. For torch an instance, or a callable that makes one from
             parameters; for JAX an elementwise optax transformation, or a `flax.nnx.Optimizer` that has it.
         model_parameters: Parameters to train, or dicts of optimizer groups. None takes all of the torch module.
-        training_data: A torch Dataset or `polyaccel.data.WholeStream`, for which a loader of this rank's micro-batches is
-            built; or a loader with `state_dict` and `load_state_dict`, whose state checkpoints hold.
+        training_data: A torch Dataset or `polyaccel.data.WholeStream`, of which each rank gets its
+            own micro-batches; or a loader with `state_dict` and `load_state_dict`, whose state checkpoints hold.
         lr_scheduler: Schedule that overrides the config's: an instance, or a callable that makes one from the
             optimizer.
         distributed_port: Port of the rendezvous if MASTER_PORT is not set; None as in `init_distributed`.

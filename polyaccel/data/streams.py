@@ -12,7 +12,7 @@ class WholeStream:
     """Samples in one order for all ranks, as `training_data`: the loader deals them to the ranks.
 
     So a position is the number of samples that all ranks have had, and continues at any number of ranks. Each rank
-    reads the whole stream, and drops what belongs to others. A stream that shards itself over ranks is no such stream.
+    reads the whole stream, and drops what belongs to others. A stream that shards itself over ranks does not fit.
 
     Examples are an `IterableDataset` of Hugging Face without `split_dataset_by_node`, and a `WebDataset` with
     `nodesplitter=lambda urls: urls`.

@@ -26,9 +26,13 @@ ORDERS = ("dataloader", "random", "seqlen")
 
 @dataclass(frozen=True, slots=True)
 class TokenBatches:
-    """Groups of sample numbers: group i is `samples[ends[i - 1] : ends[i]]`, and `per_batch` of them are a batch.
+    """Groups of sample numbers.
 
-    `left_out` are the samples that no group has.
+    Attributes:
+        samples: Sample numbers of all groups, one group after the other.
+        ends: Where each group ends among `samples`.
+        per_batch: Groups of a batch.
+        left_out: Samples that no group has.
     """
 
     samples: NDArray[np.int64]
@@ -70,7 +74,7 @@ def group_by_tokens(
         max_tokens: Most tokens of a group.
         per_batch: Groups of an optimizer step, on all ranks.
         least: Fewest samples of a group.
-        most: Most samples of a group; None is no limit.
+        most: Most samples of a group; None does not limit them.
         order: One of `ORDERS`.
         seed: Seed of the order "random".
 

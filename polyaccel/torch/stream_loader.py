@@ -38,7 +38,7 @@ class StreamDataLoader(EngineLoader):
         world_size: Number of these ranks.
         seed: Seed of the process that reads, where there is one.
         collate_fn: Makes a batch from a list of samples; None is torch's default.
-        num_workers: 1 reads in a process of its own, 0 in this one.
+        num_workers: 1 reads in another process, 0 in this one.
         pin_memory: Copy batches to page-locked host memory.
 
     Raises:

@@ -43,7 +43,7 @@ class TokenBatchLoader(EngineLoader):
         rank: This rank among those that share the dataset.
         world_size: Number of these ranks.
         least: Fewest samples of a group.
-        most: Most samples of a group; None is no limit.
+        most: Most samples of a group; None does not limit them.
         order: "dataloader" for the dataset's own, "random", or "seqlen" for rising lengths.
         scaling: What learning rates follow: "linear" or "sqrt" in the samples of a step, or "none".
         seed: Seed of all draws, equal on all ranks.

@@ -40,7 +40,7 @@ class TokenBatchPolicy:
         if isinstance(dataset, IndexedDataset):
             return np.asarray(dataset.sizes, np.int64)
         hint = 'analyse the data by polyaccel.data.DataAnalysis(data, folder, metrics={"seqlen": len}), and name folder'
-        expected = "is missing, and training_data is no token file, which has lengths"
+        expected = "is missing, and training_data is not a token file, which has lengths"
         raise ConfigError([Problem(f"{_BATCHES}.metrics_path", None, expected, hint)])
 
     @staticmethod

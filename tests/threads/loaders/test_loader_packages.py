@@ -114,7 +114,9 @@ def test_hugging_faces_streams_split_by_rank(tmp_path: Path, shards: list[str]) 
 
 
 def test_hugging_faces_datasets_by_number(tmp_path: Path) -> None:
-    data = datasets.Dataset(datasets.table.InMemoryTable.from_pydict({"number": list(range(COUNT))}), fingerprint="numbers")
+    data = datasets.Dataset(
+        datasets.table.InMemoryTable.from_pydict({"number": list(range(COUNT))}), fingerprint="numbers"
+    )
     resumes(lambda rank, world: data, tmp_path / "saved", begin=3, steps=9, other=True)
 
 
