@@ -113,7 +113,7 @@ class Stream(ABC):
 class Accelerator(ABC):
     """One kind of device. Constructing it must be cheap and must not initialise the device."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 1)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name, which is also the value of `DS_ACCELERATOR`."""

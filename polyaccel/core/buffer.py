@@ -72,6 +72,20 @@ class Buffer(ABC):
             ShardingError: `source` has another length.
         """
 
+    def start_copy(self, source: Buffer) -> None:
+        """Overwrite as `copy_from` does, without waiting for the device where one side is page-locked host memory.
+
+        The host leaves both sides alone until an event is reached that the current stream records afterwards. The
+        default is `copy_from`.
+
+        Args:
+            source: Buffer of equal `numel` that shares none of this memory.
+
+        Raises:
+            ShardingError: `source` has another length.
+        """
+        self.copy_from(source)
+
     @abstractmethod
     def fill(self, value: float) -> None:
         """Set every element. Queued on the current stream where the device has streams.

@@ -69,7 +69,7 @@ class ZeroEngine:
         self._owner = owner
         self.params = ParamBuckets(plan, parts, owner, partial(timed, "publish"))
         self.user_writes = UserWrites(self.params, owner, communicator)
-        self._staging = Staging(parts.accelerator.new_stream())
+        self._staging = Staging(parts.accelerator)
         self.reducer = GradReducer(
             plan, parts, self._staging, partial(timed, "reduce"), gathers=self.params.is_any_sharded
         )
@@ -80,10 +80,11 @@ class ZeroEngine:
             is_active=self.params.is_any_sharded,
             warn=plan.policy.gathering.warn_of_deviations,
         )
-        self._states = OptimizerState(plan, parts.tiers, self.params, optimizer, groups, self._staging)
+        self._states = OptimizerState(plan, parts, self.params, optimizer, groups, self._staging)
         self.memory = StepMemory(plan, self.params, self.reducer, self._states, self._staging)
         self._facts = GradNormReducer(
-            plan.layout, self.reducer, communicator, parts.accelerator, parts.communicators.model_parallel_group
+            *(plan.layout, self.reducer, communicator, parts.accelerator, self._staging),
+            parts.communicators.model_parallel_group,
         )
         self.consistency = Consistency()
         self._update: OptimizerStep | None = None
@@ -149,12 +150,17 @@ class ZeroEngine:
         changed = self._owner.changed_params()
         flags = Flags(has_changes=bool(changed), has_deviated=self.unsharder.has_deviated)
         self.reducer.mark_incomplete()  # should anything fail before they were used
+        if self._update.is_queued:
+            self.reducer.finish_reductions()
+            self._states.fetch_gradients(self.reducer)
         if self._update.is_early:
             arrivals, norm = self._facts.agree_on_arrivals(flags), None
         else:
             self.reducer.finish_reductions()
             arrivals, norm = self._facts.all_reduce_norm_and_flags(loss_scale, flags, measure=self._update.measures)
         self.reducer.mark_complete()
+        if arrivals.late_buckets:
+            self._states.forget_fetched()
         if self.plan.policy.require_all and len(arrivals.params) < len(self.steps):
             raise _unused(sorted(self.steps.keys() - arrivals.params))
         if arrivals.flags.has_changes:
@@ -163,6 +169,7 @@ class ZeroEngine:
         self.params.wait_all_gathers()
         self.unsharder.end_step(learn=arrivals.flags.has_deviated)
         if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
+            self._states.forget_fetched()
             self.discard_gradients()
             return StepResult(False, norm.norm, norm.norm, norm.first_nonfinite_param)
         return self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)

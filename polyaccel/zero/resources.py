@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
 
-from polyaccel.accelerators.base import Accelerator, Stream
+from polyaccel.accelerators.base import Accelerator, Event
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
@@ -127,27 +127,108 @@ class StepResources:
     tiers: Tiers
 
 
-class Staging:
-    """Memory through which gradients and parameters pass between the device and the kernels of a tier.
+def sum_dtype(accelerator: Accelerator) -> DType:
+    """The type in which sums over many elements are kept: float64 where the device has it."""
+    return DType.FLOAT64 if DType.FLOAT64 in accelerator.capabilities().dtypes else DType.FLOAT32
 
-    One buffer for each tier, use and type, made when it is first asked for. Copies from the device run on `stream`,
-    behind the work that they depend on and nothing else.
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """All copies between the device and the host up to a point.
+
+    Attributes:
+        event: The point, in the stream of the last of them.
+        arrivals: How many times copies to the host had been marked by then.
+        departures: The same of copies to the device.
     """
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self._buffers: dict[tuple[Tier, str, DType], Buffer] = {}
-        self._places: dict[tuple[Tier, str, DType], Place] = {}
+    event: Event
+    arrivals: int
+    departures: int
+
+
+_Key = tuple[Tier, str, DType, int | None]
+
+
+class Staging:
+    """Memory through which gradients and parameters pass between the device and the kernels of a tier, and what is
+    known of copies under way.
+
+    One buffer for each tier, use and type, or for a bucket alone (`PlannedBuffer.bucket`), made when it is first asked
+    for.
+
+    [Note: Copies under way]
+    Copies to the host run on `stream`, behind the work that they depend on and nothing else; copies to the device on
+    the current one. The host waits for a copy before it reads or overwrites its memory, but not where it knows already
+    that the copy is over. A copy to the host begins after the copies to the device that were queued before its
+    reduction was launched. A value that the host has read came after all that the current stream had waited for
+    (`join`).
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self.stream = accelerator.new_stream()
+        self._buffers: dict[_Key, Buffer] = {}
+        self._places: dict[_Key, Place] = {}
+        self._last: dict[bool, Copies] = {}
+        """The last copies to the host (True) and to the device (False)."""
+        self._arrivals = self._departures = 0
+        self._known_arrivals = self._known_departures = 0
+        """Of which the host knows that they are over."""
 
     def borrow(self, tier: Tier, use: str, planned: PlannedBuffer, numel: int) -> Buffer:
         """`numel` elements where the kernels of `tier` reach them, undefined, until the next call for the same tier,
-        use and type."""
-        key = (tier, use, planned.dtype)
+        use, type and bucket."""
+        key = (tier, use, planned.dtype, planned.bucket)
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = tier.stage(planned.numel, planned.dtype)
+            is_near = planned.place is Place.DEVICE
+            allocate = self._accelerator.allocate if is_near else tier.stage
+            buffer = self._buffers[key] = allocate(planned.numel, planned.dtype)
             self._places[key] = planned.place
         return buffer.view(0, numel)
+
+    @property
+    def departures(self) -> int:
+        """How many times copies to the device have been marked."""
+        return self._departures
+
+    def mark_arrivals(self, departures: int = 0) -> Copies:
+        """Mark the copies to the host that are queued on `stream` now, where it has waited for `departures`."""
+        self._arrivals += 1
+        self._last[True] = Copies(self.stream.record(), self._arrivals, departures)
+        return self._last[True]
+
+    def mark_departures(self) -> Copies:
+        """Mark the copies to the device that are queued on the current stream now."""
+        self._departures += 1
+        event = self._accelerator.current_stream().record()
+        self._last[False] = Copies(event, 0, self._departures)
+        return self._last[False]
+
+    def wait_for(self, copies: Copies) -> None:
+        """Let the host wait until `copies` are over, unless it knows that they are."""
+        is_known = copies.arrivals <= self._known_arrivals and copies.departures <= self._known_departures
+        if not is_known:
+            copies.event.synchronize()
+            self.know(copies)
+
+    def join(self) -> Copies | None:
+        """Let the current stream wait for all copies. Return them: the host knows that they are over (`know`) when it
+        has read a value that the current stream computes afterwards. None where there are none."""
+        if not self._last:
+            return None
+        stream = self._accelerator.current_stream()
+        for copies in self._last.values():
+            stream.wait(copies.event)
+        last = next(iter(self._last.values()))
+        return Copies(last.event, self._arrivals, self._departures)
+
+    def know(self, copies: Copies | None) -> None:
+        """The host has seen that `copies` are over."""
+        if copies is not None:
+            self._known_arrivals = max(self._known_arrivals, copies.arrivals)
+            self._known_departures = max(self._known_departures, copies.departures)
 
     def held(self) -> Mapping[Place, int]:
         """The bytes of its buffers, by place."""

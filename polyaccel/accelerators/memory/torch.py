@@ -109,6 +109,15 @@ class TorchBuffer(CountedBuffer):
         self._tensor.copy_(source.raw if isinstance(source, TorchBuffer) else _import_foreign(source))
         self.bump_version()
 
+    def start_copy(self, source: Buffer) -> None:
+        # torch converts element types on the host, in memory that is not page-locked.
+        if not isinstance(source, TorchBuffer) or source.dtype is not self.dtype:
+            self.copy_from(source)
+            return
+        self._check_source(source)
+        self._tensor.copy_(source.raw, non_blocking=self._tensor.is_pinned() or source.raw.is_pinned())
+        self.bump_version()
+
     def fill(self, value: float) -> None:
         self._tensor.fill_(value)
         self.bump_version()

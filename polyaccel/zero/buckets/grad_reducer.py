@@ -18,6 +18,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.grad_accumulator import GradientWriter
 from polyaccel.zero.buckets.gradients import GradientBucket
+from polyaccel.zero.buckets.host_gradient import Measured
 from polyaccel.zero.buckets.user_grad_edits import UserGradEdits
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.policy import Placement
@@ -67,7 +68,10 @@ class GradReducer:
         self._in_flight: InFlight[Buffer] = InFlight(parts.communicators.world.allocate, plan.policy.reduction)
         self.pool = self._in_flight.pool
         """What reductions borrow full buffers from."""
-        self.buckets = [GradientBucket(each, plan.policy.reduction, parts, self.pool, staging) for each in plan.trained]
+        measured = Measured(plan.layout, parts.accelerator) if plan.policy.needs_norm else None
+        self.buckets = [
+            GradientBucket(each, plan.policy.reduction, parts, self.pool, staging, measured) for each in plan.trained
+        ]
         """The trained buckets' gradients, in layout order."""
         self._by_index = {gradients.bucket.index: gradients for gradients in self.buckets}
         self._by_fqn = {

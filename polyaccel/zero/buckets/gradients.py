@@ -14,15 +14,14 @@ With replicated gradients each rank accumulates in one full buffer and reduces i
 sharded gradients every pass reduces at once and accumulates in the rank's own slice, through a full buffer borrowed
 from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels
 will update it: it leaves the device when its reduction has settled, on its own stream, so that it waits for nothing
-that the device computes after the launch. Passes that must not reduce (`no_sync`) accumulate in their own full buffer,
-which the next reducing pass takes along. So a bucket may accumulate while an earlier reduction is under way: what has
-accumulated (`GradAccumulator`) is not part of its `GradState`.
+that the device computes after the launch ([Note: Gradients in host memory]). Passes that must not reduce (`no_sync`)
+accumulate in their own full buffer, which the next reducing pass takes along. So a bucket may accumulate while an
+earlier reduction is under way: what has accumulated (`GradAccumulator`) is not part of its `GradState`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import cached_property
 
 from polyaccel.accelerators.base import Accelerator
@@ -31,24 +30,14 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import InvariantError
 from polyaccel.ops.base import REDUCE, SCALE
 from polyaccel.zero.buckets.grad_accumulator import GradAccumulator, GradientWriter, PassArrivals
+from polyaccel.zero.buckets.grad_state import GradState
+from polyaccel.zero.buckets.host_gradient import HostGradient, Measured
 from polyaccel.zero.buckets.row_exchange import RowExchange, RowSet
 from polyaccel.zero.plan.bucket_plan import TrainedBucketPlan
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.policy import Placement, ReductionPolicy
 from polyaccel.zero.plan.pool import BufferPool
 from polyaccel.zero.resources import Staging, StepResources
-
-
-class GradState(Enum):
-    """What the update reads of a bucket's gradients, since the last update.
-
-    EMPTY -> REDUCING at `launch`, REDUCING -> REDUCED at `finish`, and so again for each micro-batch of sharded
-    gradients; -> EMPTY at `discard`. A reduction that failed stays REDUCING until then.
-    """
-
-    EMPTY = "nothing was reduced"
-    REDUCING = "a reduction is under way"
-    REDUCED = "the reduced gradient stands where the update reads"
 
 
 class GradientBucket:
@@ -61,6 +50,7 @@ class GradientBucket:
         parts: StepResources,
         pool: BufferPool[Buffer],
         staging: Staging,
+        measured: Measured | None,
     ) -> None:
         self.bucket = bucket = plan.bucket
         self._plan = plan
@@ -77,7 +67,7 @@ class GradientBucket:
         self._staging = staging
         self._keeps_full = plan.zero.grads is Placement.REPLICATED
         self._tier = parts.tiers.states[Place.DEVICE] if self._keeps_full else parts.tiers.of_update(plan)
-        self._is_off_device = self._tier.compute is not parts.accelerator
+        is_off_device = self._tier.compute is not parts.accelerator
         self._state = GradState.EMPTY
         self._pending: Callable[[], None] | None = None
         """Ends the reduction under way."""
@@ -94,8 +84,16 @@ class GradientBucket:
         if self._keeps_full:
             self._sums.use(self._allocate_full(), borrowed=False)
         else:
-            allocate = self._tier.stage if self._is_off_device else parts.accelerator.allocate
+            allocate = self._tier.stage if is_off_device else parts.accelerator.allocate
             self._own = allocate(plan.gradient.numel, plan.gradient.dtype)
+        self._on_host = None
+        """The gradient is in host memory that the device's kernels do not reach."""
+        if self._own is not None and is_off_device and plan.staged_gradient is not None:
+            self._on_host = HostGradient(
+                *(self._own, self._tier, parts.accelerator, staging, plan.staged_gradient),
+                None if measured is None else measured.allocate(),
+                [] if measured is None else measured.windows(bucket, self._communicator.rank),
+            )
 
     # The backward pass.
 
@@ -186,10 +184,17 @@ class GradientBucket:
         return self._late is not None
 
     def result(self) -> Buffer:
-        """Return this rank's reduced gradient: a slice, or the bucket under a replicated optimizer."""
+        """Return this rank's reduced gradient, to read and to write: a slice, or the bucket under a replicated
+        optimizer. Waits for its copy to the host where it rests there."""
         if self._state is GradState.REDUCING:
             raise InvariantError("a gradient was read before its reduction ended", value=self.bucket.index)
+        self._expose()
         return self._result
+
+    def _expose(self) -> None:
+        """Let the host read and write the result."""
+        if self._on_host is not None:
+            self._on_host.expose()
 
     @property
     def has_whole_result(self) -> bool:
@@ -207,9 +212,21 @@ class GradientBucket:
         assert self._own is not None  # likewise
         return self._own
 
-    @cached_property
+    @property
+    def squares(self) -> Buffer | None:
+        """The squared norms of this rank's own part of `result`, one for each parameter of the layout, in the device's
+        memory; None where they are computed from `own_slices`."""
+        return None if self._on_host is None else self._on_host.squares
+
+    @property
     def own_slices(self) -> tuple[tuple[str, Buffer], ...]:
-        """This rank's own part of `result`: the parameters that lie there by name, each with its part."""
+        """This rank's own part of `result`, to be read: the parameters that lie there by name, each with its part."""
+        if self._on_host is not None:
+            self._on_host.wait()
+        return self._own_slices
+
+    @cached_property
+    def _own_slices(self) -> tuple[tuple[str, Buffer], ...]:
         low = self._own_bounds()[0] if self._result.numel > self.bucket.shard_numel else 0
         slices = self.bucket.slices(self._communicator.rank)
         return tuple((piece.fqn, self._result.view(low + piece.shard_offset, piece.length)) for piece in slices)
@@ -255,6 +272,7 @@ class GradientBucket:
     def provide_result(self) -> None:
         """Let there be a reduced gradient to write to: zeros, if nothing of the bucket was reduced or accumulated."""
         self.finish()
+        self._expose()
         if self._state is not GradState.REDUCED:
             self._result.fill(0.0)
             self._state = GradState.REDUCED
@@ -298,12 +316,13 @@ class GradientBucket:
         else:
             reduced, wait, staged = self._launch_whole(source, label, adds=adds)
         stream, launched = self._staging.stream, self._accelerator.current_stream().record()
+        departures = self._staging.departures
 
         def settle() -> None:
             stream.wait(launched)
             with stream.use():
                 wait()
-                self._settle(reduced, adds=adds)
+                self._settle(reduced, departures, adds=adds)
             self._accelerator.current_stream().wait(stream.record())
             if staged is not source:
                 self._pool.release(staged)
@@ -364,18 +383,16 @@ class GradientBucket:
     def _reduce_scatter_output(self, staged: Buffer, *, adds: bool) -> Buffer:
         """Return where a reduce-scatter writes: into an empty, fitting slice without a copy, else in place."""
         own = self._own
-        if own is not None and not adds and not self._is_off_device and own.dtype is staged.dtype:
+        if own is not None and not adds and self._on_host is None and own.dtype is staged.dtype:
             return own
         low, high = self._own_bounds()
         return staged.view(low, high - low)
 
-    def _settle(self, reduced: Buffer, *, adds: bool) -> None:
+    def _settle(self, reduced: Buffer, departures: int, *, adds: bool) -> None:
         """Put a reduced gradient where the update reads; `adds` to what is there."""
-        target, staging = self._result, self._plan.staged_gradient
-        if adds and self._is_off_device and staging is not None:
-            near = self._staging.borrow(self._tier, "grad", staging, reduced.numel)
-            near.copy_from(reduced)
-            self._tier.compute.kernels()[REDUCE](target, near, ReduceOp.SUM)
+        target = self._result
+        if self._on_host is not None:
+            self._on_host.put(reduced, departures, adds=adds)
         elif adds:
             self._kernels[REDUCE](target, reduced, ReduceOp.SUM)
         elif target.data_ptr() != reduced.data_ptr():  # else it was reduced in place

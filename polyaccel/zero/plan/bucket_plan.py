@@ -21,6 +21,9 @@ from polyaccel.zero.plan.layout import Bucket, ShardLayout
 from polyaccel.zero.plan.placement import NO_OFFLOAD, Offload, Place
 from polyaccel.zero.plan.policy import UNQUANTIZED, Placement, StepPolicy, TrafficPolicy, ZeroPolicy
 
+ADDED_NUMEL = 2**22
+"""Elements of a gradient in host memory that are on the device at once, while a micro-batch's are added."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedBuffer:
@@ -29,6 +32,8 @@ class PlannedBuffer:
     numel: int
     dtype: DType
     place: Place = Place.DEVICE
+    bucket: int | None = None
+    """The bucket that alone uses it; None where equal ones are one."""
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +93,8 @@ class TrainedBucketPlan(BucketPlan):
     is_reduced_in_place: bool
     """Reductions take `gradient` as it is; else they borrow `travelling`."""
     staged_gradient: PlannedBuffer | None
-    """Memory of the host through which gradients pass that do not come to rest where the update's kernels are."""
+    """Memory through which gradients pass to host memory where the update's kernels are: of the host for a part of a
+    replicated gradient, of the device where sharded ones are added up or change their type."""
     staged_params: PlannedBuffer | None
     """Memory through which new parameters pass to where they rest, if the kernels that update them do not reach it."""
 
@@ -165,7 +171,7 @@ def _plan_update(
     offload: Offload,
     longest: int,
 ) -> TrainedBucketPlan:
-    """`frozen` with what gradients and the update need. Staging memory is as long as the longest update."""
+    """`frozen` with what gradients and the update need. Shared staging memory is as long as the longest update."""
     bucket, precision, dtype = frozen.bucket, policy.precision, frozen.params.dtype
     place, _ = offload.places(bucket.index)
     is_far = place is not Place.DEVICE and offload.is_remote
@@ -175,12 +181,16 @@ def _plan_update(
     # With equal types the optimizer works on a view of the parameters, if it works where those rest.
     is_master = master_dtype is dtype and offload.are_one(bucket.index)
     is_out_of_reach = not is_master and not offload.is_within_reach(bucket.index)
+    # Then the device copies from and to memory of the bucket's own, while the host goes on to the next one.
+    copies_itself = is_far and place is Place.HOST
+    _, params_place = offload.places(bucket.index)
     keeps_whole = frozen.zero.grads is Placement.REPLICATED
     if keeps_whole:
-        gradient, staged = PlannedBuffer(bucket.numel, gradient_dtype), gradient_dtype
+        gradient = PlannedBuffer(bucket.numel, gradient_dtype)
+        staged = _stage(frozen, longest, gradient_dtype, Place.HOST, is_own=copies_itself)
     else:
         gradient = PlannedBuffer(bucket.shard_numel, gradient_dtype, Place.HOST if is_far else Place.DEVICE)
-        staged = travelling.dtype
+        staged = PlannedBuffer(min(longest, ADDED_NUMEL), gradient_dtype)
     return TrainedBucketPlan(
         bucket=bucket,
         zero=frozen.zero,
@@ -197,6 +207,15 @@ def _plan_update(
         gradient=gradient,
         travelling=travelling,
         is_reduced_in_place=keeps_whole and gradient_dtype is travelling.dtype,
-        staged_gradient=PlannedBuffer(longest, staged, Place.HOST) if is_far else None,
-        staged_params=PlannedBuffer(longest, dtype, memory) if is_out_of_reach else None,
+        staged_gradient=staged if is_far else None,
+        staged_params=_stage(frozen, longest, dtype, memory, is_own=copies_itself and params_place is Place.DEVICE)
+        if is_out_of_reach
+        else None,
     )
+
+
+def _stage(plan: BucketPlan, longest: int, dtype: DType, place: Place, *, is_own: bool) -> PlannedBuffer:
+    """Memory in `place` through which what a bucket updates passes: its own, or that of all which need the same."""
+    if is_own:
+        return PlannedBuffer(plan.updated_numel, dtype, place, plan.bucket.index)
+    return PlannedBuffer(longest, dtype, place)

@@ -197,11 +197,13 @@ def follow_reductions(plan: StepPlan) -> BufferPool[_Length]:
 def _staging(plan: StepPlan) -> list[PlannedBuffer | None]:
     """Memory through which gradients and new parameters pass that rest where kernels do not reach them.
 
-    One buffer serves all buckets that need one of its type in a place. Sharded gradients pass through it only where
-    they are added to those of an earlier micro-batch.
+    One buffer serves all buckets that need one of its type in a place, unless it is a bucket's own. Sharded gradients
+    pass through it only where they are added to those of an earlier micro-batch, or change their type.
     """
     adds = plan.zero.grads is Placement.REPLICATED or plan.policy.precision.accumulates
-    gradients = (each.staged_gradient for each in plan.trained if adds)
+    gradients = (
+        each.staged_gradient for each in plan.trained if adds or each.gradient.dtype is not each.travelling.dtype
+    )
     return [*dict.fromkeys(gradients), *dict.fromkeys(each.staged_params for each in plan.trained)]
 
 

@@ -225,3 +225,13 @@ class StepPolicy:
     precision: Precision = DEFAULT_PRECISION
     reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
     gathering: GatherPolicy = field(default_factory=GatherPolicy)
+
+    @property
+    def norm_decides(self) -> bool:
+        """Whether the norm must be known before an update begins."""
+        return self.clip_norm > 0.0 or self.skip_overflow
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the norm is computed."""
+        return self.measure_norm or self.norm_decides

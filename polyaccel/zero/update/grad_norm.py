@@ -24,26 +24,23 @@ from math import fsum, isfinite, sqrt
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.core.types import DType
-from polyaccel.ops.base import SQUARE_SUMS
+from polyaccel.core.types import DType, ReduceOp
+from polyaccel.ops.base import REDUCE, SQUARE_SUMS
 from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.buckets.user_grad_edits import require_equal, require_same_edits, require_shown_whole
 from polyaccel.zero.plan.layout import ShardLayout
+from polyaccel.zero.resources import Staging, sum_dtype
 
 
 def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
     """A zeroed vector of `count` sums to exchange, float64 where the device has it."""
-    return communicator.allocate(count, _sum_dtype(accelerator))
+    return communicator.allocate(count, sum_dtype(accelerator))
 
 
 def sums_in(accelerator: Accelerator, count: int) -> Buffer:
     """A zeroed vector of `count` sums in the accelerator's own memory, float64 where it has that."""
-    return accelerator.allocate(count, _sum_dtype(accelerator))
-
-
-def _sum_dtype(accelerator: Accelerator) -> DType:
-    return DType.FLOAT64 if DType.FLOAT64 in accelerator.capabilities().dtypes else DType.FLOAT32
+    return accelerator.allocate(count, sum_dtype(accelerator))
 
 
 class SquareSums:
@@ -60,6 +57,12 @@ class SquareSums:
             self._sums[compute] = sums_in(compute, self._count)
         compute.kernels()[SQUARE_SUMS](self._sums[compute], pieces)
 
+    def add_sums(self, compute: Accelerator, sums: Buffer) -> None:
+        """Add squared norms that its kernels have added up, one for each index."""
+        if compute not in self._sums:
+            self._sums[compute] = sums_in(compute, self._count)
+        compute.kernels()[REDUCE](self._sums[compute], sums, ReduceOp.SUM)
+
     def write_to(self, vector: Buffer, accelerator: Accelerator) -> None:
         """Write the sums to `vector`, in the memory of `accelerator`. The host waits for no device, unless several
         accelerators hold sums."""
@@ -67,6 +70,10 @@ class SquareSums:
             vector.copy_from(self._sums[accelerator])
         else:
             write_sums(vector, self.read())
+
+    def are_read_from(self, accelerator: Accelerator) -> bool:
+        """Whether `read` waits for the current stream of `accelerator`."""
+        return accelerator in self._sums
 
     def read(self) -> array[float]:
         """The sums, on the host."""
@@ -163,9 +170,11 @@ class GradNormReducer:
         reducer: GradReducer,
         communicator: Communicator,
         accelerator: Accelerator,
+        staging: Staging,
         beyond: Communicator | None = None,
     ) -> None:
         self._beyond = beyond
+        self._staging = staging
         self._layout = layout
         self.buckets = reducer.buckets
         self._user_edits = reducer.user_edits
@@ -221,8 +230,11 @@ class GradNormReducer:
         """Add the squared norms of this rank's slices of a reduced gradient, if there is one."""
         if not gradients.holds_result:
             return
-        position = self._layout.position
-        sums.add(gradients.compute, [(position[fqn], part) for fqn, part in gradients.own_slices])
+        squares, position = gradients.squares, self._layout.position
+        if squares is not None:
+            sums.add_sums(self._accelerator, squares)
+        else:
+            sums.add(gradients.compute, [(position[fqn], part) for fqn, part in gradients.own_slices])
 
     def _sums(self, measure: bool) -> SquareSums:
         sums = self.new_sums()
@@ -286,8 +298,12 @@ class GradNormReducer:
     def _exchange(self, values: array[float], label: str, squares: SquareSums | None = None) -> array[float]:
         """The sums over all ranks of `squares` and then `values`. The host waits for a device once, for the result; a
         single rank exchanges nothing, and waits for its `squares` alone."""
+        copies = self._staging.join()
         if self._communicator.world_size == 1:
-            return values if squares is None else squares.read() + values
+            own = array("d") if squares is None else squares.read()
+            if squares is not None and squares.are_read_from(self._accelerator):
+                self._staging.know(copies)
+            return own + values
         count = 0 if squares is None else len(self._layout.params)
         sums = allocate_sums(self._accelerator, self._communicator, count + len(values))
         if squares is not None:
@@ -295,4 +311,6 @@ class GradNormReducer:
         if values:
             write_sums(sums.view(count, len(values)), values)
         self._communicator.all_reduce(sums, label=label)
-        return read_sums(sums)
+        found = read_sums(sums)
+        self._staging.know(copies)
+        return found

@@ -15,10 +15,12 @@ agrees on anything.
 The kernels that update a shard are those of its tier. Where they do not reach the device's memory, a sharded gradient
 rests in theirs, copied there bucket by bucket while later gradients still arrive, and a part of a replicated one is
 copied to it before the update; where they do not reach the parameters, the new ones are copied there after it, in their
-own type. Copies pass through buffers that the shards of a tier share. Those from the device have their own stream,
-which waits for the reduction of their bucket alone, so that the host can update early buckets while the device still
-computes the gradients of late ones. Those to the device are queued behind the backward pass, which may read the
-parameters still. Reading, updating, writing and publishing overlap, bucket by bucket.
+own type. Copies pass through memory of each bucket, or, where the states are in files, through what the shards of a
+tier share. Those from the device have their own stream, which waits for the reduction of their bucket alone, so that
+the host can update early buckets while the device still computes the gradients of late ones. Those to the device are
+queued behind the backward pass, which may read the parameters still. Reading, updating, writing and publishing overlap,
+bucket by bucket. The host waits for a gradient when it computes with it, unless it has read the norm, which comes after
+all of them ([Note: Copies under way]).
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from dataclasses import dataclass, replace
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import OffloadError
 from polyaccel.offload.tier import Tier
+from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan
 from polyaccel.zero.plan.placement import Place
-from polyaccel.zero.resources import Staging, StepResources, Tiers
+from polyaccel.zero.resources import Copies, Staging, StepResources
 from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.grad_norm import GradientNorm, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizers import Group, Run, Shard, SliceOptimizer
@@ -60,18 +63,23 @@ class OptimizerState:
     def __init__(
         self,
         plan: StepPlan,
-        tiers: Tiers,
+        parts: StepResources,
         params: ParamBuckets,
         optimizer: SliceOptimizer | None,
         groups: Sequence[Group],
         staging: Staging,
     ) -> None:
-        self._tiers = tiers
+        self._tiers = parts.tiers
         self._params = params
         self._staging = staging
         self._plans = {each.bucket.index: each for each in plan.trained}
         self.shards: list[Shard] = []
         self._by_bucket: dict[int, Shard] = {}
+        self._fetched: dict[int, tuple[Buffer, Copies]] = {}
+        """Parts of replicated gradients that are on their way to the kernels, by bucket."""
+        self._written: dict[PlannedBuffer, Copies] = {}
+        """The last copies of new parameters to the device, by the memory that they are from."""
+        self._accelerator = parts.accelerator
         if optimizer is not None:
             for each in plan.trained:
                 self._add(each, optimizer, groups[each.bucket.kind.group])
@@ -108,16 +116,40 @@ class OptimizerState:
             for walk in walks.values():
                 next(walk, None)  # its end, which raises what could not be written
 
+    def fetch_gradients(self, reducer: GradReducer) -> None:
+        """Start to copy the parts of replicated gradients that are updated in host memory, where each has its own."""
+        self._fetched.clear()
+        if reducer.user_edits:
+            self._staging.stream.wait(self._accelerator.current_stream().record())
+        for gradients in reducer.buckets:
+            shard, plan = self._by_bucket.get(gradients.bucket.index), self._plans[gradients.bucket.index]
+            staged = plan.staged_gradient
+            if shard is not None and staged is not None and staged.bucket is not None:
+                self._fetched[gradients.bucket.index] = self._fetch(shard, gradients.result(), staged)
+
+    def forget_fetched(self) -> None:
+        """What `fetch_gradients` has brought has changed since, or is not used."""
+        self._fetched.clear()
+
+    def _fetch(self, shard: Shard, gradient: Buffer, staged: PlannedBuffer) -> tuple[Buffer, Copies]:
+        """Start to copy a gradient to where the shard's kernels reach it."""
+        near = self._stage(shard, "grad", staged)
+        with self._staging.stream.use():
+            near.start_copy(gradient)
+            return near, self._staging.mark_arrivals()
+
     def _ready(self, shard: Shard, lent: list[Buffer]) -> Shard:
         master, *states = lent
         grad, out = shard.grad, shard.out
         plan = self._plans[shard.bucket.index]
         if plan.staged_gradient is not None and plan.gradient.place is Place.DEVICE and grad is not None:
-            device_grad, grad = grad, self._stage(shard, "grad", plan.staged_gradient)
-            with self._staging.stream.use():
-                grad.copy_from(device_grad)
+            fetched = self._fetched.pop(shard.bucket.index, None)
+            grad, copies = self._fetch(shard, grad, plan.staged_gradient) if fetched is None else fetched
+            self._staging.wait_for(copies)
         if plan.staged_params is not None:
             out = self._stage(shard, "out", plan.staged_params)
+            if (written := self._written.pop(plan.staged_params, None)) is not None:
+                self._staging.wait_for(written)
         return replace(shard, master=master, states=dict(zip(shard.states, states, strict=True)), grad=grad, out=out)
 
     def _stage(self, shard: Shard, use: str, planned: PlannedBuffer) -> Buffer:
@@ -129,10 +161,18 @@ class OptimizerState:
         target = self._by_bucket[lent.bucket.index].out
         if target is None or lent.out is None or lent.out is target:
             return
+        plan = self._plans[lent.bucket.index]
+        departs = plan.place is not Place.DEVICE and plan.params.place is Place.DEVICE
         for piece in lent.slices:  # and not the padding between them, which was not written
             if lent.updates(piece):
                 window = (piece.shard_offset, piece.length)
-                target.view(*window).copy_from(lent.out.view(*window))
+                there, new = target.view(*window), lent.out.view(*window)
+                if departs:
+                    there.start_copy(new)
+                else:
+                    there.copy_from(new)
+        if departs and plan.staged_params is not None:
+            self._written[plan.staged_params] = self._staging.mark_departures()
 
     def forget_gradients(self) -> None:
         for shard in self.shards:
@@ -142,6 +182,8 @@ class OptimizerState:
         """Release all states, and close their tiers."""
         self.shards.clear()
         self._by_bucket.clear()
+        self._fetched.clear()
+        self._written.clear()
         self._tiers.close()
 
 
@@ -216,12 +258,13 @@ class OptimizerStep:
         self._updated = 0
         """Shards of the present update that are published."""
 
-        decides = policy.clip_norm > 0.0 or policy.skip_overflow
-        self.measures = policy.measure_norm or decides
+        self.measures = policy.needs_norm
         """Whether the norm is needed."""
-        # Then the device's streams keep the order, and the host waits for nothing from backward to the next forward.
-        is_queued = parts.accelerator.capabilities().streams and not plan.offload.states
-        self.is_early = not (decides or policy.defer_publish or is_queued)
+        self.is_queued = parts.accelerator.capabilities().streams
+        """The device's streams keep the order: waits for a reduction hold up a stream and not the host."""
+        # Then ranks would wait for all gradients when they agree on what has arrived.
+        gains = not self.is_queued or (bool(plan.offload.states) and self._communicator.world_size == 1)
+        self.is_early = gains and not (policy.norm_decides or policy.defer_publish)
         """Whether the update begins before all gradients have arrived, and the norm is agreed on last: not where the
         norm decides something, where it would wait for what may be published later, or where nothing is gained."""
 
@@ -249,9 +292,9 @@ class OptimizerStep:
             gradients = self._gradients[bucket.index]
             with self._waiting():
                 gradients.finish()
-            if norm is None and self.measures:
-                self._facts.add_squares(sums, gradients)
-            shard.grad, shard.find_rows = gradients.result(), gradients.rows
+                if norm is None and self.measures:
+                    self._facts.add_squares(sums, gradients)
+                shard.grad, shard.find_rows = gradients.result(), gradients.rows
             shard.steps = {slot.param.fqn: self._steps[slot.param.fqn] for slot in bucket.slots}
             origin = self._params[bucket.index].origin
             shard.runs = tuple(find_runs(shard, origin, arrivals.params, self._steps, self._params.rounding))
