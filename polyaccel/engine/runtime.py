@@ -42,7 +42,7 @@ from polyaccel.observability.timing import PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.zero.engine import ZeroEngine
-from polyaccel.zero.plan.layout import ShardLayout
+from polyaccel.zero.plan.layout import Granule, ShardLayout
 from polyaccel.zero.plan.policy import StepPolicy, ZeroPolicy
 from polyaccel.zero.resources import StepResources
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
@@ -118,18 +118,21 @@ class EngineBuilder(MeshGroups):
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
+        granules = {} if optimizer is None else optimizer.granules(specs)
         layout = self.plan(
             specs,
             adapter.unit_names,
             rooms=self._max_local_numels(specs),
             parts=adapter.part_names(),
             updates=adapter.update_names(),
+            granules=granules,
         )
         names, types = ((), {}) if optimizer is None else (optimizer.state_names, optimizer.state_types)
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         if self.communicator.rank == 0:
             write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))
-        plan = step_plan_for(self.config, layout, names, is_remote=is_remote, state_types=types)
+        rank = self.communicator.rank
+        plan = step_plan_for(self.config, layout, names, is_remote=is_remote, state_types=types, rank=rank)
         run = self.accelerator, self.communicator, self.trace
         tiers = open_tiers(self.config, plan.offload, *run, resident=resident)
         parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)
@@ -149,9 +152,10 @@ class EngineBuilder(MeshGroups):
         rooms: Mapping[str, int] = MappingProxyType({}),
         parts: Mapping[str, str] = MappingProxyType({}),
         updates: Mapping[str, str] = MappingProxyType({}),
+        granules: Mapping[str, Granule] = MappingProxyType({}),
     ) -> ShardLayout:
         """Lay out `specs` by the config over the mesh; see `plan_for`."""
-        return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates)
+        return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates, granules)
 
     def _max_local_numels(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
         """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""

@@ -60,7 +60,7 @@ def read_whole(
     engine's own memory, to be read before the next update."""
     params, slot = step.params.locate(fqn)
     holders = step.holders(fqn)
-    is_complete = params.master.numel == params.bucket.numel or not slot.param.numel
+    is_complete = params.updates_all or not slot.param.numel
     if agreed is not None:
         dtype = agreed
     elif kind in (PARAM, GRAD) or is_complete:
@@ -172,7 +172,7 @@ def shown_gradient(step: ZeroEngine, fqn: str) -> ShownGradient | None:
     step.reducer.user_edits.shown.add(gradients.bucket.index)
     own = fragment(step, fqn, GRAD) or Fragment(0, gradients.result().view(0, 0))
     params = step.params[gradients.bucket.index]
-    return ShownGradient(own.start, own.values, params.master.numel == params.bucket.numel, gradients.touched[index])
+    return ShownGradient(own.start, own.values, params.updates_all, gradients.touched[index])
 
 
 def replace_gradient(step: ZeroEngine, fqn: str, value: Buffer, *, is_part: bool = False, counts: bool = True) -> None:

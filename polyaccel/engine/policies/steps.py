@@ -19,7 +19,7 @@ from polyaccel.offload.prefetch_pipeline import most_host_buffers
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.zero.plan.bucket_plan import StepPlan, plan_step
-from polyaccel.zero.plan.layout import ShardLayout, plan_layout
+from polyaccel.zero.plan.layout import Granule, ShardLayout, plan_layout
 from polyaccel.zero.plan.placement import Offload, Place, first_shards, offloaded_buckets
 from polyaccel.zero.plan.policy import (
     UNQUANTIZED,
@@ -48,10 +48,12 @@ def plan_for(
     rooms: Mapping[str, int] = MappingProxyType({}),
     parts: Mapping[str, str] = MappingProxyType({}),
     updates: Mapping[str, str] = MappingProxyType({}),
+    granules: Mapping[str, Granule] = MappingProxyType({}),
 ) -> ShardLayout:
     """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded. `rooms` has
     the most elements that any rank holds of a parameter that is cut (`plan_layout`); parameters of different `parts`
-    share no bucket where every pass reduces its gradients, those of different `updates` nowhere.
+    share no bucket where every pass reduces its gradients, those of different `updates` nowhere. `granules` has what
+    the optimizer needs whole of parameters (`plan_layout`), where its states are sharded.
 
     Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
     enough of them to overlap and to keep few under way.
@@ -65,7 +67,8 @@ def plan_for(
     parts = parts if policy.grads is Placement.SHARDED else {}
     if updates:
         parts = {spec.fqn: f"{parts.get(spec.fqn, '')}/{updates.get(spec.fqn, '')}" for spec in specs}
-    plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts)
+    granules = granules if policy.optim is Placement.SHARDED else {}
+    plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts, granules=granules)
     if policy.params is not Placement.SHARDED:
         return plan()
     return plan(units=units(), persistent=persistent_params(config, numels))
@@ -125,8 +128,10 @@ def step_plan_for(
     *,
     is_remote: bool,
     state_types: Mapping[str, DType] = MappingProxyType({}),
+    rank: int | None = None,
 ) -> StepPlan:
-    """The buffers of a step with an optimizer of these states. `is_remote`: the device's memory is not the host's."""
+    """The buffers of a step with an optimizer of these states, on `rank` (`plan_step`). `is_remote`: the device's
+    memory is not the host's."""
     return plan_step(
         layout,
         ZeroPolicy.of_stage(config.zero_optimization.stage),
@@ -136,6 +141,7 @@ def step_plan_for(
         micro_batches=config.gradient_accumulation_steps,
         offload=offload_of(config, layout, len(state_names), is_remote=is_remote),
         traffic=traffic_policy_of(config),
+        rank=rank,
     )
 
 

@@ -53,6 +53,11 @@ class BucketParams:
         return self.full if self.shared is None else self.shared.private_view
 
     @property
+    def updates_all(self) -> bool:
+        """Whether `master` is the whole bucket, on every rank."""
+        return self.plan.updates_all
+
+    @property
     def master_is_view(self) -> bool:
         """Whether the parameters are the master weights."""
         return self.out is None

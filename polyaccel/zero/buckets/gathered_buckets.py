@@ -345,7 +345,8 @@ class GatheredBuckets:
         group = self._communicators.get_groups(sharded.bucket)
         communicator = group.exact if exact else group.of_passes(sharded.bucket)
         own = sharded.own if sharded.source is None else sharded.own_part(full, communicator.rank)
-        return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=sharded.bucket.index)
+        counts, index = sharded.bucket.counts, sharded.bucket.index
+        return communicator.all_gather(full, own, counts=counts, async_op=async_op, label="parameters", bucket=index)
 
     def _settle(self, sharded: ShardedBucket) -> None:
         """Finish the gather under way and let the frontend see the parameters; what this rank kept is released."""

@@ -199,7 +199,7 @@ class GradientBucket:
     @property
     def has_whole_result(self) -> bool:
         """Whether `result` is the whole bucket."""
-        return self._result.numel == self.bucket.numel
+        return self._plan.updates_all
 
     @cached_property
     def _result(self) -> Buffer:
@@ -227,7 +227,7 @@ class GradientBucket:
 
     @cached_property
     def _own_slices(self) -> tuple[tuple[str, Buffer], ...]:
-        low = self._own_bounds()[0] if self._result.numel > self.bucket.shard_numel else 0
+        low = 0 if self._plan.updates_shard else self._own_bounds()[0]
         slices = self.bucket.slices(self._communicator.rank)
         return tuple((piece.fqn, self._result.view(low + piece.shard_offset, piece.length)) for piece in slices)
 
@@ -344,7 +344,10 @@ class GradientBucket:
         overlap, index = self._reduction.overlap, self.bucket.index
         if self._plan.updates_shard:
             reduced = self._reduce_scatter_output(staged, adds=adds)
-            work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, label=label, bucket=index)
+            counts = self.bucket.counts
+            work = self._communicator.reduce_scatter(
+                reduced, staged, op, counts=counts, async_op=overlap, label=label, bucket=index
+            )
         else:
             reduced = staged
             work = self._communicator.all_reduce(staged, op, async_op=overlap, label=label, bucket=index)

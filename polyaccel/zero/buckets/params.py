@@ -120,7 +120,9 @@ class ParamBuckets:
         """Where a bucket is in shared memory, wait until every rank has come here and its writes are visible."""
         if params.shared is not None:
             whole, index = params.shared.whole, params.bucket.index
-            self.exact(params.bucket).all_gather(whole, params.own, label="shared parameters", bucket=index)
+            self.exact(params.bucket).all_gather(
+                whole, params.own, counts=params.bucket.counts, label="shared parameters", bucket=index
+            )
 
     def _source(self, params: BucketParams) -> Tier | None:
         """The tier that a shard must be read from to be on the device; None where it is there."""
@@ -141,7 +143,11 @@ class ParamBuckets:
         params = self.buckets[index]
         if params.full is not None and params.plan.publishes:
             self._publishing[index] = self.exact(params.bucket).all_gather(
-                params.full, params.own, async_op=True, label="updated parameters", bucket=index
+                *(params.full, params.own),
+                counts=params.bucket.counts,
+                async_op=True,
+                label="updated parameters",
+                bucket=index,
             )
         self.bump_version(params)
 

@@ -57,7 +57,7 @@ class ShardedBucket:
     @property
     def is_own(self) -> bool:
         """Return whether the own slice is the bucket: with one rank nothing is gathered."""
-        return self.source is None and self.own.numel == self.bucket.numel
+        return self.source is None and self.bucket.world_size == 1
 
     def own_part(self, full: Buffer, rank: int) -> Buffer:
         """Rank `rank`'s slice in the whole bucket."""

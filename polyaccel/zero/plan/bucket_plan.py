@@ -1,7 +1,7 @@
 """Every buffer that a rank will hold for a layout, in integers, before anything is allocated.
 
 The engine allocates the buffers of this plan and no others of their kinds; memory (`memory`) and traffic (`traffic`)
-of a setting are sums over it. Every rank has the same plan, because shards are equal.
+of a setting are sums over it. Every rank has the same plan where shards are equal, and otherwise its own.
 
 [Note: Unplanned buffers]
 Gradients that come late (`GradientBucket`) or in a pass without a reduction take a full buffer more, for as long as
@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Self
 
 from polyaccel.core.types import DType
+from polyaccel.errors import ShardingError
 from polyaccel.zero.plan.layout import Bucket, ShardLayout
 from polyaccel.zero.plan.placement import NO_OFFLOAD, Offload, Place
 from polyaccel.zero.plan.policy import UNQUANTIZED, Placement, StepPolicy, TrafficPolicy, ZeroPolicy
@@ -48,6 +49,8 @@ class BucketPlan:
     zero: ZeroPolicy
     params: PlannedBuffer
     """The parameters between uses: this rank's shard where `is_sharded`, else the whole bucket."""
+    shard_numel: int
+    """The length of this rank's shard."""
     is_sharded: bool
     """The bucket is whole only while it is gathered."""
     may_share: bool
@@ -65,7 +68,12 @@ class BucketPlan:
     @property
     def updated_numel(self) -> int:
         """Elements that this rank updates."""
-        return self.bucket.shard_numel if self.updates_shard else self.bucket.numel
+        return self.shard_numel if self.updates_shard else self.bucket.numel
+
+    @property
+    def updates_all(self) -> bool:
+        """Whether every rank that holds the bucket updates all of it."""
+        return not self.updates_shard or self.bucket.world_size == 1
 
     @property
     def publishes(self) -> bool:
@@ -132,13 +140,26 @@ def plan_step(
     micro_batches: int = 1,
     offload: Offload = NO_OFFLOAD,
     traffic: TrafficPolicy = UNQUANTIZED,
+    rank: int | None = None,
 ) -> StepPlan:
     """The buffers for training `layout` with an optimizer that has `state_names` for each trained parameter, those of
     `state_types` in their own types.
 
-    A step is expected to have `micro_batches` passes. The types in which they accumulate are the `Precision`'s.
+    A step is expected to have `micro_batches` passes. The types in which they accumulate are the `Precision`'s. The
+    plan is that of `rank`; None: of a rank that has the longest shard of every bucket. Raises ShardingError where
+    shards of several lengths would travel in codes or have second copies.
     """
-    plans = [_plan_params(bucket, zero, offload, traffic) for bucket in layout.buckets]
+    uneven = [bucket for bucket in layout.buckets if bucket.counts is not None]
+    if uneven and traffic != UNQUANTIZED:
+        raise ShardingError(
+            f"parameter {uneven[0].slots[0].param.fqn!r} stays whole on one rank, and ZeRO++ needs equal shards",
+            hint="leave out zero_quantized_weights, zero_quantized_nontrainable_weights, zero_quantized_gradients and "
+            "zero_hpz_partition_size, or use an optimizer whose update is elementwise",
+            value=uneven[0].slots[0].param.fqn,
+        )
+    plans = [
+        _plan_params(bucket, zero, offload, traffic, _shard_numel(layout, bucket, rank)) for bucket in layout.buckets
+    ]
     longest = max((plan.updated_numel for plan in plans if plan.bucket.kind.trainable), default=0)
     buckets = tuple(
         _plan_update(plan, policy, state_names, state_types, offload, longest) if plan.bucket.kind.trainable else plan
@@ -147,7 +168,16 @@ def plan_step(
     return StepPlan(layout, zero, policy, micro_batches, offload, traffic, buckets)
 
 
-def _plan_params(bucket: Bucket, zero: ZeroPolicy, offload: Offload, traffic: TrafficPolicy) -> BucketPlan:
+def _shard_numel(layout: ShardLayout, bucket: Bucket, rank: int | None) -> int:
+    """The length of the shard of `rank` (of all ranks), the longest for None."""
+    if rank is None or bucket.counts is None:
+        return bucket.max_shard_numel
+    return bucket.shard_numel_of(layout.mesh.place(bucket.kind.cut, rank))
+
+
+def _plan_params(
+    bucket: Bucket, zero: ZeroPolicy, offload: Offload, traffic: TrafficPolicy, shard_numel: int
+) -> BucketPlan:
     """The plan of a bucket as if it were frozen."""
     dtype = bucket.kind.dtype
     is_sharded = zero.params is Placement.SHARDED and not bucket.kind.persistent
@@ -156,7 +186,8 @@ def _plan_params(bucket: Bucket, zero: ZeroPolicy, offload: Offload, traffic: Tr
     return BucketPlan(
         bucket=bucket,
         zero=zero,
-        params=PlannedBuffer(bucket.shard_numel if is_sharded else bucket.numel, dtype, place),
+        params=PlannedBuffer(shard_numel if is_sharded else bucket.numel, dtype, place),
+        shard_numel=shard_numel,
         is_sharded=is_sharded,
         may_share=zero.optim is Placement.SHARDED and place is Place.DEVICE,
         second=PlannedBuffer(bucket.numel // traffic.near_ranks, dtype) if keeps_second else None,
@@ -189,12 +220,13 @@ def _plan_update(
         gradient = PlannedBuffer(bucket.numel, gradient_dtype)
         staged = _stage(frozen, longest, gradient_dtype, Place.HOST, is_own=copies_itself)
     else:
-        gradient = PlannedBuffer(bucket.shard_numel, gradient_dtype, Place.HOST if is_far else Place.DEVICE)
+        gradient = PlannedBuffer(frozen.shard_numel, gradient_dtype, Place.HOST if is_far else Place.DEVICE)
         staged = PlannedBuffer(min(longest, ADDED_NUMEL), gradient_dtype)
     return TrainedBucketPlan(
         bucket=bucket,
         zero=frozen.zero,
         params=replace(frozen.params, place=place) if is_master else frozen.params,
+        shard_numel=frozen.shard_numel,
         is_sharded=frozen.is_sharded,
         may_share=frozen.may_share,
         second=frozen.second,

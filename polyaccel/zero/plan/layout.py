@@ -1,9 +1,10 @@
 """Where every element of every parameter lives.
 
-A *bucket* is a flat run of parameters that travels in one collective. It is cut into equal *shards*, one for each rank
-that holds the same parameters, so its gradients are one reduce-scatter and its parameters one all-gather. A *slot* is a
-parameter inside a bucket; a *slice* is the part of a parameter that lies in one rank's shard, in the parameter's own
-coordinates, which mean the same under any world size, bucket size and framework.
+A *bucket* is a flat run of parameters that travels in one collective. It is cut into *shards*, one for each rank
+that holds the same parameters, so its gradients are one reduce-scatter and its parameters one all-gather. Shards are
+equal unless the bucket has a *granule* that they must not cut. A *slot* is a parameter inside a bucket; a *slice* is
+the part of a parameter that lies in one rank's shard, in the parameter's own coordinates, which mean the same under any
+world size, bucket size and framework.
 
 Integers only: nothing here touches an array. Offsets and lengths count elements unless a name says `nbytes`.
 
@@ -22,10 +23,14 @@ ranks decide from those numbers is the same too. The rest of the room is padding
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from math import lcm
 from types import MappingProxyType
+from typing import Literal
 
 from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
@@ -33,6 +38,28 @@ from polyaccel.errors import ShardingError
 
 ALIGNMENT_NBYTES = 64
 ALIGNMENT_ITEMSIZE = 2  # the smallest floating element; 64 bytes of it are also whole cache lines of every wider one
+
+
+@dataclass(frozen=True, slots=True)
+class Granule:
+    """What of a parameter a shard holds whole or not at all: an `element`, a `block` of `numel` elements, a `row` (all
+    that the first index selects), or the `whole` parameter."""
+
+    kind: Literal["element", "block", "row", "whole"] = "element"
+    numel: int = 1
+
+    def length_in(self, param: ParamSpec) -> int:
+        """The elements of one granule of `param`."""
+        if self.kind == "whole":
+            return max(1, param.numel)
+        if self.kind == "row" and param.numel:
+            return param.numel // param.shape[0] if param.shape else 1
+        return self.numel
+
+
+ELEMENT = Granule()
+"""Shards end anywhere, so they are equal."""
+ROW, WHOLE = Granule("row"), Granule("whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +92,7 @@ class BucketKind:
     `persistent`: under sharded parameters these stay whole on every rank, because gathering them would cost more than
     it saves. `cut`: the axes of the mesh along which other ranks hold other blocks; the rest shards the bucket.
     `row_numel` above 0: gradients travel as rows of so many elements, and the parameter has its bucket to itself.
+    `granule`: what shards do not cut.
     """
 
     dtype: DType
@@ -74,26 +102,52 @@ class BucketKind:
     persistent: bool = False
     cut: tuple[str, ...] = ()
     row_numel: int = 0
+    granule: Granule = ELEMENT
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat run of slots of one kind, `numel` elements with padding, cut into `world_size` equal shards: one for each
-    of the ranks that hold the same parameters, whose numbers count among those."""
+    """A flat run of slots of one kind, `numel` elements with padding, cut into `world_size` shards: one for each of the
+    ranks that hold the same parameters, whose numbers count among those.
+
+    Shards are equal where `bounds` is empty. Else it has `world_size + 1` offsets: rank r owns from the r-th to the
+    next. See [Note: Shards that end at granules].
+    """
 
     index: int
     kind: BucketKind
     slots: tuple[Slot, ...]
     numel: int
     world_size: int
+    bounds: tuple[int, ...] = ()
 
     @property
     def shard_numel(self) -> int:
+        """The length of each shard. Raises ShardingError where they differ."""
+        if self.bounds:
+            raise ShardingError(f"the shards of bucket {self.index} differ in length", value=self.counts)
         return self.numel // self.world_size
+
+    @cached_property
+    def counts(self) -> tuple[int, ...] | None:
+        """The length of each rank's shard, as collectives take it; None where all are equal."""
+        return tuple(high - low for low, high in pairwise(self.bounds)) or None
+
+    def shard_numel_of(self, rank: int) -> int:
+        """The length of a rank's shard."""
+        return self.numel // self.world_size if self.counts is None else self.counts[rank]
+
+    @property
+    def max_shard_numel(self) -> int:
+        """The length of the longest shard."""
+        return self.numel // self.world_size if self.counts is None else max(self.counts)
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:
         """The bucket's elements [low, high) that `rank` owns."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        if self.bounds:
+            return self.bounds[rank], self.bounds[rank + 1]
+        numel = self.numel // self.world_size
+        return rank * numel, (rank + 1) * numel
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
         """The parameter runs in `rank`'s shard, in the order in which they lie there; none if it is all padding."""
@@ -157,6 +211,7 @@ def plan_layout(
     persistent: Set[str] = frozenset(),
     rooms: Mapping[str, int] = MappingProxyType({}),
     parts: Mapping[str, str] = MappingProxyType({}),
+    granules: Mapping[str, Granule] = MappingProxyType({}),
 ) -> ShardLayout:
     """Fill buckets with `params` in the given order, which should be that in which gradients appear or units run.
 
@@ -165,7 +220,7 @@ def plan_layout(
     and the parameters of a unit that another one interrupts do not share a bucket. `persistent` parameters belong to no
     unit and come last. `rooms` has the most elements that any rank holds of a parameter whose blocks are uneven.
     Parameters of different `parts` share no bucket: their gradients come in different passes. One whose gradients
-    travel as rows shares none either.
+    travel as rows shares none either. `granules` has what shards must not cut of trained parameters.
     Raises ShardingError for a repeated name.
     """
     if max_bucket_numel < 1:
@@ -191,7 +246,8 @@ def plan_layout(
             last_unit = unit
         cut = tuple(axis for axis in param.cut if mesh.has_several(axis))
         row_numel = param.numel // param.shape[0] if param.has_row_grads and param.trainable else 0
-        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays, cut, row_numel)
+        granule = granules.get(param.fqn, ELEMENT) if param.trainable else ELEMENT
+        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays, cut, row_numel, granule)
         part = parts.get(param.fqn, "")
         run = None if row_numel else open_runs.get((kind, part))
         offset = _round_up(_end(run[-1], rooms), _alignment(param.dtype)) if run else 0
@@ -203,12 +259,64 @@ def plan_layout(
         run.append(Slot(param, offset))
 
     buckets = []
+    loads: dict[tuple[str, ...], list[int]] = {}
     for index, (kind, run) in enumerate(runs):
-        # Padded so that it is cut into equal shards that start aligned, none of them empty.
-        ranks = mesh.size_of(mesh.others(kind.cut))
-        numel = _round_up(max(1, _end(run[-1], rooms)), ranks * _alignment(kind.dtype))
-        buckets.append(Bucket(index, kind, tuple(run), numel, ranks))
+        ranks, end = mesh.size_of(mesh.others(kind.cut)), max(1, _end(run[-1], rooms))
+        if kind.granule == ELEMENT or ranks == 1:
+            # Padded so that it is cut into equal shards that start aligned, none of them empty.
+            numel = _round_up(end, ranks * _alignment(kind.dtype))
+            buckets.append(Bucket(index, kind, tuple(run), numel, ranks))
+            continue
+        numel = _round_up(end, _alignment(kind.dtype))
+        cuts = _possible_cuts(run, numel, kind, rooms)
+        bounds = _balanced(cuts, loads.setdefault(kind.cut, [0] * ranks), kind.dtype.itemsize)
+        buckets.append(Bucket(index, kind, tuple(run), numel, ranks, bounds))
     return ShardLayout(tuple(buckets), mesh)
+
+
+def _possible_cuts(
+    run: Sequence[Slot], numel: int, kind: BucketKind, rooms: Mapping[str, int]
+) -> Sequence[tuple[int, int]]:
+    """Where shards may end in a bucket of `numel` elements: (first, step) for each slot, for every offset from `first`
+    on in steps until the next slot; last its end."""
+    found = []
+    for slot in run:
+        room = rooms.get(slot.param.fqn, slot.param.numel)
+        step = lcm(kind.granule.length_in(slot.param), _alignment(kind.dtype))
+        found.append((slot.offset, numel if kind.granule.kind == "whole" or step >= room else step))
+    return [*found, (numel, 1)]
+
+
+def _balanced(cuts: Sequence[tuple[int, int]], loads: list[int], itemsize: int) -> tuple[int, ...]:
+    """Cut a bucket at some of `cuts` so that the largest of `loads`, in bytes, becomes as small as it can; add what
+    each rank gets."""
+    numel = cuts[-1][0]
+
+    def bounds_within(most: int) -> tuple[int, ...]:
+        bounds = [0]
+        for load in loads:
+            bounds.append(_last_cut(cuts, bounds[-1], bounds[-1] + max(0, most - load) // itemsize))
+        return tuple(bounds)
+
+    low, high = 0, max(loads) + numel * itemsize  # within `high` the first rank has room for all
+    while low < high:
+        middle = (low + high) // 2
+        if bounds_within(middle)[-1] == numel:
+            high = middle
+        else:
+            low = middle + 1
+    bounds = bounds_within(low)
+    for rank, (begin, end) in enumerate(pairwise(bounds)):
+        loads[rank] += (end - begin) * itemsize
+    return bounds
+
+
+def _last_cut(cuts: Sequence[tuple[int, int]], start: int, limit: int) -> int:
+    """The last of `cuts` up to `limit`, `start` if none is behind it."""
+    at = bisect_right(cuts, limit, key=lambda cut: cut[0]) - 1
+    first, step = cuts[at]
+    stop = cuts[at + 1][0] if at + 1 < len(cuts) else first + 1
+    return max(start, first + (min(limit, stop - 1) - first) // step * step)
 
 
 def _end(slot: Slot, rooms: Mapping[str, int]) -> int:

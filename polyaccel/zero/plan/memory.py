@@ -1,6 +1,6 @@
 """Bytes that one rank holds, by place and purpose: the sum over the plan of its buckets.
 
-Model states only: activations and the framework's own memory come on top. Every rank holds the same, because shards are
+Model states only: activations and the framework's own memory come on top. Every rank holds the same where shards are
 equal. Source of the model-state arithmetic: Rajbhandari et al. 2020, sections 3.1 and 5.
 """
 
@@ -247,7 +247,7 @@ def _codes_nbytes(plan: StepPlan) -> int:
     def whole(each: BucketPlan, bits: Bits | None) -> int:
         bucket, ranks = each.bucket, each.bucket.world_size
         is_coded = bits is not None and ranks > 1
-        return part_nbytes(bucket.shard_numel, bucket.kind.dtype, bits) * ranks if is_coded else 0
+        return part_nbytes(bucket.max_shard_numel, bucket.kind.dtype, bits) * ranks if is_coded else 0
 
     gathers = [
         (each.bucket.numel, whole(each, traffic.gathered_bits(trainable=each.bucket.kind.trainable)))
@@ -262,7 +262,7 @@ def _codes_nbytes(plan: StepPlan) -> int:
     gradients = sorted((2 * whole(each, traffic.gradient_bits) for each in plan.trained), reverse=True)
     parts = 0
     if traffic.gradient_bits is not None:
-        parts = 2 * max((each.bucket.shard_numel for each in plan.trained), default=0) * DType.FLOAT32.itemsize
+        parts = 2 * max((each.bucket.max_shard_numel for each in plan.trained), default=0) * DType.FLOAT32.itemsize
     return most + ahead + sum(gradients[: plan.policy.reduction.most_in_flight]) + parts
 
 

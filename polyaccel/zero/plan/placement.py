@@ -88,7 +88,7 @@ def first_shards(layout: ShardLayout, max_numel: int) -> frozenset[int]:
     """The first sharded buckets, as many as have shards of at most `max_numel` elements together on each rank."""
     found = set()
     for bucket in layout.buckets:
-        max_numel -= 0 if bucket.kind.persistent else bucket.shard_numel
+        max_numel -= 0 if bucket.kind.persistent else bucket.max_shard_numel
         if max_numel < 0:
             break
         if not bucket.kind.persistent:

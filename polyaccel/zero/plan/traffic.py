@@ -1,6 +1,6 @@
 """How much a step sends: the collectives that move its buckets, by their plan, and the sum over them.
 
-Exact: buckets divide evenly among ranks.
+Exact for the rank of the plan.
 
 [Note: Gather count of a bucket]
 In an eager framework gathers follow events and bounds (`GatheredBuckets`): a sharded bucket is gathered for each use,
@@ -105,6 +105,10 @@ def gathers_of(plan: StepPlan) -> Iterator[PlannedCollective]:
 def _collective(
     kind: CollectiveKind, plan: BucketPlan, dtype: DType, bits: Bits | None, ranks: int
 ) -> PlannedCollective:
+    if plan.bucket.counts is not None and kind != "all_reduce":
+        own = plan.shard_numel
+        numel = own * (ranks - 1) if kind == "all_gather" else plan.bucket.numel - own
+        return PlannedCollective(kind, plan.bucket.index, numel, numel * dtype.itemsize, ranks)
     part = plan.bucket.numel // ranks
     sent = (ranks - 1) * (2 if kind == "all_reduce" else 1)
     return PlannedCollective(kind, plan.bucket.index, sent * part, sent * part_nbytes(part, dtype, bits), ranks)

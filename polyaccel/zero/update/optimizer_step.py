@@ -197,6 +197,8 @@ def find_runs(
     Stretches start where slots start, hence aligned; see [Note: Slice-independent rounding] in `ops.base`.
     """
     slots = shard.bucket.slots
+    if not shard.master.numel:
+        return
     if not rounding.is_stochastic and all(slot.param.fqn in touched for slot in slots):
         counts = {steps[slot.param.fqn] for slot in slots}
         if len(counts) == 1:  # as nearly always

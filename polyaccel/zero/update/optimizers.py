@@ -22,7 +22,7 @@ from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import CAST, SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
 from polyaccel.zero.buckets.row_exchange import RowSet
-from polyaccel.zero.plan.layout import Bucket, Slice
+from polyaccel.zero.plan.layout import Bucket, Granule, Slice
 from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, sums_in
 
 Group = Mapping[str, Any]
@@ -166,6 +166,11 @@ class SliceOptimizer(ABC):
         """Types of the states that rest in another type than the config gives, which is float32 by default."""
         return {}
 
+    def granules(self, params: Sequence[ParamSpec]) -> Mapping[str, Granule]:
+        """Return what its update needs whole of `params`, by name; elements of those that are not named. Raises
+        ShardingError for parameters that it cannot have whole."""
+        return {}
+
     def initialise_states(  # noqa: B027 - zeros suit most
         self, states: Mapping[str, Buffer], group: Group, param: ParamSpec
     ) -> None:
@@ -286,7 +291,7 @@ class TrustRatioOptimizer(RowOptimizer):
             pieces.append((len(names) + index, direction.view(piece.shard_offset, piece.length)))
         shard.kernels[SQUARE_SUMS](sums, pieces)
         bucket = shard.bucket
-        holds_all = shard.master.numel == bucket.numel
+        holds_all = shard.master.numel == bucket.numel and bucket.counts is None
         if not holds_all or bucket.kind.cut:  # over ranks
             own, sums = sums, allocate_sums(communicator.accelerator, communicator, 2 * len(names))
             sums.copy_from(own)
