@@ -1,9 +1,11 @@
-"""A torch optimizer of the user's own, run on slices.
+"""A torch optimizer of the user's own, run on slices or on the whole parameters that this rank owns.
 
 While it steps, its parameters are exchanged for views of the master weights: flat slices when its update is
-elementwise, tensors of the true shape when it is not (possible only where optimizer states are replicated). At all
-other times its groups hold the module's parameters. Its states of a slice's length become views of flat buffers too, so
-that checkpoints hold them like those of any other optimizer.
+elementwise, tensors of the true shape when it is not. Of these each rank has those that the layout gives it
+([Note: Shards that end at granules]), or all where optimizer states are replicated. At all other times its groups hold
+the module's parameters. Its states of a slice's length become views of flat buffers too, so that checkpoints hold them
+like those of any other optimizer. Those of whole parameters have any shape: they stay with the optimizer, unless it is
+known to look at `optimizer.state` alone.
 """
 
 from __future__ import annotations
@@ -11,22 +13,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import dtype_of, wrap_torch
-from polyaccel.checkpoint.format.torch_values import packed, unpacked
 from polyaccel.comm.base import Communicator
-from polyaccel.core.types import ReduceOp
-from polyaccel.errors import CheckpointError
+from polyaccel.core.types import ParamSpec, ReduceOp
+from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.ops.base import SCALE
-from polyaccel.torch.api.optimizer_proof import NUMBER_STATES
+from polyaccel.torch.api.optimizer_proof import NUMBER_STATES, TENSORWISE
+from polyaccel.torch.api.whole_states import StatesByKind, pack_states, unpack_states
 from polyaccel.torch.sharding.row_gradient import sparse_slice
-from polyaccel.zero.plan.layout import Slice
+from polyaccel.zero.plan.layout import WHOLE, Granule, Slice
 from polyaccel.zero.update.optimizers import Group, PeerState, Shard, SliceOptimizer
 
 FAMILIES = {
@@ -46,22 +46,23 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-@dataclass(frozen=True, slots=True)
-class StatesByKind:
-    """An optimizer's states on one rank, as plain values, by parameter: the element types of those with a value for
-    each element, numbers, and the names of the rest."""
-
-    flat: dict[str, dict[str, str]]
-    numbers: dict[str, dict[str, float]]
-    others: list[tuple[str, str]]
-
-
 class ClientOptimizer(SliceOptimizer):
-    """Adapts `optimizer`, whose groups hold parameters of the module named by `names`."""
+    """Adapts `optimizer`, whose groups hold parameters of the module named by `names`. It sees those of `whole` as they
+    are, and slices of the rest. `is_sharded`: ranks share the states out."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], *, flat: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[nn.Parameter, str],
+        *,
+        whole: Collection[str],
+        is_sharded: bool,
+    ) -> None:
         self.optimizer = optimizer
-        self._flat = flat
+        self._whole = frozenset(whole)
+        self.is_sharded = is_sharded
+        self._moves_states = type(optimizer) in TENSORWISE
+        """States of whole parameters become views of flat buffers where they can."""
         self._takes_rows = isinstance(optimizer, torch.optim.SparseAdam)
         self._names = names
         self._places: dict[tuple[int, str], tuple[Slice, Tensor]] = {}
@@ -76,11 +77,22 @@ class ClientOptimizer(SliceOptimizer):
     def kind(self) -> str:
         """The optimizer's class, and whether it steps on slices: states go over to an optimizer of the same kind."""
         name = f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
-        return f"{name} on {'slices' if self._flat else 'whole parameters'}"
+        return f"{name} on {'whole parameters' if self._whole else 'slices'}"
+
+    def granules(self, params: Sequence[ParamSpec]) -> Mapping[str, Granule]:
+        cut = [param.fqn for param in params if param.fqn in self._whole and param.trainable and param.cut]
+        if cut and (self.is_sharded or self._moves_states):
+            raise ShardingError(
+                f"{type(self.optimizer).__name__} updates whole parameters, and {cut[0]!r} is cut over ranks by its "
+                "shape",
+                hint="leave tensor and expert parallelism out, or use an optimizer whose update is elementwise",
+                value=cut[0],
+            )
+        return dict.fromkeys(self._whole, WHOLE)
 
     def adopt_groups(self, peer: PeerState) -> list[dict[str, Any]]:
         """Return the saved groups. An optimizer that is not torch's own continues from one with the same settings."""
-        peer.require(self.kind, fits=self._flat)
+        peer.require(self.kind, fits=not self._whole)
         known = self.optimizer.defaults.keys()
         family = FAMILIES.get(type(self.optimizer))
         if family is None:
@@ -116,6 +128,7 @@ class ClientOptimizer(SliceOptimizer):
     def bind(self, shards: Sequence[Shard]) -> None:
         """Bind the shards' master views to parameters and cut the states there; tiers are resident."""
         self._shards = {shard.bucket.index: shard for shard in shards}
+        shapes = {slot.param.fqn: slot.param.shape for shard in shards for slot in shard.bucket.slots}
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
         earlier = self._resting | dict(self.optimizer.state)
         self.optimizer.state.clear()
@@ -124,15 +137,17 @@ class ClientOptimizer(SliceOptimizer):
             for piece in shard.slices:
                 view = shard.master.view(piece.shard_offset, piece.length).raw
                 parameter = parameters[piece.fqn]
-                tensor = view if self._flat else _as_whole(view, parameter)
+                is_whole = piece.fqn in self._whole
+                tensor = _as_whole(view, parameter, shapes[piece.fqn]) if is_whole else view
                 if self.evaluates:
                     tensor = parameter
                 if parameter in earlier:
-                    self.optimizer.state[tensor] = _cut_state(earlier[parameter], parameter, piece, self._flat)
+                    own = earlier[parameter]
+                    self.optimizer.state[tensor] = dict(own) if is_whole else _cut_state(own, parameter, piece)
                 views[piece.fqn] = tensor  # a parameter has one slice at most in a shard, and one bucket
                 self._places[(shard.bucket.index, piece.fqn)] = (piece, tensor)
             self._adopt_states(shard)
-        self._resting = {one: state for one, state in earlier.items() if self._names.get(one) not in views}
+        self._resting = {one: state for one, state in earlier.items() if self._names.get(one) not in shapes}
         for group in self.optimizer.param_groups:
             names = [self._names[parameter] for parameter in group["params"]]
             self._members.append([views[name] for name in names if name in views])
@@ -142,7 +157,8 @@ class ClientOptimizer(SliceOptimizer):
         """Continue with other shards; whole states move along, slices are left to `restore`."""
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
         state = self.optimizer.state
-        kept = {} if self._flat else {parameters[fqn]: state.pop(tensor, {}) for fqn, tensor in self._tensors()}
+        moved = [] if self.is_sharded else [each for each in self._tensors() if each[0] in self._whole]
+        kept = {parameters[fqn]: state.pop(tensor, {}) for fqn, tensor in moved}
         state.clear()
         state.update({parameter: values for parameter, values in kept.items() if values})
         self._places.clear()
@@ -199,68 +215,86 @@ class ClientOptimizer(SliceOptimizer):
 
     def _adopt_states(self, shard: Shard) -> None:
         """Move states as long as their slice into flat buffers of the shard, once, and leave views in their place."""
-        if not self._flat:
-            return
         for piece in shard.slices:
             _, tensor = self._places[(shard.bucket.index, piece.fqn)]
             state = self.optimizer.state.get(tensor, {})
             for name, value in state.items():
-                if _is_elementwise(name, value, piece.length, tensor):
+                if self._may_move(shard, piece, name, value, tensor):
                     held = shard.states.get(name) or shard.allocate_state(name, dtype_of(value.dtype))
-                    view = held.view(piece.shard_offset, piece.length)
+                    view = held.view(piece.shard_offset, piece.length).raw
                     if value.data_ptr() != view.data_ptr():
-                        view.raw.copy_(value)
-                        state[name] = view.raw
+                        view = view.view(tensor.shape) if piece.fqn in self._whole else view
+                        view.copy_(value)
+                        state[name] = view
+
+    def _may_move(self, shard: Shard, piece: Slice, name: str, value: Any, tensor: Tensor) -> bool:
+        """Whether a state of a slice stands in a flat buffer of the shard, or may move there."""
+        if not _is_elementwise(name, value, piece.length, tensor):
+            return False
+        if piece.fqn not in self._whole:
+            return True
+        held = shard.states.get(name)
+        fits = value.shape == tensor.shape and value.is_floating_point()
+        return self._moves_states and fits and (held is None or held.dtype is dtype_of(value.dtype))
 
     def whole_state(self) -> bytes | None:
-        """Serialise states that cannot be cut, numbered by `names`; None when all are flat."""
-        if self._flat:
+        """Serialise the states of this rank's whole parameters that are in no flat buffer, by name; None where all
+        are."""
+        if not self._whole:
             return None
+        return pack_states({fqn: self._kept_states(place) for fqn, place in self._wholes()})
+
+    def saves_whole_states(self, rank: int) -> bool:
+        """Whether `rank`, this one among those of the parameters, has states of whole parameters to save."""
+        return self.is_sharded or rank == 0
+
+    def _wholes(self) -> Iterator[tuple[str, tuple[int, Slice, Tensor]]]:
+        """This rank's whole parameters, each with its bucket, place and tensor."""
+        for (index, fqn), (piece, tensor) in self._places.items():
+            if fqn in self._whole:
+                yield fqn, (index, piece, tensor)
+
+    def _kept_states(self, place: tuple[int, Slice, Tensor]) -> dict[str, Any]:
+        """The states of a whole parameter that are in no flat buffer."""
+        index, piece, tensor = place
+        state, shard = self.optimizer.state.get(tensor, {}), self._shards[index]
+        return {name: value for name, value in state.items() if not self._may_move(shard, piece, name, value, tensor)}
+
+    def check_whole_state(self, blobs: Sequence[bytes]) -> None:
+        """Raise CheckpointError for what `load_whole_state` could not take over."""
+        self._saved_states(blobs)
+
+    def load_whole_state(self, blobs: Sequence[bytes]) -> None:
+        """Take over the states that `whole_state` gave on all ranks, next to those in flat buffers; the hyperparameters
+        stay as they are."""
+        found, groups = self._saved_states(blobs), self.optimizer.param_groups
         with self._on_slices():
             state = self.optimizer.state_dict()
-        return packed({**state, "names": list(chain.from_iterable(self._member_names))}, "the state of the optimizer")
-
-    def check_whole_state(self, data: bytes) -> None:
-        """Raise CheckpointError for what `load_whole_state` could not take over."""
-        self._renumbered(data)
-
-    def load_whole_state(self, data: bytes) -> None:
-        """Take over the states that `whole_state` gave; the hyperparameters stay as they are."""
-        state = self._renumbered(data)
-        groups = self.optimizer.param_groups
-        with self._on_slices():
+            tensors = [tensor for group in groups for tensor in group["params"]]
+            numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+            for fqn, (_, _, tensor) in self._wholes():
+                values = {**state["state"].get(numbers[id(tensor)], {}), **found.get(fqn, {})}
+                if values:
+                    state["state"][numbers[id(tensor)]] = values
             self.optimizer.load_state_dict(state)
         self.optimizer.param_groups = groups  # torch made new ones, which schedules would not refer to
+        for shard in self._shards.values():
+            self._adopt_states(shard)
 
-    def _renumbered(self, data: bytes) -> dict[str, Any]:
-        """Return `whole_state`'s result with this run's numbers. Raises CheckpointError."""
-        state = unpacked(data, "the state of the optimizer")
-        try:
-            saved = [len(group["params"]) for group in state["param_groups"]]
-            states = dict(state["state"])
-            names = state.get("names")
-            if not all(isinstance(each, dict) for each in states.values()):
-                raise ValueError("a state is not a dict")
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+    def _saved_states(self, blobs: Sequence[bytes]) -> dict[str, dict[str, Any]]:
+        """The states in `whole_state`'s results of all ranks. Raises CheckpointError unless they are of the same
+        parameters as this run's."""
+        found = unpack_states(blobs)
+        trained = {slot.param.fqn for shard in self._shards.values() for slot in shard.bucket.slots if slot.param.numel}
+        ours = trained & self._whole
+        if only := sorted(ours - found.keys()):
             raise CheckpointError(
-                f"the saved state of the optimizer is none: {error!r}", hint="load another tag"
-            ) from error
-        ours = list(chain.from_iterable(self._member_names))
-        if names is None:  # saved before names were: by position
-            names = ours if saved == [len(each) for each in self._member_names] else []
-        if sorted(names) != sorted(ours):
-            only = sorted(set(names) ^ set(ours))
-            raise CheckpointError(
-                f"the saved optimizer has groups of {saved} parameters, this one of "
-                f"{[len(each) for each in self._member_names]}; only one of both has {', '.join(only[:8])}",
+                f"the saved optimizer has states of {len(found)} parameters, this one of {len(ours)}; "
+                f"only this one has {', '.join(only[:8])}",
                 hint="build the same groups and freeze the same layers, or load another tag",
-                value=saved,
+                value=only,
             )
-        numbers = {name: number for number, name in enumerate(names)}
-        with self._on_slices():
-            own = self.optimizer.state_dict()["param_groups"]
-        renumbered = {number: states[numbers[name]] for number, name in enumerate(ours) if numbers[name] in states}
-        return {"state": renumbered, "param_groups": own}
+        return found
 
     def holds(self, shard: Shard, fqn: str, name: str) -> bool:
         """Whether the parameter has state `name` in the shard: none before its first update, whatever others have."""
@@ -271,27 +305,30 @@ class ClientOptimizer(SliceOptimizer):
         """States of one number each, for example step counts, by parameter name."""
         found: dict[str, dict[str, float]] = {}
         for fqn, tensor in self._tensors():
+            if fqn in self._whole:
+                continue
             numbers = {name: _number(value) for name, value in self.optimizer.state.get(tensor, {}).items()}
             found[fqn] = {name: number for name, number in numbers.items() if number is not None}
         return {fqn: numbers for fqn, numbers in found.items() if numbers}
 
     def states_by_kind(self) -> StatesByKind:
-        """The states of the slices on this rank; none of an optimizer on whole parameters, which keeps its own."""
+        """The states on this rank, except for those of whole parameters that every rank keeps for itself."""
         flat, others = dict[str, dict[str, str]](), list[tuple[str, str]]()
-        if not self._flat:
-            return StatesByKind({}, {}, [])
         for (index, fqn), (_, tensor) in self._places.items():
             shard = self._shards[index]
+            if fqn in self._whole and not self._moves_states:
+                continue
             for name, value in self.optimizer.state.get(tensor, {}).items():
                 if name in shard.states:
                     flat.setdefault(fqn, {})[name] = shard.states[name].dtype.value
-                elif value is not None and _number(value) is None:
+                elif value is not None and _number(value) is None and fqn not in self._whole:
                     others.append((fqn, name))
-        return StatesByKind(flat, self._numbers(), others)
+        kept = [(fqn, name) for fqn, place in self._wholes() for name in self._kept_states(place)]
+        return StatesByKind(flat, self._numbers(), others, kept if self.is_sharded else [])
 
     def states_of_wholes(self) -> dict[str, Mapping[str, Any]]:
-        """The states of an optimizer on whole parameters, by parameter; none of one on slices."""
-        return {} if self._flat else {fqn: self.optimizer.state.get(tensor, {}) for fqn, tensor in self._tensors()}
+        """The states of this rank's whole parameters, by parameter."""
+        return {fqn: self.optimizer.state.get(tensor, {}) for fqn, (_, _, tensor) in self._wholes()}
 
     def restore(
         self,
@@ -300,37 +337,38 @@ class ClientOptimizer(SliceOptimizer):
         is_saved: Callable[[str, str], bool],
         names: Collection[str] | None = None,
     ) -> None:
-        """Point states at the shards' loaded buffers; `is_saved(fqn, name)` decides which, for `names`."""
-        if not self._flat:
-            return
+        """Point states at the shards' loaded buffers; `is_saved(fqn, name)` decides which. Given `names`, those alone,
+        and states of whole parameters that are in no buffer stay."""
         for shard in shards:
             for piece in shard.slices:
-                if names is not None and piece.fqn not in names:
+                is_whole = piece.fqn in self._whole
+                if (names is not None and piece.fqn not in names) or (is_whole and not self._moves_states):
                     continue
                 _, tensor = self._places[(shard.bucket.index, piece.fqn)]
                 state: dict[str, Any] = {
                     name: torch.tensor(number, dtype=torch.float32)
                     for name, number in scalars.get(piece.fqn, {}).items()
                 }
+                if is_whole and names is not None:
+                    state = self._kept_states((shard.bucket.index, piece, tensor))
                 for name, buffer in shard.states.items():
                     if is_saved(piece.fqn, name):
-                        state[name] = buffer.view(piece.shard_offset, piece.length).raw
+                        view = buffer.view(piece.shard_offset, piece.length).raw
+                        state[name] = view.view(tensor.shape) if is_whole else view
                 self.optimizer.state.pop(tensor, None)
                 if state:
                     self.optimizer.state[tensor] = state
 
 
-def _as_whole(view: Tensor, parameter: nn.Parameter) -> Tensor:
+def _as_whole(view: Tensor, parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
     """A view of a whole parameter's master weights, with the attributes that users gave the parameter."""
-    tensor = view.view(parameter.shape)
+    tensor = view.view(shape)
     vars(tensor).update({name: value for name, value in vars(parameter).items() if not name.startswith(("_", "ds_"))})
     return tensor
 
 
-def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:
+def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice) -> dict[str, Any]:
     """The part of a parameter's present state that belongs to a slice of it."""
-    if not flat:
-        return dict(state)
     end = piece.start + piece.length
     return {
         name: value.detach().flatten()[piece.start : end].clone()

@@ -1,7 +1,7 @@
-"""A proof by trial that a torch optimizer may run on flat slices of the parameters, before it does.
+"""A proof by trial that a torch optimizer may run on a part of the parameters, before it does.
 
-Copies of the optimizer step on small stand-ins of its own parameters, in its own groups: once on whole tensors, and
-once cut into flat slices over two ranks, as ZeRO cuts them. Where the weights differ, so would the training.
+Copies of the optimizer step on small stand-ins of its own parameters, in its own groups: once on all of them, and once
+on what two ranks would have, flat slices or whole tensors. Where the weights differ, so would the training.
 
 [Note: Stand-ins of the optimizer trial]
 Stand-ins have the parameters' places in the groups, ranks of tensors and attributes, but smaller shapes; a few of each
@@ -39,6 +39,10 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of torch whose update of an element depends on that element alone."""
 
+TENSORWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+"""Optimizers whose update of a parameter depends on all of that parameter and on no other one. They find their states
+in `Optimizer.state` in every step, and nowhere else."""
+
 _LARGE = {1: 300, 2: 136}
 """The longest dimension of a large stand-in by its number of dimensions, 8 for more."""
 _SMALL = 3
@@ -57,37 +61,46 @@ _HOOKS = (
 
 
 def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
-    """Return whether `optimizer` runs on slices. Raises ShardingError if a trial or cut parameters forbid it."""
-    known = type(optimizer) in ELEMENTWISE
-    if sharded and not known and not allow_untested:
-        name = type(optimizer).__name__
+    """Return whether `optimizer` runs on slices; else it gets whole parameters, each on one rank where its states are
+    `sharded`. Raises ShardingError where neither gives the numbers of all parameters together."""
+    if type(optimizer) in ELEMENTWISE:
+        return True
+    if not sharded or type(optimizer) in TENSORWISE:
+        return False
+    name = type(optimizer).__name__
+    if not allow_untested:
         raise ShardingError(
-            f"{name} may not update elements independently, and ZeRO cuts parameters over ranks",
-            hint='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
+            f"{name} may update a parameter by what others hold, and ZeRO shares parameters out over ranks",
+            hint='use "zero_optimization": {"stage": 0}; if it updates each parameter alone, '
+            '"zero_allow_untested_optimizer": true',
             value=name,
         )
-    if sharded and not known:
-        name, trial = type(optimizer).__name__, try_on_slices(optimizer)
-        if trial.differs:
-            raise ShardingError(
-                f"{name} does not update elements independently ({trial.differs}), and ZeRO cuts parameters over ranks",
-                hint='use "zero_optimization": {"stage": 0}, or an optimizer whose update of an element depends on '
-                "that element alone",
-                value=name,
-            )
-        if trial.untried:
-            _log.warning(
-                "%s runs on slices of parameters, as zero_allow_untested_optimizer allows; whether it may was not "
-                "tried: %s. An optimizer that looks at whole tensors trains wrongly there, and stage 0 has whole ones",
-                *(name, trial.untried),
-            )
-    return known or sharded
+    trial = try_on_slices(optimizer)
+    if not trial.differs and not trial.untried:
+        return True
+    alone = try_on_owners(optimizer)
+    if alone.differs:
+        raise ShardingError(
+            f"{name} does not update each parameter alone ({alone.differs}), and ZeRO shares parameters out over ranks",
+            hint='use "zero_optimization": {"stage": 0}, or an optimizer whose update of a parameter depends on that '
+            "parameter alone",
+            value=name,
+        )
+    if alone.untried:
+        _log.warning(
+            "%s runs on the parameters of each rank, as zero_allow_untested_optimizer allows; whether it may was not "
+            "tried: %s. An optimizer that looks at all parameters trains wrongly there, and stage 0 has all of them",
+            *(name, alone.untried),
+        )
+    else:
+        _log.info("%s needs whole parameters (%s): each is updated by the rank that owns it", name, trial.differs)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The outcome. `differs`: how slices differ from whole parameters, "" where they do not; `untried`: why nothing
-    was tried, "" where it was."""
+    """The outcome. `differs`: how parts differ from all parameters together, "" where they do not; `untried`: why
+    nothing was tried, "" where it was."""
 
     differs: str = ""
     untried: str = ""
@@ -104,11 +117,20 @@ class _Differs(Exception):
 def try_on_slices(optimizer: torch.optim.Optimizer) -> Trial:
     """Compare copies of `optimizer` on whole stand-ins and on slices of them. See
     [Note: Stand-ins of the optimizer trial]."""
+    return _try(optimizer, owned=False)
+
+
+def try_on_owners(optimizer: torch.optim.Optimizer) -> Trial:
+    """Compare copies of `optimizer`, without a past, on all stand-ins and on two ranks that have every other one."""
+    return _try(optimizer, owned=True)
+
+
+def _try(optimizer: torch.optim.Optimizer, *, owned: bool) -> Trial:
     try:
         everyone, few = _stand_ins(optimizer)
         with _generators_kept({each.parameter.device for each in everyone}):
-            _compare(optimizer, everyone, 3)
-            _compare(optimizer, few, 12)
+            _compare(optimizer, everyone, 3, owned=owned)
+            _compare(optimizer, few, 12, owned=owned)
     except _Differs as found:
         return Trial(differs=str(found))
     except _Untried as found:
@@ -118,11 +140,13 @@ def try_on_slices(optimizer: torch.optim.Optimizer) -> Trial:
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """What stands for `parameter`: a tensor of `shape`, of which the first rank has `first` elements."""
+    """What stands for `parameter`: a tensor of `shape`, of which the first rank has `first` elements. Where ranks own
+    whole ones, it is that of `owner`."""
 
     parameter: Tensor
     shape: tuple[int, ...]
     first: int
+    owner: int
 
     def part(self, rank: int) -> slice:
         """The elements of one of the two ranks."""
@@ -139,19 +163,19 @@ def _stand_ins(optimizer: torch.optim.Optimizer) -> tuple[list[_StandIn], list[_
             kind = (index, parameter.dim())
             count = counts[kind] = counts.get(kind, 0) + 1
             longest = _LARGE.get(parameter.dim(), 8) if count == 1 and len(few) < _FEW else _SMALL
-            found.append(_stand_in(parameter, longest, count))
+            found.append(_stand_in(parameter, longest, count, len(found) % 2))
             if count <= 2 and len(few) < _FEW:
-                few.append(_stand_in(parameter, 2 * _SMALL, count))
+                few.append(_stand_in(parameter, 2 * _SMALL, count, len(few) % 2))
     if not found:
         raise _Untried("it has no parameters")
     return found, few
 
 
-def _stand_in(parameter: Tensor, longest: int, count: int) -> _StandIn:
+def _stand_in(parameter: Tensor, longest: int, count: int, owner: int) -> _StandIn:
     """One whose dimensions are at most `longest`: cut, with the first rank or with the second, by `count`."""
     shape = tuple(min(length, longest) for length in parameter.shape)
     numel = prod(shape)
-    return _StandIn(parameter, shape, (numel * 3 // 8 or numel, numel, 0)[(count - 1) % 3])
+    return _StandIn(parameter, shape, (numel * 3 // 8 or numel, numel, 0)[(count - 1) % 3], owner)
 
 
 @contextmanager
@@ -167,12 +191,12 @@ def _generators_kept(devices: Collection[torch.device]) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def _compare(optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], steps: int) -> None:
-    """Raise _Differs where slices move otherwise than whole tensors, _Untried where these cannot be moved."""
+def _compare(optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], steps: int, *, owned: bool) -> None:
+    """Raise _Differs where what ranks have moves otherwise than all together, _Untried where that cannot be moved."""
     state, reason, draws = torch.random.get_rng_state(), "", _Draws(members)
     for dtype in (torch.float64, torch.float32):
         try:
-            whole = _run(optimizer, draws, steps, dtype, None)
+            whole = _run(optimizer, draws, steps, dtype, None, owned=owned)
             break
         except _Differs:
             raise
@@ -183,10 +207,12 @@ def _compare(optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], step
     if not torch.equal(state, torch.random.get_rng_state()):
         raise _Untried("it draws random numbers")
     try:
-        ranks = [_run(optimizer, draws, steps, dtype, rank) for rank in range(2)]
+        ranks = [_run(optimizer, draws, steps, dtype, rank, owned=owned) for rank in range(2)]
         cut = [[torch.cat(parts) for parts in zip(*both, strict=True)] for both in zip(*ranks, strict=True)]
     except Exception as error:
-        raise _Differs(f"it fails on flat slices ({_brief(error)})") from error
+        raise _Differs(
+            f"it fails on {'some parameters alone' if owned else 'flat slices'} ({_brief(error)})"
+        ) from error
     start = before = [value.flatten() for value in draws.values(-1, dtype)]
     for wanted, found in zip(whole, cut, strict=True):
         if _are_close(wanted, found, before, dtype):  # all of them at a time
@@ -197,7 +223,8 @@ def _compare(optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], step
             least = 16 * torch.finfo(dtype).eps * _largest(one)
             if not torch.allclose(other, one, rtol=0.0, atol=1e-4 * _largest(one - past) + least, equal_nan=True):
                 shape = tuple(each.parameter.shape)
-                raise _Differs(f"slices of a tensor of shape {shape} move otherwise than the whole")
+                what = f"a tensor of shape {shape} moves" if owned else f"slices of a tensor of shape {shape} move"
+                raise _Differs(f"{what} otherwise than {'with all others' if owned else 'the whole'}")
         before = wanted
     if all(torch.equal(one, past) for one, past in zip(before, start, strict=True)):
         raise _Untried("a copy of it moves nothing")
@@ -243,9 +270,10 @@ class _Draws:
 
 
 def _run(
-    optimizer: torch.optim.Optimizer, draws: _Draws, steps: int, dtype: torch.dtype, rank: int | None
+    optimizer: torch.optim.Optimizer, draws: _Draws, steps: int, dtype: torch.dtype, rank: int | None, *, owned: bool
 ) -> list[list[Tensor]]:
-    """The members' weights, flat, after each step of a copy of `optimizer`: the parts of `rank`, or whole ones."""
+    """The members' weights, flat, after each step of a copy of `optimizer`: the parts of `rank`, or whole ones. Parts
+    are whole tensors where they are `owned`, and nothing has a past."""
     tensors: list[tuple[int, _StandIn, Tensor]] = []
     wholes: dict[int, Tensor] = {}
     members, weights = draws.members, draws.values(-1, dtype)
@@ -256,13 +284,16 @@ def _run(
         vars(whole).update(vars(parameter))
         if rank is None:
             tensors.append((at, each, whole))
+        elif owned:
+            if each.owner == rank:
+                tensors.append((at, each, _bare(whole)))
         elif (own := value.flatten()[each.part(rank)].clone()).numel():
             tensors.append((at, each, own))  # as `ClientOptimizer` has them: bare tensors
     stepped = {id(each.parameter): tensor for _, each, tensor in tensors}
     twin = twin_of(optimizer, wholes, stepped)
     for _, each, tensor in tensors:
         state = optimizer.state.get(each.parameter, {})
-        if state:
+        if state and not owned:
             twin.state[tensor] = {name: _state(name, value, each, rank, dtype) for name, value in state.items()}
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step  # hooks of the process stay out
@@ -273,13 +304,20 @@ def _run(
         for at, each, tensor in tensors:
             if each.parameter.requires_grad:
                 grad = grads[at].to(tensor.device)
-                tensor.grad = grad if rank is None else grad.flatten()[each.part(rank)]
+                tensor.grad = grad if rank is None or owned else grad.flatten()[each.part(rank)]
         with torch.no_grad():
             step(twin)
         for at, _, tensor in tensors:
             now[at] = tensor.detach().flatten().cpu()
         found.append(list(torch.cat(now).split_with_sizes([each.numel() for each in now])))
     return found
+
+
+def _bare(whole: nn.Parameter) -> Tensor:
+    """A copy as `ClientOptimizer` has whole parameters: a bare tensor with the attributes that users gave it."""
+    tensor = whole.detach().clone()
+    vars(tensor).update({name: value for name, value in vars(whole).items() if not name.startswith(("_", "ds_"))})
+    return tensor
 
 
 def twin_of(

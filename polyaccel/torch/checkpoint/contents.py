@@ -19,6 +19,7 @@ from polyaccel.engine.lr_schedule_base import Schedule
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
+from polyaccel.torch.api.whole_states import blob_name
 from polyaccel.torch.checkpoint.loader_states import loader_state
 from polyaccel.torch.checkpoint.random_states import RandomStates
 from polyaccel.torch.checkpoint.saved_buffers import extra_state_blobs, merged_blobs, module_buffers
@@ -27,7 +28,7 @@ from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.trained_state import over_stages
 
-CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE = "client_optimizer", "client_schedule", "client_state"
+CLIENT_SCHEDULE, CLIENT_STATE = "client_schedule", "client_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,10 @@ def contents_of(
                     value=name,
                 )
             scalars["client_optimizer"].update(numbers)
-        whole = optimizer.whole_state()
-        if whole is not None:
-            blobs[CLIENT_OPTIMIZER] = whole
+        if optimizer.saves_whole_states(run.zero.communicator.rank):
+            whole = optimizer.whole_state()
+            if whole is not None:
+                blobs[blob_name(run.communicator.rank)] = whole
     if isinstance(run.schedule, Schedule):
         scalars["lr_scheduler"] = run.schedule.state_dict()
     elif run.schedule is not None:

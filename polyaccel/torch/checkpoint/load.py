@@ -21,7 +21,8 @@ from polyaccel.engine.lr_schedule_base import Schedule
 from polyaccel.engine.resume import LoadPlan, SavedValues, check_names, validate_state_dict, wanted_state
 from polyaccel.errors import CheckpointError, ConfigError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
-from polyaccel.torch.checkpoint.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, tied_names
+from polyaccel.torch.api.whole_states import blobs_of
+from polyaccel.torch.checkpoint.contents import CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, tied_names
 from polyaccel.torch.checkpoint.custom_loading import CustomLoad, CustomLoading
 from polyaccel.torch.checkpoint.loader_states import saved_loader_state
 from polyaccel.torch.checkpoint.random_states import RandomStates
@@ -182,8 +183,8 @@ def _check(
         of_loader = saved_loader_state(run.data, saved, values.data, ranks.rank, ranks.world_size)
         if of_loader is not None and isinstance(run.data, EngineLoader):
             validate_state_dict(run.data, of_loader)
-    of_optimizer = blobs.get(CLIENT_OPTIMIZER) if resumes_optimizer else None
-    if client is not None and of_optimizer is not None:
+    of_optimizer = blobs_of(saved.owned_blobs()) if resumes_optimizer else []
+    if client is not None and of_optimizer:
         client.check_whole_state(of_optimizer)
     resumes_schedule = load.schedule and run.schedule is not None
     of_schedule = _saved_schedule(run.schedule, values, blobs) if resumes_schedule else None
@@ -213,7 +214,7 @@ def _check(
             run.load_groups(values, sources)
             if client is not None:
                 client.restore(run.zero.shards, values.client_optimizer, reader.has)
-                if of_optimizer is not None:
+                if of_optimizer:
                     client.load_whole_state(of_optimizer)
         if of_schedule is not None:
             run.schedule.load_state_dict(of_schedule)

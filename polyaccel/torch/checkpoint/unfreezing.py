@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
-from polyaccel.torch.api.client_optimizer import ClientOptimizer, StatesByKind
+from polyaccel.torch.api.client_optimizer import ClientOptimizer
+from polyaccel.torch.api.whole_states import StatesByKind
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import PARAM, fragment, read_whole
@@ -65,13 +66,13 @@ class _States:
             return _States({fqn: dict.fromkeys(names, DType.FLOAT32) for fqn in step.steps}, {})
         flat, numbers = dict[str, dict[str, DType]](), dict[str, dict[str, float]]()
         ours = optimizer.states_by_kind()
-        gathered = step.communicator.all_gather_object((ours.flat, ours.numbers, ours.others))
+        gathered = step.communicator.all_gather_object((ours.flat, ours.numbers, ours.others, ours.kept))
         for theirs in (StatesByKind(*each) for each in gathered):
-            if theirs.others:
-                fqn, name = theirs.others[0]
+            if theirs.others or theirs.kept:
+                fqn, name = (theirs.others or theirs.kept)[0]
                 raise ShardingError(
-                    f"layers were unfrozen, and the optimizer keeps a state {name!r} of parameter {fqn!r} that is "
-                    "neither a number nor has a value for each element, so it cannot be laid out again",
+                    f"layers were unfrozen, and the optimizer keeps a state {name!r} of parameter {fqn!r} that "
+                    "it alone can read, so it cannot be laid out again",
                     hint="let all layers that will be trained require a gradient at polyaccel.initialize, and freeze "
                     "them with requires_grad_(False) after it",
                     value=name,

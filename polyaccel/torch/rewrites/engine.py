@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from weakref import WeakMethod
 
 import torch
@@ -156,13 +157,13 @@ def _make_optimizer(context: RewriteContext) -> None:
     elif not isinstance(client, torch.optim.Optimizer):
         client = client(make_groups(context.model_parameters, model, {}))
     _check_closure(client, runtime.config)
-    flat = check_sliceable(
-        client,
-        sharded=runtime.policy.optim is Placement.SHARDED,
-        allow_untested=runtime.config.zero_allow_untested_optimizer,
-    )
+    sharded = runtime.policy.optim is Placement.SHARDED
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
-    context.slice_optimizer, context.groups = ClientOptimizer(client, names, flat=flat), client.param_groups
+    allow_untested = runtime.config.zero_allow_untested_optimizer
+    is_flat = check_sliceable(client, sharded=sharded, allow_untested=allow_untested)
+    whole: Collection[str] = () if is_flat else names.values()
+    context.slice_optimizer = ClientOptimizer(client, names, whole=whole, is_sharded=sharded)
+    context.groups = client.param_groups
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, config: ResolvedConfig) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyaccel.core.types import DType
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
+from polyaccel.torch.api.whole_states import pack_states, unpack_states
 from polyaccel.torch.sharding.tensor_shard import Blocks
 from polyaccel.torch.verify.recording import States
 from polyaccel.zero.engine import ZeroEngine
@@ -47,7 +48,11 @@ def engine_states(step: ZeroEngine, blocks: Blocks, shapes: Mapping[str, torch.S
         for name, kind in sorted(types.items()):
             flat = read_whole(step, fqn, name, DType.parse(kind), may_be_view=not blocks.is_cut(fqn)).raw
             states[name] = blocks.gather_full(fqn, flat.view(shape))
-    for fqn, wholes in ({} if client is None else client.states_of_wholes()).items():
+    wholes_of: Mapping[str, Mapping[str, Any]] = {} if client is None else client.states_of_wholes()
+    if client is not None and client.is_sharded:
+        kept = pack_states({fqn: _comparable(wholes) for fqn, wholes in wholes_of.items()})
+        wholes_of = unpack_states(step.communicator.all_gather_object(kept))
+    for fqn, wholes in wholes_of.items():
         for name, value in _comparable(wholes).items():
             if not isinstance(value, Tensor) or value.dim() == 0 or not blocks.is_cut(fqn):
                 found[fqn][name] = value

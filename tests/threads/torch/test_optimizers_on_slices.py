@@ -217,27 +217,28 @@ def with_a_past(model):
     return optimizer
 
 
-REFUSED = {
+WHOLE = {
     "Adafactor": lambda model: TORCH.Adafactor(grouped(model), lr=1e-2),
     "Adafactor, foreach": lambda model: TORCH.Adafactor(grouped(model), lr=1e-2, foreach=True),
     "Adafactor with a past": with_a_past,
     "Adafactor of transformers": huggingface_adafactor,
-    "Muon": lambda model: TORCH.Muon(matrices_of(model), lr=1e-2),
     "Lars": lambda model: Lars(grouped(model)),
     "Lars at a rate of 0": at_the_begin_of_a_warmup,
     "ByTag": tagged,
 } | {
     kind.__name__: lambda model, kind=kind: kind(grouped(model))
-    for kind in (
-        *(ClipsByTensor, GlobalNorm, Centred, DecaysMatrices, ByLength, ByIndex),
-        *(Shampoo, LateNorm, StepsItsModel),
-    )
+    for kind in (ClipsByTensor, Centred, DecaysMatrices, ByLength, Shampoo, LateNorm)
 }
+"""They look at whole parameters, one at a time: see `test_whole_parameters`."""
+REFUSED = {
+    kind.__name__: lambda model, kind=kind: kind(grouped(model)) for kind in (GlobalNorm, ByIndex, StepsItsModel)
+}
+"""They look at several."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 3), (3, 1)])
-def test_an_optimizer_that_needs_more_than_slices_is_refused_whatever_the_config_says(name, stage, world):
+def test_an_optimizer_that_needs_all_parameters_is_refused_whatever_the_config_says(name, stage, world):
     kinds = []
 
     def go(_):
@@ -257,7 +258,7 @@ def test_an_optimizer_that_needs_more_than_slices_is_refused_whatever_the_config
     run_threads(world, go)
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "StepsItsModel"])
+@pytest.mark.parametrize("name", [name for name in WHOLE | REFUSED if name != "StepsItsModel"])
 def test_stage_0_has_whole_parameters(name):
     """Numbers of plain torch."""
 
@@ -277,14 +278,14 @@ def test_stage_0_has_whole_parameters(name):
         torch.manual_seed(0)
         model = Net()
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
-        engine, *_ = polyaccel.initialize(model=model, optimizer=REFUSED[name](model), config=config)
+        engine, *_ = polyaccel.initialize(model=model, optimizer=(WHOLE | REFUSED)[name](model), config=config)
         found = train(model, None, engine)
         engine.destroy()
         return found
 
     torch.manual_seed(0)
     plain = Net()
-    wanted = train(plain, REFUSED[name](plain))
+    wanted = train(plain, (WHOLE | REFUSED)[name](plain))
     for one, other in zip(run_threads(1, go)[0], wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
