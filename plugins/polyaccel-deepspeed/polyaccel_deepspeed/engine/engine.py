@@ -31,6 +31,7 @@ from polyaccel_deepspeed.engine.parameters import ParameterOffload
 from polyaccel_deepspeed.engine.settings import Settings
 from polyaccel_deepspeed.engine.unmanaged import CallerAccumulates
 from polyaccel_deepspeed.engine.wrappers import wrap
+from polyaccel_deepspeed.exchange.loading import universal_as_ours
 from polyaccel_deepspeed.recovery import has_saves, write_recovery_script
 
 log = getLogger("polyaccel.deepspeed")
@@ -267,20 +268,24 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `TorchEngine.load_checkpoint`; but a missing checkpoint gives a warning and (None, None)."""
-        if not self._is_there(str(load_dir), tag) and (tag is not None or not self.has_replica()):
+        """As `TorchEngine.load_checkpoint`; but a missing checkpoint gives a warning and (None, None).
+
+        With `checkpoint.load_universal` it may be a universal one of DeepSpeed's.
+        """
+        name = None if tag is None else str(tag)
+        if not self.load_universal_checkpoint():
+            return self._load(str(load_dir), name, load_module_strict, load_optimizer_states,
+                              load_lr_scheduler_states, load_module_only, custom_load_fn)  # fmt: skip
+        with universal_as_ours(self.communicator, str(load_dir), name) as (folder, name):
+            return self._load(folder, name, load_module_strict, load_optimizer_states,
+                              load_lr_scheduler_states, load_module_only, custom_load_fn)  # fmt: skip
+
+    def _load(self, load_dir: str, tag: str | None, *options: Any) -> tuple[str | None, dict[str, Any] | None]:
+        if not self._is_there(load_dir, tag) and (tag is not None or not self.has_replica()):
             if self.communicator.rank == 0:
                 log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
             return None, None
-        return super().load_checkpoint(
-            str(load_dir),
-            None if tag is None else str(tag),
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
+        return super().load_checkpoint(load_dir, tag, *options[:-1], custom_load_fn=options[-1])
 
     def _is_there(self, load_dir: str, tag: str | None) -> bool:
         """Whether rank 0 sees anything of the checkpoint, whole or not. Collective.
