@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyaccel.core.block import Run
+from polyaccel.errors import ShardingError
 from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
@@ -264,7 +265,14 @@ def shared_as(module: nn.Module, kind: type, share: ShardSpec) -> None:
 
 
 def become(module: nn.Module, kind: type, **attributes: Any) -> None:
-    """Give `module` a class below its own and `kind`, and the attributes that `kind` has."""
+    """Give `module` a class below its own and `kind`, and the attributes that `kind` has. Raises ShardingError for one
+    with a forward among its attributes, which would be called in place of the class's."""
+    if "forward" in vars(module):
+        raise ShardingError(
+            f"a {type(module).__name__} that ranks are to share has a forward that a script gave it",
+            hint="replace the forward after polyaccel.initialize, or leave the module out of the mesh",
+            value=type(module).__name__,
+        )
     module.__class__ = _below(type(module), kind)
     module.__dict__.update(attributes)
 

@@ -79,11 +79,12 @@ def make_plan(
     chosen = _Chosen(model, structure, ranks)
     prove = partial(proven_regions, model, ranks=ranks) if compare else _as_planned
     planned = [region for region in structure.regions() if _is_wished(region, wished, named)]
-    proven = prove(planned)
+    proven = prove(list(chosen.without_replaced(planned)))
     for region in proven.regions:
         chosen.add(region.modules, region.heads)
     chosen.add_words(wished, gather_logits)
-    styled = prove(list(chosen.styled(wished or {}, {each.name for region in planned for each in region.modules})))
+    rest = chosen.styled(wished or {}, {each.name for region in planned for each in region.modules})
+    styled = prove(list(chosen.without_replaced(rest)))
     for region in styled.regions:
         chosen.add(region.modules, region.heads)
     whole = {**chosen.whole, **proven.whole, **styled.whole}
@@ -179,6 +180,15 @@ class _Chosen:
                 raise ShardingError(f"{module.name} belongs to two regions that are cut", value=module.name)
             self.modules[module.name] = module
         self._heads += heads
+
+    def without_replaced(self, regions: Iterable[CutRegion]) -> Iterator[CutRegion]:
+        """Those without a module to which a script gave a forward: a class that shares would not be asked."""
+        for region in regions:
+            replaced = [one.name for one in region.modules if _is_replaced(self._structure.modules[one.name])]
+            if replaced:
+                self.whole[region.name] = f"a script gave {replaced[0]} another forward"
+            else:
+                yield region
 
     def styled(self, wished: Mapping[str, ParallelStyle], planned: Collection[str]) -> Iterator[CutRegion]:
         """What no region covers, by its style: of each module its layers. `planned` are those of all regions."""
@@ -292,8 +302,8 @@ class _Chosen:
             embeddings = [each for each in modules.values() if isinstance(each, nn.Embedding)]
             outputs = [name for name, each in modules.items() if is_linear(each) and name not in self.modules]
             if len(embeddings) + len(outputs) < len(modules) or any(not _is_plain(each) for each in embeddings):
-                replaced = [name for name, each in modules.items() if "forward" in vars(each)]
-                self.whole.update(dict.fromkeys(replaced, "a script gave it another forward"))
+                if len(modules) > 1 or any(map(_is_replaced, modules.values())):  # else its own style may cut it
+                    self.whole.update(dict.fromkeys(modules, "its weight is that of a module that cannot be cut"))
                 continue
             if wished is None:
                 is_wanted = parameter is words or (bool(embeddings) and bool(outputs))
@@ -343,7 +353,11 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     own = type(embedding).forward
     wraps = own is nn.Embedding.forward or "super" in getattr(getattr(own, "__code__", None), "co_names", ())
     is_plain = wraps and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
-    return is_plain and "forward" not in vars(embedding)
+    return is_plain and not _is_replaced(embedding)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return "forward" in vars(module)
 
 
 def _length(parameter: nn.Parameter | None) -> int:

@@ -138,7 +138,17 @@ def test_words_stay_whole_under_a_forward_that_a_script_gave(put: str, tied: boo
     """As by TRL, whose losses are computed from the weight of the output layer."""
     model = transformer_model("llama", tie_word_embeddings=tied)
     give_forward(model, put)
-    assert assert_trains_as_whole(model, 2) == (1 if put == "the output layer" else 2)
+    assert assert_trains_as_whole(model, 2) == (1 if put == "the output layer" and not tied else 2)
+
+
+@pytest.mark.parametrize(("replaced", "whole"), [("q_norm", 2), ("mlp", 0), ("self_attn", 0), ("embed_tokens", 2)])
+def test_modules_with_a_forward_of_a_scripts_train_as_whole(replaced: str, whole: int) -> None:
+    """A class that shares a module would not be asked for it; layers inside are called as before."""
+    model = transformer_model("qwen3")
+    for name, module in model.named_modules():
+        if name.endswith(replaced):
+            module.forward = MethodType(type(module).forward, module)
+    assert assert_trains_as_whole(model, 2) == whole
 
 
 def give_forward(model: nn.Module, put: str) -> None:
