@@ -9,6 +9,7 @@ Files come from git directories in FOLDER (`OWNER+NAME/repo`), or are cloned fro
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 from argparse import ArgumentParser
@@ -48,12 +49,27 @@ def judge(script: dict[str, Any], losses: Losses, expected: Losses | None) -> tu
     return ("equal" if distance <= script.get("tolerance", 1e-5) else "other losses"), distance
 
 
+def choose(rows: list[dict[str, Any]], only: list[str]) -> list[dict[str, Any]]:
+    """Rows whose names have one of the parts `only`; a whole name chooses its row alone."""
+    names = {row["name"] for row in rows}
+    return [
+        row
+        for row in rows
+        if not only or any(part == row["name"] if part in names else part in row["name"] for part in only)
+    ]
+
+
+def refusal(log: str) -> tuple[str, str]:
+    """The result of a run that raised an error: refused where polyaccel said so with a hint, and why."""
+    found = re.findall(r"^polyaccel\.errors\.(\w+): (.*)\n +hint: ", log, re.MULTILINE)
+    kind, why = found[-1] if found else ("", "")
+    return ("refused", why) if found and kind != "VerificationError" else ("failed", why)
+
+
 def walk_meshes(sources: list[Path], only: list[str], meshes: list[str]) -> int:
-    """Run the trainers' scripts under each mesh and on one rank, and give how many losses differ by more than 1e-6."""
+    """Run the trainers' scripts under each mesh and on one rank, and give how many losses differ."""
     failures, table = 0, load(OF_MESHES)
-    for script in scripts():
-        if "meshes" not in script or (only and not any(part in script["name"] for part in only)):
-            continue
+    for script in choose([row for row in scripts() if "meshes" in row], only):
         alone: dict[str, Losses] = {}
         for mesh in meshes or [name for name in MESHES if not name.startswith("one")]:
             plain = "one rank, experts" if "expert" in mesh else "one rank"
@@ -62,15 +78,15 @@ def walk_meshes(sources: list[Path], only: list[str], meshes: list[str]) -> int:
                     alone[plain] = run(on_mesh(script, plain), sources, sys.executable, "meshes")
                 found = run(on_mesh(script, mesh), sources, sys.executable, "meshes")
                 distance = max(apart([losses], alone[plain]) for losses in found)
-                result = "equal" if distance <= 1e-6 else "other losses"
+                result, why = "equal" if distance <= script.get("mesh_tolerance", 1e-6) else "other losses", ""
             except Exception as error:  # such as a refusal: the next mesh is run
                 print(f"{script['name']}, {mesh}: {error}", flush=True)
-                # Trainers cannot run stages, and say so at `initialize`.
-                result = "refused" if "refuse_stages" in str(error) else "failed"
+                result, why = refusal(str(error))
                 distance = float("inf")
             failures += result not in ("equal", "refused")
             table = load(OF_MESHES)
-            table[f"{script['name']}, {mesh}"] = {"result": result, "apart": distance, "date": str(date.today())}
+            row = {"result": result, "apart": distance, "date": str(date.today())}
+            table[f"{script['name']}, {mesh}"] = {**row, "why": why} if why else row
             store(OF_MESHES, table)
             print(f"{script['name']}, {mesh}: {result}, apart {distance:.1e}", flush=True)
     return failures
@@ -94,10 +110,9 @@ def main() -> int:
     if arguments.meshes is not None:
         return walk_meshes(arguments.sources, arguments.only, arguments.meshes)
     expected, failures = load(EXPECTED), 0
-    for script in scripts():
+    for script in choose(scripts(), arguments.only):
         name = script["name"]
-        chosen = not arguments.only or any(part in name for part in arguments.only)
-        if arguments.page or not chosen or not script["group"].startswith(arguments.group):
+        if arguments.page or not script["group"].startswith(arguments.group):
             continue
         if arguments.missing and name in load(file):
             continue

@@ -152,7 +152,9 @@ def old_transformers() -> None:
         kind.__init__ = _newer(kind.__init__)  # type: ignore[misc]
     load = transformers.AutoModelForCausalLM.from_pretrained
 
-    def loaded(*args: Any, use_flash_attention_2: bool = False, **kwargs: Any) -> Any:
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        for name in ("use_flash_attention_2", "load_in_4bit", "load_in_8bit"):
+            assert not kwargs.pop(name, False), name
         return load(*args, **kwargs)
 
     transformers.AutoModelForCausalLM.from_pretrained = loaded  # type: ignore[method-assign, assignment]
@@ -192,7 +194,8 @@ def _for_cpus(start: Any) -> Any:
 
 @shim
 def one_share() -> None:
-    """The same batches for all ranks, as ranks that share a model need them: samplers deal to one rank."""
+    """The same batches for all ranks, as ranks that share a model need them: samplers deal to one rank, and Accelerate
+    moves its schedule on once a step, not once for each rank that would have batches of its own."""
     import accelerate.data_loader
     from torch.utils.data import distributed
 
@@ -208,6 +211,10 @@ def one_share() -> None:
 
     accelerate.data_loader.prepare_data_loader = prepared
     accelerate.accelerator.prepare_data_loader = prepared
+    schedule = accelerate.scheduler.AcceleratedScheduler.__init__
+    accelerate.scheduler.AcceleratedScheduler.__init__ = (  # type: ignore[method-assign]
+        lambda self, *args, **kwargs: schedule(self, *args, **{**kwargs, "split_batches": True})
+    )
 
 
 @shim
@@ -252,3 +259,19 @@ def videos() -> None:
     import decord  # type: ignore[import-not-found]
 
     decord.VideoReader = Reader
+
+
+@shim
+def stocks() -> None:
+    """yfinance: prices of a random walk."""
+    import numpy as np
+    import pandas as pd
+
+    def download(*args: Any, **kwargs: Any) -> Any:
+        steps = np.random.default_rng(5).normal(0.05, 1.0, 460)
+        return pd.DataFrame({"Close": 100 + np.cumsum(steps)}, index=pd.date_range("2015-01-01", periods=460))
+
+    absent("yfinance")
+    import yfinance  # type: ignore[import-not-found]
+
+    yfinance.download = download

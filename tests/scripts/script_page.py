@@ -37,8 +37,9 @@ SHIMS = {
     "accelerate_on_cpus": "gloo in Accelerate's arguments",
     "streamed": "mosaicml-streaming, whose data are drawn",
     "videos": "decord, whose frames are drawn",
+    "stocks": "yfinance, whose prices are drawn",
     "joined": "`deepspeed.comm` has met before the script, as Accelerate lets it meet where there are devices",
-    "one_share": "samplers deal to one rank: ranks that share a model get the same batches",
+    "one_share": "ranks that share a model get the same batches, and Accelerate's schedules take one step",
     "qwen_tokenizer": "numbers of marks that Qwen's own tokenizer has",
     "absent": "a package that only reports, or that the run does not reach",
 }
@@ -49,11 +50,13 @@ MESHES = """
 
 `ARGS=--meshes` runs the trainers' scripts again, in fp32 at stage 1. Two ranks share the model and get the same
 batches, and the losses are compared with those of one rank: 1e-6 is equal. A Mixtral takes the model's place where
-ranks share experts. Stages are refused at `initialize`: the Trainer's loop runs forward passes of whole models.
+ranks share experts, and a Switch Transformer where a script needs an encoder and a decoder. *Refused* is an error
+before the first step. Its reason stands below the table.
 
-TRL computes the loss of trl/sft from the weight of `lm_head`. Over tensor ranks each rank has a part of it, and the
-proof of the first step ends the run. Scripts of LoRA run with `--lora_dropout 0`, on one rank too: sequence ranks draw
-dropout for their own tokens. With its 0.05 FastChat's losses are 1e-5 apart.
+Models and LoRA have no dropout here, on one rank too: ranks that share a model draw other masks. TRL computes losses
+from the weight of `lm_head`, so tensor ranks keep words whole in its scripts. The losses of trl/dpo and trl/kto follow
+from sums of log-probabilities that TRL adds up in fp32. One unit in the last place of such a sum is 1.1e-6 of the loss,
+so 1e-5 is equal there.
 
 """
 
@@ -73,7 +76,7 @@ def page(
     for group, title in (("scripts", "Scripts"), ("examples", "DeepSpeedExamples")):
         parts += [f"\n## {title}\n", _table([row for row in run if row["group"] == group], expected, results)]
     if meshes:
-        parts += [MESHES + _table_of_meshes(meshes)]
+        parts += [MESHES + _table_of_meshes(meshes, [row["name"] for row in rows if "meshes" in row])]
     if waiting := [row["name"] for row in rows if row["name"] not in results]:
         parts += ["\n## Without a result so far\n", *(f"- {name}" for name in waiting)]
     parts += ["\n## Shims\n", "| shim | stands for |\n|---|---|"]
@@ -83,14 +86,26 @@ def page(
     return "\n".join(parts) + "\n"
 
 
-def _table_of_meshes(meshes: dict[str, Any]) -> str:
-    """A row for each script, a column for each mesh."""
+def _table_of_meshes(meshes: dict[str, Any], names: list[str]) -> str:
+    """A row for each of `names` and of those with results, a column for each mesh."""
     kinds = ("tensor 2", "sequence 2", "pipeline 2", "expert 2")
     lines = ["| script | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
-    for name in sorted({key.rpartition(", ")[0] for key in meshes}):
+    reasons: list[str] = []
+    for name in sorted({*names, *(key.rpartition(", ")[0] for key in meshes)}):
         cells = [meshes.get(f"{name}, {kind}") for kind in kinds]
-        lines.append(f"| {name} | " + " | ".join(_result(cell) if cell else "not run" for cell in cells) + " |")
-    return "\n".join(lines)
+        lines.append(f"| {name} | " + " | ".join(_of_mesh(cell, reasons) for cell in cells) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {why}" for number, why in enumerate(reasons, 1))])
+
+
+def _of_mesh(cell: dict[str, Any] | None, reasons: list[str]) -> str:
+    """What a cell says: the number of its reason, which stands below the table, too."""
+    if cell is None:
+        return "not run"
+    if not (why := cell.get("why")):
+        return _result(cell)
+    if why not in reasons:
+        reasons.append(why)
+    return f"{_result(cell)} ({reasons.index(why) + 1})"
 
 
 def _table(rows: list[dict[str, Any]], expected: dict[str, Any], results: dict[str, Any]) -> str:

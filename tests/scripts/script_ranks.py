@@ -46,7 +46,7 @@ class Recorder:
             if self._is_foreign():
                 return direct(loss, *args, **kwargs)
             if not self._inside:
-                self.losses.append(float(loss.detach().float().sum()))
+                self.losses.append(float(loss.detach().double().sum()))
             self._inside, before = True, self._inside
             try:
                 return direct(loss, *args, **kwargs)
@@ -82,7 +82,7 @@ class Recorder:
             try:
                 if name == "backward":
                     loss = args[0] if args else kwargs["loss"]
-                    self.losses.append(float(loss.detach().float().sum()))
+                    self.losses.append(float(loss.detach().double().sum()))
                 result = method(engine, *args, **kwargs)
             finally:
                 self._inside = False

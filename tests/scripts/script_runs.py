@@ -60,9 +60,10 @@ def on_mesh(script: dict[str, Any], mesh: str) -> dict[str, Any]:
     file = script["meshes"]
     config = dict(script.get("config", {}).get(file, {}))
     config |= {"zero_optimization": {"stage": 1}, "bf16.enabled": False, "fp16.enabled": False, **MESHES[mesh]}
-    stand_ins = script["stand_ins"]
+    stand_ins = script.get("mesh_stand_ins", script["stand_ins"])
     if "expert" in mesh:
-        stand_ins = [f"{name}=mixtral" if name.startswith("model:") else name for name in stand_ins]
+        experts = script.get("expert_model", "mixtral")
+        stand_ins = [f"{name.partition('=')[0]}={experts}" if name.startswith("model:") else name for name in stand_ins]
     return {
         **script,
         "name": f"{script['name']} on {mesh}",

@@ -9,13 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from script_models import model, sentence
+
 STAND_INS: dict[str, Callable[[Path], None]] = {}
-CHAT = (
-    "{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    "{{ message['content'] }}<|eot_id|>{% endfor %}"
-)
-"""A template of Llama 3's form, whose marks EAGLE looks for."""
-WORDS = "the a small large red blue model rank loss step data house tree river runs reads writes sees finds keeps"
 
 
 def stand_in(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -33,11 +29,6 @@ def make(name: str, folder: Path) -> None:
         STAND_INS[kind](folder)
 
 
-def sentence(generator: random.Random, words: int = 8) -> str:
-    """Drawn words."""
-    return " ".join(generator.choice(WORDS.split()) for _ in range(words))
-
-
 @stand_in
 def enwik8(folder: Path) -> None:
     """A small text in place of the first bytes of Wikipedia."""
@@ -46,100 +37,6 @@ def enwik8(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
     with gzip.open(folder / "data" / "enwik8.gz", "wb") as file:
         file.write(text)
-
-
-def model(folder: Path, kind: str) -> None:
-    """A model of transformers with a tokenizer, in the folder `stand_in_KIND`. `NAME=KIND` gives the folder's name."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    generator = random.Random(5)
-    name, _, other = kind.partition("=")
-    place = folder / f"stand_in_{name}"
-    kind = other or name
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    raw.train_from_iterator([sentence(generator) for _ in range(100)], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=64,
-    )
-    if name == "llama3":
-        tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(place)
-    torch.manual_seed(11)
-    config = _config(transformers, kind)
-    built = getattr(transformers, config.architectures[0])(config)
-    built.save_pretrained(place)
-
-
-def _config(transformers: Any, kind: str) -> Any:
-    shared: dict[str, Any] = {"vocab_size": 320, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if kind in ("llama", "llama3"):
-        return transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            max_position_embeddings=256, architectures=["LlamaForCausalLM"], **shared,
-        )  # fmt: skip
-    if kind == "opt":
-        return transformers.OPTConfig(
-            hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128,
-            word_embed_proj_dim=32, architectures=["OPTForCausalLM"], **shared,
-        )  # fmt: skip
-    if kind == "gpt2":
-        return transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, n_positions=128, architectures=["GPT2LMHeadModel"], **shared
-        )
-    if kind == "neox":
-        return transformers.GPTNeoXConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=256, architectures=["GPTNeoXForCausalLM"], **shared,
-        )  # fmt: skip
-    if kind == "qwen2":
-        return transformers.Qwen2Config(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=256, architectures=["Qwen2ForCausalLM"], **shared,
-        )  # fmt: skip
-    if kind == "t5":
-        return transformers.T5Config(
-            d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, decoder_start_token_id=0,
-            architectures=["T5ForConditionalGeneration"], vocab_size=320, pad_token_id=0, eos_token_id=2,
-        )  # fmt: skip
-    if kind == "deepseek":
-        return transformers.DeepseekV2Config(
-            hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1,
-            topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=None, qk_nope_head_dim=8,
-            qk_rope_head_dim=4, v_head_dim=8, topk_method="greedy", architectures=["DeepseekV2ForCausalLM"], **shared,
-        )  # fmt: skip
-    if kind == "mixtral":
-        return transformers.MixtralConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
-            architectures=["MixtralForCausalLM"], **shared,
-        )  # fmt: skip
-    if kind == "bert":
-        return transformers.BertConfig(
-            vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            architectures=["BertForSequenceClassification"],
-        )  # fmt: skip
-    if kind == "roberta":
-        return transformers.RobertaConfig(
-            vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            pad_token_id=0, architectures=["RobertaForMaskedLM"],
-        )  # fmt: skip
-    raise KeyError(f"no stand-in model of this name: {kind}")
 
 
 @stand_in
@@ -198,6 +95,10 @@ def code_cache(folder: Path) -> None:
     datasets.Dataset.from_dict(columns).save_to_disk(folder / "cache")
 
 
+def _pair(generator: random.Random) -> dict[str, str]:
+    return {f"sentence{which}": sentence(generator, 6) for which in (1, 2)}
+
+
 def hub_rows(path: str) -> list[dict[str, Any]]:
     """Rows with the columns of a data set of the hub."""
     generator = random.Random(9)
@@ -210,6 +111,14 @@ def hub_rows(path: str) -> list[dict[str, Any]]:
             if path.endswith("Capybara")
             else {"chosen": [asked, good], "rejected": [asked, bad]}
             if "ultrafeedback" in path
+            else {"prompt": [asked], "completion": [good if number % 2 else bad], "label": bool(number % 2)}
+            if "kto" in path
+            else {"prompt": [asked], "solution": good["content"]}
+            if path.endswith("DeepMath-103K")
+            else {"question": sentence(generator, 4), "answer": good["content"]}
+            if "warren" in path
+            else {**_pair(generator), "label": number % 2, "idx": number}
+            if path.endswith("glue")
             else {"dialogue": sentence(generator), "summary": sentence(generator, 4), "id": str(number)}
             if path == "samsum"
             else {"text": sentence(generator, 20), "label": generator.randrange(2)}
@@ -226,6 +135,42 @@ def zero_config(folder: Path) -> None:
     optimizer = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
     config = {**dict.fromkeys(auto, "auto"), "optimizer": optimizer, "zero_optimization": {"stage": 2}}
     (folder / "ds.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@stand_in
+def bare_config(folder: Path) -> None:
+    """A DeepSpeed config for scripts with an optimizer of their own."""
+    zero_config(folder)
+    config = json.loads((folder / "ds.json").read_text(encoding="utf-8"))
+    del config["optimizer"]
+    config |= {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+    config |= {"train_batch_size": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    (folder / "ds.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@stand_in
+def rewards(folder: Path) -> None:
+    """A reward that any answer has, by the letters in it."""
+    code = (
+        "def letters(completions, **kwargs):\n"
+        "    return [sum(map(ord, one[0]['content'])) % 7 / 7.0 for one in completions]\n"
+    )
+    (folder / "drawn_rewards.py").write_text(code, encoding="utf-8")
+
+
+@stand_in
+def pets(folder: Path) -> None:
+    """Pictures of noise with names as in the Oxford-IIIT Pet data set."""
+    for number in range(20):
+        _picture(folder / "pets" / f"{('beagle', 'birman', 'pug')[number % 3]}_{number}.jpg", number)
+
+
+@stand_in
+def lines(folder: Path) -> None:
+    """Texts as lines of JSON."""
+    generator = random.Random(15)
+    rows = [json.dumps({"text": sentence(generator, 12)}) for _ in range(40)]
+    (folder / "lines.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 @stand_in

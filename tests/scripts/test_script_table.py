@@ -85,9 +85,14 @@ def test_the_page_has_a_row_for_each_result() -> None:
 def test_the_page_has_a_column_for_each_mesh() -> None:
     meshes = {
         "one, tensor 2": {"result": "equal", "apart": 0.0},
-        "one, pipeline 2": {"result": "refused", "apart": 1.0},
+        "one, pipeline 2": {"result": "refused", "apart": 1.0, "why": "no stages"},
+        "one, expert 2": {"result": "refused", "apart": 1.0, "why": "no experts"},
+        "two, expert 2": {"result": "refused", "apart": 1.0, "why": "no experts"},
     }
-    assert "| one | equal, to the bit | not run | refused | not run |" in page([], {}, {}, meshes)
+    text = page([], {}, {}, meshes)
+    assert "| one | equal, to the bit | not run | refused (1) | refused (2) |" in text
+    assert "| two | not run | not run | not run | refused (2) |" in text
+    assert "1. no stages\n2. no experts\n" in text
 
 
 def test_shims_of_devices_leave_the_meta_device_alone() -> None:
