@@ -34,6 +34,8 @@ class Recorder:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.losses: list[float] = []
+        self.has_engine = False
+        """Whether an engine took part: trainers do without one where their settings say so."""
         self._inside = False
 
     def watch(self, deepspeed: Any) -> None:
@@ -57,6 +59,7 @@ class Recorder:
         step = deepspeed.DeepSpeedEngine.step
 
         def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self.has_engine = True
             result = step(engine, *args, **kwargs)
             if self.limit is not None and len(self.losses) >= self.limit and not self._inside:
                 raise Enough(0)
@@ -78,7 +81,7 @@ class Recorder:
         def recorded(engine: Any, *args: Any, **kwargs: Any) -> Any:
             if self._inside or self._is_foreign():
                 return method(engine, *args, **kwargs)
-            self._inside = True
+            self._inside = self.has_engine = True
             try:
                 if name == "backward":
                     loss = args[0] if args else kwargs["loss"]
@@ -137,6 +140,8 @@ def be_rank(order: dict[str, Any], rank: int, deepspeed: Any) -> None:
         recorder.watch(deepspeed)
         importlib.import_module("script_shims").join(order["shims"], deepspeed)
         run_script(order, rank)
+        if not recorder.has_engine:
+            raise RuntimeError("the script has trained without DeepSpeed")
         (out / f"rank{rank}.json").write_text(json.dumps(recorder.losses), encoding="utf-8")
         code = 0
     except BaseException:
