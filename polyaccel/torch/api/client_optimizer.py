@@ -2,7 +2,7 @@
 
 While it steps, its parameters are exchanged for views of the master weights: flat slices when its update is
 elementwise, tensors of the true shape when it is not. Of these each rank has those that the layout gives it
-([Note: Shards that end at granules]), or all where optimizer states are replicated. At all other times its groups hold
+([Note: Uneven shards]), or all where optimizer states are replicated. At all other times its groups hold
 the module's parameters. Its states of a slice's length become views of flat buffers too, so that checkpoints hold them
 like those of any other optimizer. Those of whole parameters have any shape: they stay with the optimizer, unless it is
 known to look at `optimizer.state` alone.

@@ -19,6 +19,12 @@ the parameter's own type, because master weights and moments of another type sha
 Where a tensor is cut along axes of the mesh, ranks may hold blocks of different lengths (7 heads over 2 ranks). Each
 slot has room for the longest of them, so that buckets, offsets and shards are the same numbers on every rank, and what
 ranks decide from those numbers is the same too. The rest of the room is padding.
+
+[Note: Uneven shards]
+Some updates look at more than one element: at a matrix, a row, a block with a common scale. The shards of such a bucket
+end where a granule ends, so their lengths differ, down to none. Slots keep the order of the bucket, because
+norms are added in that order. Each bucket is cut so that the rank with the most bytes of all buckets so far has as few
+as possible. A cut lies at an aligned offset: rows and blocks are taken together until they end at one.
 """
 
 from __future__ import annotations
@@ -111,7 +117,7 @@ class Bucket:
     ranks that hold the same parameters, whose numbers count among those.
 
     Shards are equal where `bounds` is empty. Else it has `world_size + 1` offsets: rank r owns from the r-th to the
-    next. See [Note: Shards that end at granules].
+    next. See [Note: Uneven shards].
     """
 
     index: int
