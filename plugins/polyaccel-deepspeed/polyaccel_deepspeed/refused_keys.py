@@ -24,8 +24,8 @@ REMOVED = {
 }
 """The features of the removed keys."""
 _HINTS = {"amp": "use bf16, fp16 or torch_autocast"}
-REFUSED_OPTIMIZERS = ("muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
-"""Values of `optimizer.type`, in lower case, that name optimizers of DeepSpeed alone. Its Muon is not torch's."""
+REFUSED_OPTIMIZERS = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
+"""Values of `optimizer.type`, in lower case, that name optimizers of DeepSpeed alone."""
 
 
 def drop_removed(tree: Tree) -> Iterator[Change]:

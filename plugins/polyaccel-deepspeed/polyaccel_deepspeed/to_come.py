@@ -5,7 +5,7 @@ from __future__ import annotations
 COMPRESSION = "it does not exist here; compression_training quantises layers by one schedule for each group"
 LOCO = "gradients are quantised without an error that is carried on"
 MICS = "parameters are sharded over all ranks, or by zero_hpz_partition_size over near ones too"
-MUON = "torch.optim.Muon works at stage 0, DeepSpeed's own Muon does not exist here"
+MUON = "the config's \"Muon\" works, DeepSpeed's class and its tags of heads do not exist here"
 NARROW_MASTERS = "master weights and optimizer states are float32"
 SPARSE_ATTENTION = "attention by fixed blocks does not exist here; torch's flex attention takes any mask"
 SUPER_OFFLOAD = "offload_optimizer updates on the host, without SuperOffload's overlap"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -27,13 +27,14 @@ def _only(allowed: bool, why: str) -> BeforeValidator:
 Amsgrad = Annotated[bool, _only(False, "AMSGrad is not available in this version")]
 Fp32States = Annotated[bool, _only(True, "optimizer states are always float32 in this version")]
 Decoupled = Annotated[bool, _only(True, "AdamW decays weights apart from the gradient; coupled decay is 'Adam'")]
+PerHead = Annotated[bool, _only(False, "matrices are orthogonalised as a whole in this version")]
 
 
 class OptimizerConfig(Section):
     """The optimizer to build when the caller passes none."""
 
     type: str
-    """Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb in any case, or the exact name of a class in torch.optim."""
+    """Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb, Muon in any case, or the exact name of a class in torch.optim."""
     params: Params = Field(default_factory=dict, validate_default=True)
     """Its arguments. Those of the named optimizers are checked; a torch class gets them as they are."""
 
@@ -144,6 +145,37 @@ class LambParams(Section):
     """Not available."""
 
 
+class MuonParams(Section):
+    """Muon (Jordan et al. 2024) for matrices, AdamW for all else. A parameter's attribute `use_muon` says which it
+    gets; without one, matrices get Muon unless their names have "embed" or "lm_head"."""
+
+    lr: NonNegativeFloat | None = None
+    """Learning rate of both. null is 0.02 for Muon and 3e-4 for AdamW."""
+    muon_lr: NonNegativeFloat | None = None
+    """Learning rate of Muon; null is `lr`."""
+    adam_lr: NonNegativeFloat | None = None
+    """Learning rate of AdamW; null is `lr`."""
+    momentum: Beta = 0.95
+    """Decay of Muon's momentum."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of both."""
+    nesterov: bool = True
+    """Nesterov momentum."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz steps of an update."""
+    ns_method: Literal["gram", "standard"] = "gram"
+    """Without effect: both names are of one formula, which is evaluated in float32 on the CPU and in bfloat16
+    elsewhere."""
+    per_head_muon: PerHead = Field(False, exclude=True)
+    """Not available: a matrix is orthogonalised as a whole."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of AdamW's moments."""
+    eps: NonNegativeFloat = 1e-10
+    """Added to AdamW's denominator."""
+    adam_w_mode: Decoupled = Field(True, exclude=True)
+    """Always true: decay is decoupled."""
+
+
 OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamWParams,
@@ -152,5 +184,6 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "Adagrad": AdagradParams,
     "Lion": LionParams,
     "Lamb": LambParams,
+    "Muon": MuonParams,
 }
 """The optimizers whose parameters we check, by the name that a `ResolvedConfig` uses for them."""

@@ -13,6 +13,7 @@ from polyaccel.engine.policies.step_inputs import step_input_policy_of
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
+from polyaccel.torch.api.muon import MUON, muon_of
 from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
 from polyaccel.torch.api.optimizer_proof import check_sliceable
 from polyaccel.torch.exact.forward import ExactForward
@@ -144,6 +145,7 @@ def _make_optimizer(context: RewriteContext) -> None:
     """Set the optimizer on shards and its groups."""
     runtime, model, client = context.runtime, context.model, context.client
     section = runtime.config.optimizer
+    whole: Collection[str] | None = None
     if client is None:
         assert section is not None  # else the rewrite is off
         native = native_optimizer_of(runtime.config)
@@ -153,15 +155,19 @@ def _make_optimizer(context: RewriteContext) -> None:
                 context.slice_optimizer = context.slice_optimizers[section.type]()
             context.groups = make_groups(context.model_parameters, model, defaults)
             return
-        client = torch_optimizer(section.type, section.params, make_groups(context.model_parameters, model, {}))
+        groups = make_groups(context.model_parameters, model, {})
+        if section.type == MUON:
+            client, whole = muon_of(section.params, groups, model)
+        else:
+            client = torch_optimizer(section.type, section.params, groups)
     elif not isinstance(client, torch.optim.Optimizer):
         client = client(make_groups(context.model_parameters, model, {}))
     _check_closure(client, runtime.config)
     sharded = runtime.policy.optim is Placement.SHARDED
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
-    allow_untested = runtime.config.zero_allow_untested_optimizer
-    is_flat = check_sliceable(client, sharded=sharded, allow_untested=allow_untested)
-    whole: Collection[str] = () if is_flat else names.values()
+    if whole is None:
+        allow_untested = runtime.config.zero_allow_untested_optimizer
+        whole = () if check_sliceable(client, sharded=sharded, allow_untested=allow_untested) else names.values()
     context.slice_optimizer = ClientOptimizer(client, names, whole=whole, is_sharded=sharded)
     context.groups = client.param_groups
 

@@ -26,6 +26,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.torch.api.client_optimizer import needs_closure
 from polyaccel.torch.api.fragments import serve_plain
+from polyaccel.torch.api.muon import MUON, muon_of
 from polyaccel.torch.api.optimizer import ZeroOptimizer, make_groups, torch_optimizer
 from polyaccel.torch.data import cast_floats
 from polyaccel.torch.engine.autocast import ForwardAutocast
@@ -360,6 +361,8 @@ def _optimizer(
         return client(groups)
     assert section is not None  # see above
     native = native_optimizer_of(runtime.config)
+    if section.type == MUON:
+        return muon_of(section.params, groups, model)[0]
     if native is None:
         return torch_optimizer(section.type, section.params, groups)
     _, defaults = native
