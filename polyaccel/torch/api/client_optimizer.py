@@ -23,7 +23,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.types import ParamSpec, ReduceOp
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.ops.base import SCALE
-from polyaccel.torch.api.optimizer_proof import NUMBER_STATES, TENSORWISE
+from polyaccel.torch.api.optimizer_proof import NUMBER_STATES, TENSORWISE, try_on_slices
 from polyaccel.torch.api.whole_states import StatesByKind, pack_states, unpack_states
 from polyaccel.torch.sharding.row_gradient import sparse_slice
 from polyaccel.zero.plan.layout import WHOLE, Granule, Slice
@@ -81,7 +81,8 @@ class ClientOptimizer(SliceOptimizer):
 
     def granules(self, params: Sequence[ParamSpec]) -> Mapping[str, Granule]:
         cut = [param.fqn for param in params if param.fqn in self._whole and param.trainable and param.cut]
-        if cut and (self.is_sharded or self._moves_states):
+        may_be_cut = not self.is_sharded and not self._moves_states and not self.evaluates
+        if cut and not (may_be_cut and not try_on_slices(self.optimizer).differs):
             raise ShardingError(
                 f"{type(self.optimizer).__name__} updates whole parameters, and {cut[0]!r} is cut over ranks by its "
                 "shape",
@@ -267,7 +268,11 @@ class ClientOptimizer(SliceOptimizer):
     def load_whole_state(self, blobs: Sequence[bytes]) -> None:
         """Take over the states that `whole_state` gave on all ranks, next to those in flat buffers; the hyperparameters
         stay as they are."""
-        found, groups = self._saved_states(blobs), self.optimizer.param_groups
+        self.take_whole_states(self._saved_states(blobs))
+
+    def take_whole_states(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over states of this rank's whole parameters, by parameter, next to those in flat buffers."""
+        groups = self.optimizer.param_groups
         with self._on_slices():
             state = self.optimizer.state_dict()
             tensors = [tensor for group in groups for tensor in group["params"]]

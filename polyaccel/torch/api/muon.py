@@ -110,13 +110,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def muon_of(
-    params: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], model: nn.Module
+    params: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], model: nn.Module, *, keeps_empty: bool = False
 ) -> tuple[Muon, frozenset[str]]:
     """Return the config's Muon over `groups` of the parameters of `model`, and the names of Muon's matrices.
 
     A parameter with an attribute `use_muon` says itself whose it is, and so does a group with that key. Else Muon gets
     what has two dimensions or more, unless its name has "embed" or "lm_head". A group is cut in two where it has both
-    kinds. Settings of a group go before those of the config. Raises ConfigError for a vector of Muon's.
+    kinds, and with `keeps_empty` always, so that the stages of a pipeline have equal groups. Settings of a group go
+    before those of the config. Raises ConfigError for a vector of Muon's.
     """
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
     rates = {True: params["muon_lr"], False: params["adam_lr"]}
@@ -126,7 +127,7 @@ def muon_of(
     for group in groups:
         for use_muon, keys in ((True, _MUON_KEYS), (False, _ADAM_KEYS)):
             members = [each for each in group["params"] if _is_muons(each, names.get(each, ""), group) is use_muon]
-            if not members:
+            if not members and not keeps_empty:
                 continue
             settings = {key: params[key] for key in keys}
             rate = rates[use_muon] if rates[use_muon] is not None else params["lr"]

@@ -10,12 +10,13 @@ of its parameters moves over. For that moment both exist, and under sharded para
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from polyaccel.core.types import DType
-from polyaccel.errors import ShardingError
+from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
-from polyaccel.torch.api.whole_states import StatesByKind
+from polyaccel.torch.api.whole_states import unpack_states
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import PARAM, fragment, read_whole
@@ -43,16 +44,20 @@ def migrate_optimizer_state(adapter: TorchAdapter, before: ZeroEngine, lay_out: 
     _carry_over(before, after, states)
     if isinstance(after.optimizer, ClientOptimizer):
         after.optimizer.restore(after.shards, states.numbers, states.has, names=before.steps)
+        if states.kept:
+            after.optimizer.take_whole_states(states.kept)
     before.close()
 
 
 @dataclass(frozen=True)
 class _States:
     """The optimizer states of a step's parameters, the same on all ranks: element types of those with a value for each
-    element, and numbers, each by parameter and name. An optimizer of ours has no numbers."""
+    element, and numbers, each by parameter and name; `kept`, those of whole parameters that only their owners had. An
+    optimizer of ours has states of the first kind alone."""
 
     flat: dict[str, dict[str, DType]]
     numbers: dict[str, dict[str, float]]
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def has(self, fqn: str, name: str) -> bool:
         return name in self.flat.get(fqn, ())
@@ -65,11 +70,16 @@ class _States:
             names = () if optimizer is None else optimizer.state_names
             return _States({fqn: dict.fromkeys(names, DType.FLOAT32) for fqn in step.steps}, {})
         flat, numbers = dict[str, dict[str, DType]](), dict[str, dict[str, float]]()
-        ours = optimizer.states_by_kind()
-        gathered = step.communicator.all_gather_object((ours.flat, ours.numbers, ours.others, ours.kept))
-        for theirs in (StatesByKind(*each) for each in gathered):
-            if theirs.others or theirs.kept:
-                fqn, name = (theirs.others or theirs.kept)[0]
+        ours, blob = optimizer.states_by_kind(), b""
+        if ours.kept:
+            try:
+                blob = optimizer.whole_state() or b""
+            except CheckpointError:
+                ours.others.extend(ours.kept)
+        gathered = step.communicator.all_gather_object((ours.flat, ours.numbers, ours.others, blob))
+        for their_flat, their_numbers, others, _ in gathered:
+            if others:
+                fqn, name = others[0]
                 raise ShardingError(
                     f"layers were unfrozen, and the optimizer keeps a state {name!r} of parameter {fqn!r} that "
                     "it alone can read, so it cannot be laid out again",
@@ -77,10 +87,10 @@ class _States:
                     "them with requires_grad_(False) after it",
                     value=name,
                 )
-            for fqn, kinds in theirs.flat.items():
+            for fqn, kinds in their_flat.items():
                 flat.setdefault(fqn, {}).update({name: DType(kind) for name, kind in kinds.items()})
-            numbers |= theirs.numbers
-        return _States(flat, numbers)
+            numbers |= their_numbers
+        return _States(flat, numbers, unpack_states([each[3] for each in gathered if each[3]]))
 
 
 def _carry_over(before: ZeroEngine, after: ZeroEngine, states: _States) -> None:

@@ -157,7 +157,8 @@ def _make_optimizer(context: RewriteContext) -> None:
             return
         groups = make_groups(context.model_parameters, model, {})
         if section.type == MUON:
-            client, whole = muon_of(section.params, groups, model)
+            has_stages = runtime.mesh.size_of(("pipe",)) > 1
+            client, whole = muon_of(section.params, groups, model, keeps_empty=has_stages)
         else:
             client = torch_optimizer(section.type, section.params, groups)
     elif not isinstance(client, torch.optim.Optimizer):

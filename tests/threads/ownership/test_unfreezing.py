@@ -305,6 +305,8 @@ OWN = {
     ("stage", "world", "optimizer", "given"),
     [
         ("stage 0", 2, "Adafactor", "an optimizer"),
+        ("stage 2", 3, "Adafactor", "an optimizer"),
+        ("stage 3", 2, "Adafactor", "a function"),
         ("stage 0", 1, "SGD", "an optimizer"),
         ("stage 1", 3, "Adagrad", "a function"),
         ("stage 2", 2, "NAdam", "an optimizer"),

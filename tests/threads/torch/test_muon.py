@@ -13,6 +13,7 @@ from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.api.muon import orthogonalize
 from polyaccel.utils import safe_get_full_optimizer_state
+from tests.threads.torch.test_optimizers_on_slices import Lars
 
 STEPS = 4
 PARAMS = {"lr": 0.05, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9]}
@@ -54,14 +55,14 @@ def built(build):
         return build()
 
 
-def engine_at(stage, micro_batches=1, params=PARAMS, build=Model, **sections):
+def engine_at(stage, micro_batches=1, params=PARAMS, build=Model, optimizer=None, **sections):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "Muon", "params": params},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 120, "stage3_param_persistence_threshold": 10},
     }
-    return polyaccel.initialize(model=built(build), config=config | sections)[0]
+    return polyaccel.initialize(model=built(build), optimizer=optimizer, config=config | sections)[0]
 
 
 def weights_of(engine):
@@ -243,14 +244,22 @@ def test_files_are_refused(tmp_path):
     run_threads(1, go)
 
 
-def test_matrices_that_tensor_ranks_cut_are_refused():
+@pytest.mark.parametrize(("stage", "optimizer"), [(1, None), (0, None), (0, Lars), (2, Lars)])
+def test_matrices_that_tensor_ranks_cut_are_refused(stage, optimizer):
+    """At stage 0 too: a rank has a block of them."""
     transformers = pytest.importorskip("transformers")
 
     def go(_):
         shape = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 32}
         config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **shape)
         with pytest.raises(ShardingError) as caught:
-            engine_at(1, build=lambda: transformers.LlamaForCausalLM(config), tensor_parallel={"autotp_size": 2})
+            engine_at(
+                stage,
+                build=lambda: transformers.LlamaForCausalLM(config),
+                optimizer=None if optimizer is None else lambda groups: optimizer(groups, lr=0.1),
+                tensor_parallel={"autotp_size": 2},
+                zero_allow_untested_optimizer=True,
+            )
         assert caught.value.hint
 
     run_threads(2, go)
