@@ -31,6 +31,7 @@ from polyaccel.jax.auxiliary import AuxMeans
 from polyaccel.jax.carried_state import StateOfEngine
 from polyaccel.jax.checkpoint import CustomLoad, OwnTree, contents_of, load_run
 from polyaccel.jax.hyperparameters import Hyperparameters
+from polyaccel.jax.missing_members import MissingMembers
 from polyaccel.jax.operations import BatchWork, first_dtype
 from polyaccel.jax.optax_optimizer import TransformationOptimizer
 from polyaccel.jax.program.batch_checks import BatchChecks, is_iterator
@@ -59,7 +60,7 @@ class OptimizerGroups:
         self.param_groups = param_groups
 
 
-class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine, StepsOfEngine):
+class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine, StepsOfEngine, MissingMembers):
     """A JAX function in training under ZeRO, built by `polyaccel.initialize`.
 
     `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts.

@@ -13,6 +13,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.carried_state import CarriedState, ViewsState
 from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.missing_members import assigned_params_error
 from polyaccel.jax.optax_whole import WholeStates
 from polyaccel.jax.program.batches import as_inputs
 from polyaccel.jax.program.calls import engine_call
@@ -73,6 +74,10 @@ class ViewsEngine(JaxEngine):
         self._require_own_process()
         self._settle_params()
         return self.adapter.tree(self.zero.params)
+
+    @params.setter
+    def params(self, value: Any) -> None:
+        raise assigned_params_error()
 
     @property
     @engine_call

@@ -19,6 +19,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.core.types import DType
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.carried_state import CarriedState
+from polyaccel.jax.missing_members import assigned_params_error
 from polyaccel.jax.native.many_steps import StepsProgram, steps_on_devices
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
@@ -127,6 +128,10 @@ class NativeEngine(ScanningEngine):
         self._require_own_process()
         self.zero.consistency.require()
         return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
+
+    @params.setter
+    def params(self, value: Any) -> None:
+        raise assigned_params_error()
 
     @property
     def param_views(self) -> Any:
