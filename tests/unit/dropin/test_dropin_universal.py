@@ -1,4 +1,4 @@
-"""Universal checkpoints of DeepSpeed in `load_checkpoint`: what ds_to_universal wrote trains on as the run would have."""
+"""Universal checkpoints of DeepSpeed in `load_checkpoint`: what ds_to_universal wrote trains on as before."""
 
 from __future__ import annotations
 

@@ -64,6 +64,13 @@ class CallerAccumulates(TorchEngine):
                 value=name,
             )
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """As `TorchEngine.scale`. Raises PolyaccelError for other than one value."""
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise WrongCall(f"scale takes a scalar tensor: shape {shape}", hint="pass the loss", value=shape)
+        return super().scale(loss)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """As `TorchEngine.no_sync`."""
         self.require_synced("no_sync is nested in no_sync")

@@ -63,6 +63,10 @@ class EngineOptimizer(ZeroOptimizer):
         """Whether the loss scale follows overflows."""
         return self._engine.loss_scaler.dynamic
 
+    def needs_scaler(self) -> bool:
+        """Whether `engine.scale` has to multiply a loss before `loss.backward()`."""
+        return self.dynamic_loss_scale or self.loss_scale != 1.0
+
 
 class DeepSpeedOptimizer:
     """The class of an engine's optimizer where DeepSpeed wraps one."""
