@@ -172,8 +172,8 @@ test-deepspeed: ## let a real DeepSpeed 0.19.8, in a separate environment (1 GB)
 	DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation deepspeed==0.19.8
 	DEEPSPEED_PYTHON=$(abspath $(VENV))-deepspeed/bin/python $(BIN)/python -m pytest tests/builds/dropin/test_real_deepspeed.py $(ARGS)
 
-test-deepspeed-suite: ## run DeepSpeed's own unit tests (git clones tag v0.19.8) over plugins/polyaccel-deepspeed on CPU ranks, in a separate environment, and write their counts: hours
-	$(MAKE) environment VENV=$(VENV)-suite EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers hjson'
+test-deepspeed-suite: ## run DeepSpeed's own unit tests (git fetches one commit) over plugins/polyaccel-deepspeed on CPU ranks, in a separate environment, and write their counts: hours
+	$(MAKE) environment VENV=$(VENV)-suite EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers hjson tensorboard'
 	$(VENV)-suite/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
 	nice -n 10 $(VENV)-suite/bin/python tests/deepspeed_suite $(ARGS)
 

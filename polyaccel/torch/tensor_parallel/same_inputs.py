@@ -45,4 +45,4 @@ def _describe(leaf: Any) -> object:
     if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.is_meta or leaf.layout is not torch.strided:
         return facts
     values = leaf.detach().to("cpu", copy=False).contiguous().reshape(-1)
-    return (*facts, crc32(values.view(torch.uint8).numpy()))
+    return (*facts, crc32(values.view(torch.uint8).numpy().data))

@@ -75,7 +75,7 @@ _PUBLIC: dict[str, Module] = {
     **DEVICES,
     "deepspeed.accelerator.abstract_accelerator": Module("Its class.", yes(sets.ACCELERATOR, "DeepSpeedAccelerator")),
     "deepspeed.checkpoint": Module(
-        "Saved states.", CONSTANTS["deepspeed.checkpoint.constants"].names | DEEPSPEEDS_FILES
+        "Saved states.", dict(CONSTANTS["deepspeed.checkpoint.constants"].names) | DEEPSPEEDS_FILES
     ),
     "deepspeed.checkpoint.utils": Module(
         "What is copied to be saved.", yes(sets.UTILS, "clone_tensors_for_torch_save")
