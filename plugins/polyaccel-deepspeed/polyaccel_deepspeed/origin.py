@@ -62,7 +62,8 @@ def refuse_uncounted(world_size: int) -> None:
 
         raise PolyaccelError(
             f"accelerate counts {counted} ranks of a job that has {world_size}",
-            hint='on CPUs: TrainingArguments(use_cpu=True, ddp_backend="gloo"), or Accelerator(cpu=True)',
+            hint='on CPUs: TrainingArguments(use_cpu=True, ddp_backend="gloo"), or Accelerator(kwargs_handlers='
+            '[InitProcessGroupKwargs(backend="gloo")]); with cpu=True accelerate trains without DeepSpeed',
             value=counted,
         )
 
