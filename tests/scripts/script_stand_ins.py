@@ -55,6 +55,16 @@ def alpaca(folder: Path) -> None:
 
 
 @stand_in
+def alpaca_parquet(folder: Path) -> None:
+    """The same rows as a table of parquet."""
+    import datasets
+
+    alpaca(folder)
+    rows = json.loads((folder / "alpaca.json").read_text(encoding="utf-8"))
+    datasets.Dataset.from_list(rows).to_parquet(folder / "alpaca.parquet")
+
+
+@stand_in
 def sharegpt(folder: Path) -> None:
     """Conversations as in ShareGPT."""
     generator = random.Random(8)

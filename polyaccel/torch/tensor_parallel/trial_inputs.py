@@ -133,8 +133,7 @@ def _reads_weights(code: CodeType) -> bool:
 
 
 def _codes_put_into(module: nn.Module) -> Iterator[CodeType]:
-    """Code of a forward that another file gave a module without a weight of its own, or its class, and of what that
-    wraps."""
+    """Code of a forward that another file gave a module without a weight, or its class, and of what that wraps."""
     if "weight" in module._parameters:
         return
     files = () if "forward" in vars(module) else {kind.__module__ for kind in type(module).__mro__}
