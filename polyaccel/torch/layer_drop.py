@@ -87,9 +87,9 @@ class DroppedBlocks:
             return self._remembered(name, function(*args, **named))
         hidden = args[0] if args else named.get(_HIDDEN)
         if not isinstance(hidden, Tensor):
-            kind = type(hidden).__name__
+            given = type(hidden).__name__
             hint = "let the block take its hidden states first, or as hidden_states"
-            raise PolyaccelError(f"a block that takes a {kind} cannot be skipped", hint=hint, value=kind)
+            raise PolyaccelError(f"a block that takes a {given} cannot be skipped", hint=hint, value=given)
         if is_kept:
             return _changed(self._remembered(name, function(*args, **named)), lambda one: _scaled(hidden, one, share))
         kind = self._outputs.get(name) or self._learn(name, function, args, named, hidden)

@@ -17,7 +17,6 @@ REMOVED = {
     "graph_harvesting": "graph harvesting",
     "nebula": "the Nebula checkpoint writer",
     "quantize_training": "quantisation by eigenvalues, or together with compression_training.weight_quantization",
-    "sparse_attention": "sparse attention",
     "zero_optimization.mics_shard_size": "MiCS",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS",
     "zero_optimization.zeropp_loco_param": "LoCo",

@@ -72,7 +72,7 @@ OTHER_NAMES = {
     "stage3_gather_fp16_weights_on_model_save": True,
 }
 """Keys of `zero_optimization` by names that are older, or without their `stage3_`; and values for them."""
-REMOVED = ("deepspeed.compression", "deepspeed.elasticity")
+REMOVED = ("deepspeed.compression", "deepspeed.elasticity", "deepspeed.ops.sparse_attention")
 """Modules that DeepSpeed has removed since 0.19.5, and that there are here."""
 UNLISTED = ("deepspeed.module_inject", "deepspeed.runtime.data_pipeline")
 """Modules whose names the facts do not list; tests/threads/{tensor_parallel,dropin} use those that there are."""

@@ -80,6 +80,17 @@ def _writer(tree: Tree) -> Iterator[Change]:
         yield Change("checkpoint.writer", said)
 
 
+def _sparse_attention(tree: Tree) -> Iterator[Change]:
+    """Layers of the model read this section, and the engine does not."""
+    section = tree.get("sparse_attention")
+    if isinstance(section, Mapping) and section:
+        from polyaccel_deepspeed.sparse_attention import pattern_of  # torch is loaded where it is needed
+
+        pattern_of(dict(section))
+        del tree["sparse_attention"]
+        yield Change("sparse_attention", "fits; the layers of the model read it")
+
+
 def _datastates(tree: Tree) -> Iterator[Change]:
     """DataStates writes checkpoints in the background."""
     if "datastates_ckpt" not in tree:
@@ -220,6 +231,7 @@ TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _local_storage,
     _writer,
     _datastates,
+    _sparse_attention,
     _nebula,
     _amp,
     _unmanaged,

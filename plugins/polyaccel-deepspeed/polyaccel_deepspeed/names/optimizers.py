@@ -45,6 +45,16 @@ WRAPPERS: dict[str, Module] = {
             *("lr_scheduler_for_variable_batch_size", "scale_lr"),
         ),
     ),
+    "deepspeed.ops.sparse_attention": Module(
+        "Attention by blocks, as of DeepSpeed 0.19.5.",
+        yes(
+            "polyaccel_deepspeed.sparse_attention",
+            *("SparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig", "VariableSparsityConfig"),
+            *("BigBirdSparsityConfig", "BSLongformerSparsityConfig", "LocalSlidingWindowSparsityConfig"),
+            *("SparseSelfAttention", "BertSparseSelfAttention", "SparseAttentionUtils"),
+        )
+        | never("a kernel of Triton; SparseSelfAttention computes by torch", "MatMul", "Softmax"),
+    ),
     "deepspeed.runtime.base_optimizer": Module(
         "The engine's optimizer.", DEEPSPEED_OPTIMIZER | yes(_WRAPPERS, "ZeROOptimizer")
     ),
