@@ -26,7 +26,7 @@ def pattern_of(section: dict[str, Any]) -> BlockPattern:
 
 
 class SparsityConfig:
-    """A layout of blocks. This one has none of its own: its subclasses do."""
+    """A layout of blocks, which subclasses choose."""
 
     mode = ""
 
