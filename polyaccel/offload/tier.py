@@ -56,7 +56,8 @@ class Fetch(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Block until the target has the contents. The fetch is over then.
+        """Block until the target has the contents for work that the current stream is given from now on. The fetch is
+        over then, but the host leaves the source as it is until `Tier.end_fetches`.
 
         Raises:
             OffloadError: The contents cannot be read. The fetch is over too.
@@ -84,7 +85,7 @@ class Tier(ABC):
     of several ranks may work at once in threads of one process.
     """
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 1)
     name: ClassVar[str]
     is_resident: ClassVar[bool] = True
     """Whether buffers are always where kernels of `compute` reach them. See [Note: Non-resident buffers]."""
@@ -159,6 +160,9 @@ class Tier(ABC):
         target.copy_from(source)
         return DoneFetch()
 
+    def end_fetches(self) -> None:  # noqa: B027 - fetches of most tiers are over when they are finished
+        """Return when the host may write to the source of every fetch that is over."""
+
     @abstractmethod
     def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         """Walk over groups of buffers and lend their contents to kernels. One walk at a time, and meanwhile no other
@@ -217,6 +221,8 @@ class HostMemory:
         self.is_the_devices = accelerator is host
         pins = pin and accelerator is not host and accelerator.capabilities().host_pinning
         self._pinned_by = accelerator if pins else None
+        self.queues_for = accelerator if pins and accelerator.capabilities().streams else None
+        """The device, where its streams copy from and to this memory while the host goes on."""
 
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         """Allocate zeros.

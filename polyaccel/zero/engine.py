@@ -205,6 +205,7 @@ class ZeroEngine:
     def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank must load to continue, in global coordinates: all of `master` and of the optimizer
         states."""
+        self.params.end_fetches()
         for params in self.params:
             shard = self._states.get(params.bucket.index)
             for piece in params.slices():

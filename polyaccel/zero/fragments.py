@@ -219,6 +219,7 @@ def drop_gradient(step: ZeroEngine, fqn: str) -> None:
 def _source(step: ZeroEngine, index: int, fqn: str, kind: str) -> Buffer:
     """The buffer in which fragments of a bucket lie, as long as `master`."""
     if kind == PARAM:
+        step.params.end_fetches()
         return step.params[index].master
     if kind == GRAD:
         gradients, _ = step.reducer.gradients_of(fqn)

@@ -46,6 +46,7 @@ class ParamBuckets:
         self.layout = plan.layout
         self._communicators = parts.communicators
         self._accelerator = parts.accelerator
+        self._tiers = parts.tiers
         self._owner = owner
         self._waiting = waiting
         self.steps: dict[str, int] = {param.fqn: 0 for param in plan.layout.params if param.trainable}
@@ -166,6 +167,7 @@ class ParamBuckets:
         """Write bucket `index`'s master weights to the parameters and make them whole where they were. Collective."""
         params = self.buckets[index]
         if params.out is not None:
+            self.end_fetches()
             for piece in params.slices():
                 _, slot = self.layout.locate(piece.fqn)
                 window = (piece.shard_offset, piece.length)
@@ -186,6 +188,11 @@ class ParamBuckets:
         with self._waiting():
             for index in list(self._publishing):
                 self.wait_all_gather(index)
+
+    def end_fetches(self) -> None:
+        """Return when the host may write to the memory from which the device takes sharded parameters."""
+        for tier in dict.fromkeys((*self._tiers.params.values(), *self._tiers.states.values())):
+            tier.end_fetches()
 
     # Values that come from outside.
 
@@ -249,6 +256,7 @@ class ParamBuckets:
         self, params: BucketParams, slot: Slot, value: Buffer
     ) -> Iterator[tuple[int, Buffer | None, Buffer | None, Buffer]]:
         """Where a parameter rests on this rank next to its whole: (start, slice, master weights, part of `value`)."""
+        self.end_fetches()
         for piece in params.slices():
             if piece.fqn == slot.param.fqn:
                 window = (piece.shard_offset, piece.length)

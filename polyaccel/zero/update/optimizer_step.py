@@ -301,6 +301,7 @@ class OptimizerStep:
             origin = self._params[bucket.index].origin
             shard.runs = tuple(find_runs(shard, origin, arrivals.params, self._steps, self._params.rounding))
 
+        self._params.end_fetches()
         unwritten: OffloadError | None = None
         self._updated = 0
         try:
