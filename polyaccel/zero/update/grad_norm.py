@@ -31,6 +31,7 @@ from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.buckets.user_grad_edits import require_equal, require_same_edits, require_shown_whole
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.resources import Staging, sum_dtype
+from polyaccel.zero.update.stage_rows import StageRow, StageRows
 
 
 def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
@@ -107,14 +108,16 @@ class GradientNorm:
     first_nonfinite_param: str | None
 
     @classmethod
-    def from_squares(cls, squares: Sequence[float], layout: ShardLayout, loss_scale: float) -> GradientNorm:
-        """Add up the squared norms of all parameters, given in the layout's order."""
-        names = [param.fqn for param in layout.params]
-        culprit = next((name for name, square in zip(names, squares, strict=True) if not isfinite(square)), None)
-        if culprit is None:
-            return cls(_float32(sqrt(fsum(squares)) / loss_scale), None)
-        is_nan = any(square != square for square in squares)
-        return cls(float("nan" if is_nan else "inf"), culprit)
+    def from_squares(
+        cls, names: Sequence[Sequence[str]], squares: Sequence[Sequence[float]], loss_scale: float
+    ) -> GradientNorm:
+        """Add up the squared norms of all parameters, those of each pipeline stage in the order of their `names`."""
+        stages = list(zip(names, squares, strict=True))
+        bad = [(name, value) for stage in stages for name, value in zip(*stage, strict=True) if not isfinite(value)]
+        if not bad:
+            return cls(_float32(sqrt(fsum(fsum(values) for values in squares)) / loss_scale), None)
+        is_nan = any(value != value for _, value in bad)
+        return cls(float("nan" if is_nan else "inf"), bad[0][0])
 
     @property
     def overflow(self) -> bool:
@@ -173,13 +176,14 @@ class GradNormReducer:
         staging: Staging,
         beyond: Communicator | None = None,
     ) -> None:
-        self._beyond = beyond
         self._staging = staging
         self._layout = layout
         self.buckets = reducer.buckets
         self._user_edits = reducer.user_edits
         self._communicator = communicator
         self._accelerator = accelerator
+        self._names = [param.fqn for param in layout.params]
+        self._stages = None if beyond is None else StageRows(beyond, self._names, len(self.buckets))
 
     def agree_on_arrivals(self, flags: Flags = _NO_FLAGS) -> ReadyGrads:
         """Which gradients arrived. Waits for no gradient but late ones, which are reduced on the way.
@@ -193,34 +197,24 @@ class GradNormReducer:
 
     def agree_on_norm(self, sums: SquareSums, loss_scale: float) -> GradientNorm:
         """The norm over all ranks, where `sums` has the gradients of all buckets."""
-        return self._of_all(self._exchange(array("d"), "norms", sums), loss_scale)
+        _, stages = self._exchange_norms(array("d"), "norms", sums)
+        return self._of_all(stages, loss_scale)
 
     def all_reduce_norm_and_flags(
         self, loss_scale: float, flags: Flags, *, measure: bool
     ) -> tuple[ReadyGrads, GradientNorm]:
         """Both at once, where all reductions have ended. Unless `measure`, the norm is 0."""
-        count = len(self._layout.params)
-        values = self._exchange(self._counts(flags), "norms and arrivals", self._sums(measure))
-        arrivals = self._interpret(values[count:])
-        if arrivals.late_buckets:
+        values, stages = self._exchange_norms(self._counts(flags), "norms and arrivals", self._sums(measure))
+        arrivals = self._interpret(values)
+        if arrivals.late_buckets or any(stage.has_late for stage in stages):
             self._reduce_late(arrivals)
             return arrivals, self.agree_on_norm(self._sums(measure), loss_scale)
-        if not measure:
-            return arrivals, GradientNorm(0.0, None)
-        return arrivals, self._of_all(values[:count], loss_scale)
+        return arrivals, self._of_all(stages, loss_scale) if measure else GradientNorm(0.0, None)
 
-    def _of_all(self, squares: Sequence[float], loss_scale: float) -> GradientNorm:
-        """The norm over all parameters of the model, where `squares` has the squared norms of those that are here."""
-        own = GradientNorm.from_squares(squares, self._layout, loss_scale)
-        if self._beyond is None:
-            return own
-        total = fsum(squares) if own.first_nonfinite_param is None else own.norm
-        gathered = self._beyond.all_gather_object([total, own.first_nonfinite_param or ""])
-        not_finite = next((name for _, name in gathered if name), None)
-        if not_finite is None:
-            return GradientNorm(_float32(sqrt(fsum(square for square, _ in gathered)) / loss_scale), None)
-        is_nan = any(square != square for square, _ in gathered)
-        return GradientNorm(float("nan" if is_nan else "inf"), not_finite)
+    def _of_all(self, stages: Sequence[StageRow], loss_scale: float) -> GradientNorm:
+        """The norm over all parameters of the model."""
+        names = [self._names] if self._stages is None else self._stages.names
+        return GradientNorm.from_squares(names, [stage.squares for stage in stages], loss_scale)
 
     def new_sums(self) -> SquareSums:
         """Sums for `add_squares` and `on_norm`."""
@@ -295,22 +289,41 @@ class GradNormReducer:
         for index in arrivals.late_buckets:
             self.buckets[index].reduce_late()
 
-    def _exchange(self, values: array[float], label: str, squares: SquareSums | None = None) -> array[float]:
-        """The sums over all ranks of `squares` and then `values`. The host waits for a device once, for the result; a
-        single rank exchanges nothing, and waits for its `squares` alone."""
-        copies = self._staging.join()
+    def _exchange(self, values: array[float], label: str) -> array[float]:
+        """The sums over all ranks of `values`. A single rank exchanges nothing."""
         if self._communicator.world_size == 1:
-            own = array("d") if squares is None else squares.read()
-            if squares is not None and squares.are_read_from(self._accelerator):
-                self._staging.know(copies)
-            return own + values
-        count = 0 if squares is None else len(self._layout.params)
-        sums = allocate_sums(self._accelerator, self._communicator, count + len(values))
-        if squares is not None:
-            squares.write_to(sums.view(0, count), self._accelerator)
-        if values:
-            write_sums(sums.view(count, len(values)), values)
+            return values
+        copies = self._staging.join()
+        sums = allocate_sums(self._accelerator, self._communicator, len(values))
+        write_sums(sums, values)
         self._communicator.all_reduce(sums, label=label)
         found = read_sums(sums)
         self._staging.know(copies)
         return found
+
+    def _exchange_norms(
+        self, values: array[float], label: str, squares: SquareSums
+    ) -> tuple[array[float], list[StageRow]]:
+        """The sums over all ranks of `values`, those of `_counts` or none, and of `squares`, by pipeline stage. The
+        host waits for a device once, for all of it; where nothing is exchanged, for its `squares` alone."""
+        copies, count, numel = self._staging.join(), len(self._names), len(self._names) + len(values)
+        if self._communicator.world_size == 1 and self._stages is None:
+            own = squares.read()
+            if squares.are_read_from(self._accelerator):
+                self._staging.know(copies)
+            return values, [StageRow(own)]
+        rows_numel = 0 if self._stages is None else self._stages.numel
+        sums = allocate_sums(self._accelerator, self._communicator, numel + rows_numel)
+        own_sums = sums.view(0, numel)
+        squares.write_to(own_sums.view(0, count), self._accelerator)
+        if values:
+            write_sums(own_sums.view(count, len(values)), values)
+        if self._communicator.world_size > 1:
+            self._communicator.all_reduce(own_sums, label=label)
+        if self._stages is not None:
+            late = own_sums.view(2 * count, len(self.buckets)) if values else None
+            self._stages.gather(sums.view(numel, rows_numel), own_sums.view(0, count), late)
+        found = read_sums(sums)
+        self._staging.know(copies)
+        rows = [StageRow(found[:count])] if self._stages is None else self._stages.cut(found[numel:])
+        return found[count:numel], rows
