@@ -13,8 +13,9 @@ using Tensors = std::vector<at::Tensor>;
 // error when it waits for that stream.
 class CommWork final : public c10d::Work {
  public:
-  CommWork(int rank, c10d::OpType kind, Tensors outputs, c10::Device device)
+  CommWork(int rank, c10d::OpType kind, Tensors outputs, c10::Device device, Queue* queue)
       : Work(rank, kind),
+        queue_(queue),
         outputs_(std::move(outputs)),
         device_(device),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
@@ -25,7 +26,7 @@ class CommWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout != kNoTimeout || isCompleted()) return Work::wait(timeout);
     const auto self = c10::intrusive_ptr<CommWork>::reclaim_copy(this);
-    enqueue(current_stream(device_.index()), [self] { self->Work::wait(kNoTimeout); });
+    enqueue_wait(current_stream(device_.index()), queue_, [self] { return self->wait_briefly(); });
     return true;
   }
 
@@ -39,6 +40,14 @@ class CommWork final : public c10d::Work {
   }
 
  private:
+  bool wait_briefly() {
+    std::unique_lock lock(mutex_);
+    const bool is_done = cv_.wait_for(lock, std::chrono::milliseconds(1), [this] { return completed_; });
+    if (is_done && exception_) std::rethrow_exception(exception_);
+    return is_done;
+  }
+
+  Queue* queue_;
   Tensors outputs_;
   c10::Device device_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -75,10 +84,10 @@ c10::intrusive_ptr<c10d::Work> Comm::run(
     std::function<c10::intrusive_ptr<c10d::Work>(Tensors&, Tensors&)> call, int divisor, bool is_message) {
   const auto& any = outputs.empty() ? inputs : outputs;
   const auto device = any.empty() ? c10::Device(c10::kPrivateUse1, current_device()) : any.front().device();
-  const auto work = c10::make_intrusive<CommWork>(getRank(), kind, outputs, device);
+  auto* queue = is_message ? messages_[outputs.empty() ? 0 : 1] : collectives_;
+  const auto work = c10::make_intrusive<CommWork>(getRank(), kind, outputs, device, queue);
   Event ready;  // what the caller has queued until now comes first
   ready.record(current_stream(device.index()));
-  auto* queue = is_message ? messages_[outputs.empty() ? 0 : 1] : collectives_;
   queue->push([work, device, ready, outputs = std::move(outputs), inputs = std::move(inputs), call = std::move(call), divisor] {
     std::exception_ptr error;
     try {

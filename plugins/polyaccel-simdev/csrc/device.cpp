@@ -46,7 +46,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_waits("synchronize of the device");
     synchronize_device(device);
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}  // queued work owns its tensors
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const Stream& stream) const override {
+    record_use(memory.get(), stream);
+  }
 
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
     if (!*event) *event = new Event();
@@ -99,8 +101,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     const auto device = storage.device().index();
     auto memory = allocate(nbytes, device);
-    synchronize_device(device);
     if (const auto kept = std::min(nbytes, storage.nbytes())) {
+      const Simulation simulation;
+      synchronize(current_stream(device));
       std::memcpy(host_address(memory.get()), host_address(storage.data()), kept);
     }
     auto& owner = const_cast<c10::Storage&>(storage);

@@ -2,6 +2,7 @@
 
 #include "faults.h"
 #include "streams.h"
+#include "waits.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
@@ -9,12 +10,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -37,7 +40,7 @@ class Arena {
     free_[0] = capacity;
   }
 
-  void* take(size_t nbytes) {  // nullptr when there is no room
+  void* take(size_t nbytes, c10::StreamId stream) {  // nullptr when there is no room
     const size_t wanted = rounded_up(nbytes);
     std::lock_guard lock(mutex_);
     for (auto hole = free_.begin(); hole != free_.end(); ++hole) {
@@ -45,7 +48,7 @@ class Arena {
       const auto [start, length] = *hole;
       free_.erase(hole);
       if (length > wanted) free_[start + wanted] = length - wanted;
-      taken_[start] = wanted;
+      taken_[start] = {wanted, {stream}};
       usage_.allocated += int64_t(wanted);
       usage_.peak = std::max(usage_.peak, usage_.allocated);
       ++usage_.live;
@@ -54,16 +57,32 @@ class Arena {
     return nullptr;
   }
 
+  void record_use(const void* address, c10::StreamId stream) {
+    std::lock_guard lock(mutex_);
+    const auto taken = taken_.find(offset_of(address));
+    if (taken != taken_.end()) taken->second.streams.insert(stream);
+  }
+
+  // Counts an allocation as free, and says whose work comes before it may be given out again.
+  std::set<c10::StreamId> release(void* address) {
+    std::lock_guard lock(mutex_);
+    const auto taken = taken_.find(offset_of(address));
+    usage_.allocated -= int64_t(taken->second.length);
+    --usage_.live;
+    return taken->second.streams;
+  }
+
   void give(void* address) {
-    const size_t start = size_t(static_cast<char*>(address) - device_);
+    const size_t start = offset_of(address);
     std::lock_guard lock(mutex_);
     const auto taken = taken_.find(start);
-    size_t first = start, length = taken->second;
-    usage_.allocated -= int64_t(length);
-    --usage_.live;
+    size_t first = start, length = taken->second.length;
     taken_.erase(taken);
-    // The pages go back to the system, and the next owner finds zeros.
-    fallocate_hole(start, length);
+    if (are_delayed()) {
+      std::memset(host_ + start, 0xff, length);  // so that nobody finds by chance what he should not look for
+    } else {
+      fallocate_hole(start, length);  // the pages go back to the system, and the next owner finds zeros
+    }
     auto next = free_.lower_bound(start);
     if (next != free_.end() && next->first == start + length) {
       length += next->second;
@@ -98,6 +117,13 @@ class Arena {
   }
 
  private:
+  struct Block {
+    size_t length;
+    std::set<c10::StreamId> streams;
+  };
+
+  size_t offset_of(const void* address) const { return size_t(static_cast<const char*>(address) - device_); }
+
   char* map(int protection) {
     void* start = mmap(nullptr, capacity_, protection, MAP_SHARED | MAP_NORESERVE, file_, 0);
     TORCH_CHECK(start != MAP_FAILED, "simdev memory: ", std::strerror(errno));
@@ -123,7 +149,7 @@ class Arena {
   char* host_ = nullptr;
   std::mutex mutex_;
   std::map<size_t, size_t> free_;                // start -> length
-  std::unordered_map<size_t, size_t> taken_;     // start -> length
+  std::unordered_map<size_t, Block> taken_;      // by its start
   Usage usage_;
 };
 
@@ -136,8 +162,22 @@ std::vector<std::unique_ptr<Arena>>& arenas() {
 size_t g_capacity = 0;
 
 void free_device(void* address) {
-  for (auto& arena : arenas()) {
-    if (address && arena->owns(address)) arena->give(address);
+  for (size_t device = 0; address && device < arenas().size(); ++device) {
+    auto* arena = arenas()[device].get();
+    if (!arena->owns(address)) continue;
+    const auto streams = arena->release(address);
+    const auto left = std::make_shared<std::atomic<size_t>>(streams.size());
+    const auto give = [arena, address, left] {
+      if (--*left == 0) arena->give(address);
+    };
+    for (const auto id : streams) {
+      const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, c10::DeviceIndex(device)), id);
+      if (is_idle(stream)) {
+        give();
+      } else {
+        enqueue(stream, give);
+      }
+    }
   }
 }
 
@@ -162,7 +202,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}  // nothing is kept
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}  // queued work owns its tensors
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override { record_use(memory.get(), stream); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     return as_stats(usage(device));
   }
@@ -216,10 +256,23 @@ c10::DataPtr allocate(size_t nbytes, c10::DeviceIndex device) {
   const c10::Device where(c10::kPrivateUse1, device);
   if (nbytes == 0) return {nullptr, nullptr, &free_device, where};
   const bool refuses = has_fault("failing_allocation") && nbytes >= kFailingNbytes;
-  void* start = refuses ? nullptr : arenas().at(size_t(device))->take(nbytes);
+  auto& arena = *arenas().at(size_t(device));
+  const auto stream = current_stream(device).id();
+  void* start = refuses ? nullptr : arena.take(nbytes, stream);
+  if (!start && !refuses) {  // what was freed comes back when the work is done that is queued
+    const Simulation simulation;
+    synchronize_device(device);
+    start = arena.take(nbytes, stream);
+  }
   TORCH_CHECK_WITH(OutOfMemoryError, start, "simdev:", int(device), " is out of memory: ", nbytes, " bytes asked, ",
                    usage(device).allocated, " of ", g_capacity, " in use (POLYACCEL_SIMDEV_CAPACITY)");
   return {start, start, &free_device, where};
+}
+
+void record_use(const void* address, c10::Stream stream) {
+  for (auto& arena : arenas()) {
+    if (arena->owns(address)) arena->record_use(address, stream.id());
+  }
 }
 
 Usage usage(c10::DeviceIndex device) { return arenas().at(size_t(device))->usage(); }

@@ -5,6 +5,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -19,7 +20,11 @@ struct Usage {
 
 void set_up_memory(c10::DeviceIndex devices, size_t capacity);  // capacity in bytes, of each device
 size_t capacity();
-c10::DataPtr allocate(size_t nbytes, c10::DeviceIndex device);  // zeroed; throws c10::OutOfMemoryError
+
+// Zeroed, or full of NaN where work is delayed; throws c10::OutOfMemoryError. Freed memory is given out again when the
+// work is done that is queued by then on the stream that was current now and on those of `record_use`, and no others.
+c10::DataPtr allocate(size_t nbytes, c10::DeviceIndex device);
+void record_use(const void* address, c10::Stream stream);  // of an allocation that begins there
 Usage usage(c10::DeviceIndex device);
 void reset_peak(c10::DeviceIndex device);
 void* host_address(const void* device_address);  // in the second mapping; the address itself if it is not a device's

@@ -28,6 +28,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto devices = c10::DeviceIndex(setting("POLYACCEL_SIMDEV_DEVICES", 2));
   simdev::set_up_streams(devices);
   simdev::set_up_memory(devices, size_t(setting("POLYACCEL_SIMDEV_CAPACITY", 1ll << 30)));
+  simdev::set_delays(uint64_t(setting("POLYACCEL_SIMDEV_DELAYS", 0)));
   simdev::register_device();
   m.def("device_count", [] { return int(simdev::device_count()); });
   m.def("current_device", [] { return int(simdev::current_device()); });
@@ -56,6 +57,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("keep_busy", [](int64_t milliseconds, int device) {
     simdev::keep_busy(milliseconds, c10::DeviceIndex(device));
   });
+  m.def("set_delays", [](uint64_t seed) { simdev::set_delays(seed); });
   m.def("make_comm", [](c10::intrusive_ptr<c10d::Backend> host, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<simdev::Comm>(std::move(host), rank, size);
   });

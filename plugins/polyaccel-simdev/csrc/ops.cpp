@@ -71,16 +71,19 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     written.record(current_stream(from.device().index()));
     written.block(stream);
   }
-  const auto copy = [from, to] { on_host(to).copy_(on_host(from)); };
+  // Memory of the device is not kept: its owner may free it, as with a chip. `on_host` is the tensor itself on the host.
+  const auto copy = [source = on_host(from), target = on_host(to)] { target.copy_(source); };
   const bool between_devices = from.is_privateuseone() && to.is_privateuseone();
   const Tensor& other = to.is_privateuseone() ? from : to;
   if (between_devices) {
-    enqueue_for(on_device, copy);
+    enqueue_for(on_device, [copy, from] { copy(); });  // `from` has no stream of this device
   } else if (non_blocking && is_pinned(other.const_data_ptr())) {
     if (has_fault("slow_copy")) {
       synchronize(stream);
       // Never deleted: to release tensors takes Python, which may have ended by then.
       const auto* kept = new auto(copy);
+      new Tensor(from);
+      new Tensor(to);
       std::thread([kept] {
         std::this_thread::sleep_for(std::chrono::milliseconds(200));
         const c10::InferenceMode no_history;
@@ -105,7 +108,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 Tensor& fill(Tensor& self, const at::Scalar& value) {
-  enqueue_for(self, [self, value] { on_host(self).fill_(value); });
+  enqueue_for(self, [host = on_host(self), value] { host.fill_(value); });
   return self;
 }
 
@@ -184,8 +187,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 void scale(const Tensor& self, double factor) {
-  enqueue_for(self, [self, factor] {
-    auto host = on_host(self);
+  enqueue_for(self, [host = on_host(self), factor]() mutable {
     host.mul_(factor);
     if (has_fault("wrong_kernel")) host.nan_to_num_(0.0, std::numeric_limits<double>::infinity(),
                                                     -std::numeric_limits<double>::infinity());
@@ -211,7 +213,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("bernoulli_.float", bernoulli);
   m.impl("set_.source_Storage_storage_offset", set_to);
   m.impl("set_.source_Storage", set_to_all);
-  m.impl("record_stream", [](Tensor&, c10::Stream) {});  // queued work owns its tensors
+  m.impl("record_stream", [](Tensor& self, c10::Stream stream) { record_use(self.storage().data(), stream); });
   // Views, which move nothing.
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("unfold", TORCH_FN(at::native::unfold));

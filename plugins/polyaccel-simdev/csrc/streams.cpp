@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <optional>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace simdev {
 namespace {
@@ -21,6 +23,27 @@ constexpr int kDevicesAtMost = 16;
 c10::DeviceIndex g_devices = 0;
 thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<c10::StreamId, kDevicesAtMost> t_streams{};
+
+constexpr auto kLongestDelay = std::chrono::milliseconds(100);
+constexpr int64_t kMostWork = 48;  // that is queued anywhere while a piece is held back
+
+std::atomic<uint64_t> g_seed{0};
+std::atomic<int64_t> g_queued{0};
+std::mutex g_queues_mutex;
+
+std::vector<Queue*>& all_queues() {
+  static auto* all = new std::vector<Queue*>();
+  return *all;
+}
+
+// For how much more queued work the piece of work `number` is held back: half of them not at all.
+int64_t draw_delay(uint64_t number) {
+  uint64_t bits = g_seed * 0x9E3779B97F4A7C15u + number;  // splitmix64
+  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+  bits ^= bits >> 31;
+  return bits & 1 ? 0 : 1 + int64_t((bits >> 8) % kMostWork);
+}
 
 Queue& queue_of(c10::Stream stream) {
   static auto* queues = new std::array<std::unique_ptr<Queue>, kDevicesAtMost * kStreams>();
@@ -54,13 +77,49 @@ c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
 }  // namespace
 
 Queue::Queue() {
+  {
+    std::lock_guard lock(g_queues_mutex);
+    all_queues().push_back(this);
+  }
   std::thread([this] { run(); }).detach();
 }
 
 void Queue::push(std::function<void()> work) {
+  const int64_t number = ++g_queued;
+  if (are_delayed()) {
+    std::lock_guard lock(g_queues_mutex);
+    for (auto* queue : all_queues()) queue->changed_.notify_all();
+  }
   std::lock_guard lock(mutex_);
-  waiting_.push_back(std::move(work));
+  waiting_.push_back({std::move(work), are_delayed() ? number + draw_delay(uint64_t(number)) : 0});
   changed_.notify_all();
+}
+
+Queue::Hurry::Hurry(Queue* queue) : queue_(queue) {
+  if (!queue_) return;
+  std::lock_guard lock(queue_->mutex_);
+  ++queue_->hurries_;
+  queue_->changed_.notify_all();
+}
+
+Queue::Hurry::~Hurry() {
+  if (!queue_) return;
+  std::lock_guard lock(queue_->mutex_);
+  --queue_->hurries_;
+}
+
+void Queue::hold_back(std::unique_lock<std::mutex>& lock) {
+  const auto until = std::chrono::steady_clock::now() + kLongestDelay;
+  changed_.wait_until(lock, until, [this] { return hurries_ > 0 || g_queued >= waiting_.front().not_before; });
+}
+
+void set_delays(uint64_t seed) { g_seed = seed; }
+
+bool are_delayed() { return g_seed != 0; }
+
+bool Queue::is_hurried() {
+  std::lock_guard lock(mutex_);
+  return hurries_ > 0;
 }
 
 bool Queue::is_idle() {
@@ -72,6 +131,7 @@ void Queue::synchronize() {
   std::exception_ptr error;
   {
     const Unlocked unlocked;  // is taken again when `lock` is released
+    const Hurry hurry(this);
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return waiting_.empty() && !busy_; });
     error = std::exchange(error_, nullptr);
@@ -86,7 +146,8 @@ void Queue::run() {
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [this] { return !waiting_.empty(); });
-      work = std::move(waiting_.front());
+      if (waiting_.front().not_before > g_queued) hold_back(lock);
+      work = std::move(waiting_.front().work);
       waiting_.pop_front();
       busy_ = true;
     }
@@ -140,6 +201,16 @@ c10::Stream comm_stream(c10::DeviceIndex device) { return stream_of(device, kStr
 
 void enqueue(c10::Stream stream, std::function<void()> work) { queue_of(stream).push(std::move(work)); }
 
+void enqueue_wait(c10::Stream stream, Queue* queue, std::function<bool()> wait_briefly) {
+  auto* own = &queue_of(stream);
+  enqueue(stream, [own, queue, wait_briefly = std::move(wait_briefly)] {
+    std::optional<Queue::Hurry> hurry;
+    while (!wait_briefly()) {
+      if (!hurry && (!are_delayed() || own->is_hurried())) hurry.emplace(queue);
+    }
+  });
+}
+
 bool is_idle(c10::Stream stream) { return queue_of(stream).is_idle(); }
 
 void synchronize(c10::Stream stream) { queue_of(stream).synchronize(); }
@@ -156,7 +227,16 @@ int64_t Event::State::last_recorded() {
 void Event::State::wait_for(int64_t number) {
   const Unlocked unlocked;
   std::unique_lock lock(mutex);
+  Queue* const awaited = done >= number ? nullptr : queue;
+  lock.unlock();
+  const Queue::Hurry hurry(awaited);
+  lock.lock();
   reached.wait(lock, [this, number] { return done >= number; });
+}
+
+bool Event::State::wait_briefly(int64_t number) {
+  std::unique_lock lock(mutex);
+  return reached.wait_for(lock, std::chrono::milliseconds(1), [this, number] { return done >= number; });
 }
 
 void Event::record(c10::Stream stream) {
@@ -164,6 +244,7 @@ void Event::record(c10::Stream stream) {
   {
     std::lock_guard lock(state_->mutex);
     number = ++state_->recorded;
+    state_->queue = &queue_of(stream);
   }
   enqueue(stream, [state = state_, number] {
     std::lock_guard lock(state->mutex);
@@ -175,7 +256,12 @@ void Event::record(c10::Stream stream) {
 
 void Event::block(c10::Stream stream) const {
   if (has_fault("late_stream")) return;
-  enqueue(stream, [state = state_, number = state_->last_recorded()] { state->wait_for(number); });
+  Queue* queue;
+  {
+    std::lock_guard lock(state_->mutex);
+    queue = state_->queue;
+  }
+  enqueue_wait(stream, queue, [state = state_, number = state_->last_recorded()] { return state->wait_briefly(number); });
 }
 
 bool Event::is_reached() const {

@@ -24,15 +24,40 @@ class Queue {
   bool is_idle();
   void synchronize();  // rethrows the first error of its work since the last time
 
+  bool is_hurried();
+
+  // While one lives, work of a queue is not held back: the host waits for it, directly or by way of other queues.
+  class Hurry {
+   public:
+    explicit Hurry(Queue* queue);  // nullptr: none
+    ~Hurry();
+    Hurry(const Hurry&) = delete;
+    Hurry& operator=(const Hurry&) = delete;
+
+   private:
+    Queue* queue_;
+  };
+
  private:
+  struct Item {
+    std::function<void()> work;
+    int64_t not_before;  // held back until so much work has been queued anywhere in the process
+  };
   void run();
+  void hold_back(std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> waiting_;
+  std::deque<Item> waiting_;
   bool busy_ = false;
+  int hurries_ = 0;
   std::exception_ptr error_;
 };
+
+// Holds work of all streams back, each piece as long as a generator of this seed says: until more work has been queued,
+// the host waits for it, or some milliseconds are over. 0: none.
+void set_delays(uint64_t seed);
+bool are_delayed();
 
 void set_up_streams(c10::DeviceIndex devices);
 c10::DeviceIndex device_count();
@@ -44,6 +69,10 @@ c10::Stream exchange_stream(c10::Stream stream);  // of this thread; returns the
 c10::Stream default_stream(c10::DeviceIndex device);
 c10::Stream new_stream(c10::DeviceIndex device);  // one of a few, in turn
 c10::Stream comm_stream(c10::DeviceIndex device);  // for copies of collectives alone
+
+// Lets later work of the stream wait until `wait_briefly`, which takes a millisecond at most, says that it is time.
+// `queue` is hurried as long as the stream is.
+void enqueue_wait(c10::Stream stream, Queue* queue, std::function<bool()> wait_briefly);
 
 void enqueue(c10::Stream stream, std::function<void()> work);
 bool is_idle(c10::Stream stream);
@@ -64,10 +93,12 @@ class Event {
     std::mutex mutex;
     std::condition_variable reached;
     int64_t recorded = 0, done = 0;
+    Queue* queue = nullptr;  // in which it was recorded last
     std::chrono::steady_clock::time_point at;
 
     int64_t last_recorded();
     void wait_for(int64_t number);
+    bool wait_briefly(int64_t number);
   };
 
   std::shared_ptr<State> state_ = std::make_shared<State>();
