@@ -6,6 +6,7 @@ from threading import Lock
 
 import pytest
 import torch
+from own_optimizers import Lars
 from torch import nn
 
 import polyaccel
@@ -13,7 +14,6 @@ from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.api.muon import orthogonalize
 from polyaccel.utils import safe_get_full_optimizer_state
-from tests.threads.torch.test_optimizers_on_slices import Lars
 
 STEPS = 4
 PARAMS = {"lr": 0.05, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9]}

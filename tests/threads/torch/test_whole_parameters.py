@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from own_optimizers import REFUSED, WHOLE, Net
 from torch import nn
 
 import polyaccel
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from tests.threads.torch.test_optimizers_on_slices import REFUSED, WHOLE, Net
 
 STEPS = 4
 
