@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.rollout`: what a trainer of generated sequences tells its engine, and gets from it.
+"""`deepspeed.runtime.rollout`: what a trainer of generated sequences asks of its engine, and gets from it.
 
 Sequences come from `engine.generate`, so that the weights are those of this step at every stage. Ranks may end at other
 tokens, and need no equal numbers of passes, as DeepSpeed's do.

@@ -61,7 +61,7 @@ def with_tensor_ranks(tree: dict[str, Any], model: nn.Module, mpu: Any = None) -
     """The config with what `tp_model_init` has set for `model`.
 
     Raises ConfigError where the config has another number of ranks or type, and for a `tp_group` of other ranks than
-    the mesh's, or beside an `mpu`, which has groups of its own.
+    the mesh's, or together with an `mpu`, which has other groups.
     """
     asked = _asked.get(model)
     if asked is None:
