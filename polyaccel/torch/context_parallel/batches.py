@@ -56,6 +56,14 @@ class WholeBatch:
         ids = self.named.get("input_ids")
         return isinstance(ids, Tensor) and ids.dim() > 2
 
+    def digest(self) -> tuple[int, ...]:
+        """The shape of `input_ids` and a number that follows from its values and their places."""
+        ids = self.named.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.is_meta:
+            return ()
+        places = torch.arange(1, ids.numel() + 1, device=ids.device).remainder(8191)
+        return (*ids.shape, int((ids.flatten().to(torch.int64) * places).sum()))
+
     def marks(self) -> DocumentMask:
         """Documents and padding, as transformers finds them: padding by `attention_mask`, documents by position ids
         that do not continue by one, but only where there is no `attention_mask`, or by `cu_seq_lens_q`."""

@@ -38,6 +38,8 @@ from polyaccel.torch.context_parallel.token_numbers import whole_token_numbers
 
 _log = getLogger(__name__)
 
+_COMPARED = 2
+"""Passes whose batches are compared: later ones come from the same loader."""
 _FULL_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -65,6 +67,7 @@ class SequenceParallel:
             reason = f"{mixer or 'its forward'} joins tokens without attention, or counts their places itself"
             raise _refusal(self._transformer, reason, mixer)
         self._has_logged = False
+        self._to_compare = _COMPARED
         self._signature = inspect.signature(model.forward)
         self._loss = _loss_of(self._transformer)
         self._cut: _Pass | None = None
@@ -100,6 +103,9 @@ class SequenceParallel:
         rows, length = batch.shape
         if batch.has_choices:
             raise _refusal(self._transformer, "input_ids has several sequences in a row")
+        if self._to_compare:
+            self._to_compare -= 1
+            self._require_one_batch(batch)
         shares, marks = self._shares(length), batch.marks()
         self._log_documents(batch, marks)
         given = {**batch.named, "use_cache": False}
@@ -118,6 +124,17 @@ class SequenceParallel:
         whole_count = None if targets is None else target_count(targets)
         self._cut = _Pass(cut, current.set(cut), own_targets, whole_count)
         return (), own
+
+    def _require_one_batch(self, batch: WholeBatch) -> None:
+        """Raise PolyaccelError where the ranks of a sequence were called with other tokens. Collective."""
+        digests = self.communicator.all_gather_object(batch.digest())
+        if len(set(digests)) > 1:
+            raise PolyaccelError(
+                "the ranks that share a sequence were called with other batches",
+                hint="give all of them the same tokens; completions that each samples by a seed that follows from its "
+                "rank (TRL's GRPO) are not the same",
+                value=digests,
+            )
 
     def _log_documents(self, batch: WholeBatch, marks: DocumentMask) -> None:
         if self._has_logged or batch.named.get("attention_mask") is not None:

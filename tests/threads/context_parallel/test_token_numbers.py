@@ -129,3 +129,18 @@ def test_outputs_of_whole_sequences_are_refused_where_no_copy_could_show_them(mo
 def test_outputs_of_tokens_are_not_refused():
     model = head_of("LlamaForTokenClassification")
     run_threads(1, lambda communicator: apply_context_parallel(model, communicator, SequenceSettings("ring")))
+
+
+def test_ranks_with_other_batches_are_told_so():
+    """As by completions that each rank samples for itself; later batches come from the same loader."""
+    copies = [tiny("llama").train() for _ in range(2)]
+
+    def run(communicator):
+        own = copies[communicator.rank]
+        apply_context_parallel(own, communicator, SequenceSettings("ring"))
+        own(input_ids=batch_of()["input_ids"])
+        with pytest.raises(PolyaccelError) as caught:
+            own(input_ids=batch_of()["input_ids"].roll(communicator.rank, 1))
+        return len(set(caught.value.value))
+
+    assert run_threads(2, run) == [2, 2]
