@@ -79,6 +79,8 @@ def walk_meshes(sources: list[Path], only: list[str], meshes: list[str]) -> int:
                 found = run(on_mesh(script, mesh), sources, sys.executable, "meshes")
                 distance = max(apart([losses], alone[plain]) for losses in found)
                 result, why = "equal" if distance <= script.get("mesh_tolerance", 1e-6) else "other losses", ""
+                if not all(isfinite(loss) for losses in alone[plain] for loss in losses):
+                    result = "not finite"
             except Exception as error:  # such as a refusal: the next mesh is run
                 print(f"{script['name']}, {mesh}: {error}", flush=True)
                 result, why = refusal(str(error))
