@@ -119,8 +119,8 @@ class Config(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     """The states that are sharded over the ranks, and those that leave the device."""
     zero_allow_untested_optimizer: bool = False
-    """Accept the caller's optimizer that may not be elementwise, under sharded states: each rank runs it on its own
-    slices, which is wrong for one that looks at whole tensors."""
+    """Accept the caller's optimizer that is not known, under sharded states. It is tried on small tensors: each rank
+    runs it on slices, or on some whole parameters if it looks at these."""
     zero_force_ds_cpu_optimizer: bool = True
     """Under offload, refuse an optimizer that is not DeepSpeed's own for the host. Every optimizer that `initialize`
     takes runs on the host here, so both values have the same effect."""
