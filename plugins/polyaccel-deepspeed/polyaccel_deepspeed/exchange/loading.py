@@ -1,4 +1,4 @@
-"""Universal checkpoints of DeepSpeed, loaded by an engine: polyaccel's are read, so one is imported into its folder first."""
+"""Universal checkpoints of DeepSpeed, loaded by an engine: one is imported into its folder first, and then read."""
 
 from __future__ import annotations
 
