@@ -273,19 +273,26 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         With `checkpoint.load_universal` it may be a universal one of DeepSpeed's.
         """
         name = None if tag is None else str(tag)
+        options: dict[str, Any] = {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": load_module_only,
+            "custom_load_fn": custom_load_fn,
+        }
         if not self.load_universal_checkpoint():
-            return self._load(str(load_dir), name, load_module_strict, load_optimizer_states,
-                              load_lr_scheduler_states, load_module_only, custom_load_fn)  # fmt: skip
+            return self._load(str(load_dir), name, options)
         with universal_as_ours(self.communicator, str(load_dir), name) as (folder, name):
-            return self._load(folder, name, load_module_strict, load_optimizer_states,
-                              load_lr_scheduler_states, load_module_only, custom_load_fn)  # fmt: skip
+            return self._load(folder, name, options)
 
-    def _load(self, load_dir: str, tag: str | None, *options: Any) -> tuple[str | None, dict[str, Any] | None]:
+    def _load(
+        self, load_dir: str, tag: str | None, options: Mapping[str, Any]
+    ) -> tuple[str | None, dict[str, Any] | None]:
         if not self._is_there(load_dir, tag) and (tag is not None or not self.has_replica()):
             if self.communicator.rank == 0:
                 log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
             return None, None
-        return super().load_checkpoint(load_dir, tag, *options[:-1], custom_load_fn=options[-1])
+        return super().load_checkpoint(load_dir, tag, **options)
 
     def _is_there(self, load_dir: str, tag: str | None) -> bool:
         """Whether rank 0 sees anything of the checkpoint, whole or not. Collective.
