@@ -25,7 +25,7 @@ def test_names_are_sections_of_the_config() -> None:
     names = [one.name for one in REWRITES]
     assert names.index("tensor_parallel") < names.index("expert_parallel") < names.index("device")
     assert names.index("sequence_parallel") < names.index("tiled_compute") < names.index("zero_optimization")
-    assert names[-2:] == ["activation_checkpointing", "generation"]
+    assert names[-3:] == ["activation_checkpointing", "progressive_layer_drop", "generation"]
     assert [one.needs_engine for one in REWRITES] == sorted(one.needs_engine for one in REWRITES)
 
 
