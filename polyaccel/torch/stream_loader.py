@@ -108,6 +108,9 @@ class StreamDataLoader(EngineLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next micro-batch; it is equal on all ranks.
 
+        Returns:
+            Plain values, with the state of the stream where it resumes by that.
+
         Raises:
             CheckpointError: The state of the stream is not plain values.
         """
