@@ -78,7 +78,7 @@ def page(
     for group, title in (("scripts", "Scripts"), ("examples", "DeepSpeedExamples")):
         parts += [f"\n## {title}\n", _table([row for row in run if row["group"] == group], expected, results)]
     if notes := [f"- {row['name']}: {row['note']}" for row in run if "note" in row]:
-        parts += ["\n## Losses that differ\n", *notes]
+        parts += ["\n## Scripts without the same losses\n", *notes]
     if meshes:
         parts += [MESHES + _table_of_meshes(meshes, [row["name"] for row in rows if "meshes" in row])]
     if waiting := [row["name"] for row in rows if row["name"] not in results]:
