@@ -222,7 +222,7 @@ class HostMemory:
         pins = pin and accelerator is not host and accelerator.capabilities().host_pinning
         self._pinned_by = accelerator if pins else None
         self.queues_for = accelerator if pins and accelerator.capabilities().streams else None
-        """The device, where its streams copy from and to this memory while the host goes on."""
+        """The device, where its streams copy from and to this memory while the host continues."""
 
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         """Allocate zeros.

@@ -1,7 +1,7 @@
 """A bucket's reduced gradient where it waits for the update in host memory, and the device's copies to it.
 
 [Note: Gradients in host memory]
-The device copies each reduced gradient to page-locked memory of the host on a stream of its own, and the host waits
+The device copies each reduced gradient to page-locked memory of the host on a separate stream, and the host waits
 for none of these copies before it reads the gradient itself. Gradients of later micro-batches are added by the device,
 which takes what is there in small pieces and brings the sums back: the host need not follow. The squares of the norm
 are added on the way, from what the device has; user code that writes to the gradient makes them void.

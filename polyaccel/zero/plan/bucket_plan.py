@@ -212,7 +212,7 @@ def _plan_update(
     # With equal types the optimizer works on a view of the parameters, if it works where those rest.
     is_master = master_dtype is dtype and offload.are_one(bucket.index)
     is_out_of_reach = not is_master and not offload.is_within_reach(bucket.index)
-    # Then the device copies from and to memory of the bucket's own, while the host goes on to the next one.
+    # Then the device copies from and to memory of this bucket alone, while the host updates the next one.
     copies_itself = is_far and place is Place.HOST
     _, params_place = offload.places(bucket.index)
     keeps_whole = frozen.zero.grads is Placement.REPLICATED
