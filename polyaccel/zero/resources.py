@@ -182,8 +182,8 @@ class Staging:
         key = (tier, use, planned.dtype, planned.bucket)
         buffer = self._buffers.get(key)
         if buffer is None:
-            is_near = planned.place is Place.DEVICE
-            allocate = self._accelerator.allocate if is_near else tier.stage
+            is_apart = planned.place is Place.DEVICE and tier.compute is not self._accelerator
+            allocate = self._accelerator.allocate if is_apart else tier.stage
             buffer = self._buffers[key] = allocate(planned.numel, planned.dtype)
             self._places[key] = planned.place
         return buffer.view(0, numel)
