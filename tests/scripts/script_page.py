@@ -56,7 +56,9 @@ before the first step. Its reason stands below the table.
 Models and LoRA have no dropout here, on one rank too: ranks that share a model draw other masks. TRL computes losses
 from the weight of `lm_head`, so tensor ranks keep words whole in its scripts. The losses of trl/dpo and trl/kto follow
 from sums of log-probabilities that TRL adds up in fp32. One unit in the last place of such a sum is 1.1e-6 of the loss,
-so 1e-5 is equal there. In trl/grpo and trl/rloo each rank samples completions by a seed that follows from its rank.
+so 1e-5 is equal there.
+
+In trl/grpo and trl/rloo each rank samples completions by a seed that follows from its rank.
 Ranks that share experts have batches each, so the losses are not those of one rank's samples.
 *Not finite*: the drawn data leave no label, so the losses show nothing.
 
