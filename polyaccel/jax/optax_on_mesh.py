@@ -104,5 +104,5 @@ def _on_host(leaf: jax.Array) -> Any:
     if leaf.is_fully_addressable:
         return leaf
     whole = NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
-    # An argument that is a result as it is would keep its place, but for `out_shardings`.
+    # Without `out_shardings` a result that is an argument keeps its place, whatever device_put says.
     return jax.jit(lambda one: one, out_shardings=whole)(leaf).addressable_data(0)

@@ -6,8 +6,7 @@ Reductions are launched in bucket order on every rank, whatever the order in whi
 must meet its like. A bucket is launched early, overlapping the backward pass, once every gradient that it has ever seen
 has arrived again; the end of the pass launches the rest, with zeros for what did not come. A gradient that arrives
 after its bucket was launched (a parameter used again, a second backward pass, an order never seen before) is *late*: it
-is kept aside, and through the step's small all-reduce all ranks reduce that bucket once more before the update. So no
-order of events gives wrong numbers; a strange one costs time.
+is kept aside, and through the step's small all-reduce all ranks reduce that bucket once more before the update.
 
 [Note: Gradient accumulation buffers]
 With replicated gradients each rank accumulates in one full buffer and reduces it at the accumulation boundary. With
@@ -15,8 +14,7 @@ sharded gradients every pass reduces at once and accumulates in the rank's own s
 from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels
 will update it: it leaves the device when its reduction has settled, on its own stream, so that it waits for nothing
 that the device computes after the launch ([Note: Gradients in host memory]). Passes that must not reduce (`no_sync`)
-accumulate in their own full buffer, which the next reducing pass takes along. So a bucket may accumulate while an
-earlier reduction is under way: what has accumulated (`GradAccumulator`) is not part of its `GradState`.
+accumulate in their own full buffer, which the next reducing pass takes along, also while an earlier one is under way.
 """
 
 from __future__ import annotations
@@ -214,8 +212,7 @@ class GradientBucket:
 
     @property
     def squares(self) -> Buffer | None:
-        """The squared norms of this rank's own part of `result`, one for each parameter of the layout, in the device's
-        memory; None where they are computed from `own_slices`."""
+        """Squared norms of this rank's part, one a parameter, on the device; None: they come from `own_slices`."""
         return None if self._on_host is None else self._on_host.squares
 
     @property
