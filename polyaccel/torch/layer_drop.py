@@ -91,7 +91,12 @@ class DroppedBlocks:
             hint = "let the block take its hidden states first, or as hidden_states"
             raise PolyaccelError(f"a block that takes a {given} cannot be skipped", hint=hint, value=given)
         if is_kept:
-            return _changed(self._remembered(name, function(*args, **named)), lambda one: _scaled(hidden, one, share))
+            before = _version(hidden)
+            output = self._remembered(name, function(*args, **named))
+            if _version(hidden) != before:  # what it added could not be told from what was there
+                hint = "write hidden = hidden + update in the block, not hidden += update"
+                raise PolyaccelError("a block that writes to its input cannot be skipped", hint=hint, value=name)
+            return _changed(output, lambda one: _scaled(hidden, one, share))
         kind = self._outputs.get(name) or self._learn(name, function, args, named, hidden)
         return hidden if kind is Tensor else kind([hidden])
 
@@ -152,6 +157,11 @@ def _parameters(kind: type[nn.Module]) -> Any:
 
 def _changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return change(output) if isinstance(output, Tensor) else type(output)([change(output[0])])
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _scaled(hidden: Tensor, output: Tensor, share: float) -> Tensor:

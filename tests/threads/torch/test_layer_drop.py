@@ -196,3 +196,21 @@ def test_what_cannot_be_skipped_is_refused() -> None:
     with pytest.raises(PolyaccelError):
         engine(inputs(0, 0))
     engine.destroy()
+
+
+class InPlace(Block):
+    def forward(self, hidden: Tensor) -> Any:
+        hidden += self.second(torch.tanh(self.first(hidden.clone())))
+        return hidden
+
+
+def test_a_block_that_writes_to_its_input_is_refused() -> None:
+    model = Net()
+    model.blocks = nn.ModuleList(InPlace(Tensor) for _ in range(BLOCKS))
+    engine = polyaccel.initialize(model=model, config=config(0))[0]
+    with pytest.raises(PolyaccelError) as caught:
+        for micro in range(STEPS * MICRO):  # in the first step no block is skipped
+            engine.backward(engine(inputs(0, micro)))
+            engine.step()
+    assert (caught.value.value, engine.global_steps) == ("blocks.0", 1)
+    engine.destroy()
