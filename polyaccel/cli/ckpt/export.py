@@ -10,6 +10,7 @@ from pathlib import Path
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress, chosen, default_kinds
 from polyaccel.checkpoint.convert.locate import opened
+from polyaccel.checkpoint.load.cooperative.blobs import OWNED_STATES
 from polyaccel.cli.ckpt.shown import add_storage, progress
 from polyaccel.cli.plan.command import parse_size
 from polyaccel.core.types import DType
@@ -71,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
             from polyaccel.checkpoint.convert.formats import orbax
 
             is_whole = args.kind is None and args.dtype is None
+            if args.kind is None and any(name.startswith(OWNED_STATES) for name in reader.owned_blobs()):
+                from polyaccel.checkpoint.convert.formats.torch_files import require_no_kept_states
+
+                require_no_kept_states(reader, "a tree of arrays")
             names = orbax.write(out, tensors, report, reader if is_whole else None)
         elif other is None:
             from polyaccel.checkpoint.convert.formats import torch_dcp

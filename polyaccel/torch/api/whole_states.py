@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyaccel.checkpoint.format.torch_values import packed, unpacked
-from polyaccel.checkpoint.load.cooperative.blobs import OWNED
+from polyaccel.checkpoint.load.cooperative.blobs import OWNED_STATES
 from polyaccel.errors import CheckpointError
 
 CLIENT_OPTIMIZER = "client_optimizer"
-_OWNED_STATES = f"{OWNED}{CLIENT_OPTIMIZER}."
 _WHAT = "the state of the optimizer"
 
 
@@ -29,12 +28,12 @@ class StatesByKind:
 
 def blob_name(rank: int) -> str:
     """Return the name of the blob that `rank` saves for all."""
-    return f"{_OWNED_STATES}{rank}"
+    return f"{OWNED_STATES}{rank}"
 
 
 def blobs_of(blobs: Mapping[str, bytes]) -> list[bytes]:
     """Return those of all ranks, from what they saved for all."""
-    return [blob for name, blob in sorted(blobs.items()) if name.startswith(_OWNED_STATES)]
+    return [blob for name, blob in sorted(blobs.items()) if name.startswith(OWNED_STATES)]
 
 
 def pack_states(states: Mapping[str, Mapping[str, Any]]) -> bytes:

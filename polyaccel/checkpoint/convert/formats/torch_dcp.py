@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.convert.exporting import ExportTensor, Progress
 from polyaccel.checkpoint.convert.formats.torch_bin import on_disk
-from polyaccel.checkpoint.convert.formats.torch_files import NUMBERS, in_tensor, with_schedule
+from polyaccel.checkpoint.convert.formats.torch_files import NUMBERS, in_tensor, kept_states, with_schedule
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.convert.optimizers import PeerOptimizer
 from polyaccel.checkpoint.convert.optimizers import by_position as names_by_position
@@ -322,11 +322,15 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
             if tensor.tensor.kind not in (PARAM, BUFFER):
                 states.setdefault(tensor.name, {})[tensor.tensor.kind] = found[tensor]
         tree: dict[str, Any] = {MODEL: model}
-        if states:
+        is_whole = {tensor.tensor.kind for tensor in tensors} == {tensor.kind for tensor in reader.tensors()}
+        kept = kept_states(reader) if is_whole else {}
+        if states or kept:
             steps, numbers = reader.scalars.get("param_steps", {}), reader.scalars.get("client_optimizer") or {}
             for fqn, state in states.items():
-                own = numbers.get(fqn) or {STEP: float(steps.get(fqn, 0))}
+                own = numbers.get(fqn) or ({} if kept.get(fqn) else {STEP: float(steps.get(fqn, 0))})
                 state.update({name: torch.tensor(float(number)) for name, number in own.items()})
+            for fqn, values in kept.items():
+                states.setdefault(fqn, {}).update(values)
             params = [tensor.name for tensor in tensors if tensor.tensor.kind == PARAM]
             tree[OPTIMIZER] = {STATE: states, **_groups(reader, params)}
         with alone():
@@ -363,9 +367,11 @@ def _groups(reader: CheckpointReader, params: Sequence[str]) -> dict[str, Any]:
 
 def _defaults(kind: str) -> dict[str, Any]:
     """The settings of torch's optimizer with the states of `kind`; nothing where torch has none."""
-    name = _CLASSES.get(kind, kind.partition(" on ")[0].rpartition(".")[2])
-    found = getattr(torch.optim, name, None)
+    home, _, name = kind.partition(" on ")[0].rpartition(".")
+    found = getattr(torch.optim, _CLASSES.get(kind, name), None)
+    if home and home.split(".")[:2] != ["torch", "optim"]:
+        return {}  # another one of that name
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         return {}
-    optimizer = found([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # type: ignore[call-arg]
+    optimizer = found([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.0)  # type: ignore[call-arg]
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.convert.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.checkpoint.convert.optimizers import PeerOptimizer, by_position, plain_value
-from polyaccel.checkpoint.format.torch_values import packed
+from polyaccel.checkpoint.format.torch_values import packed, unpacked
+from polyaccel.checkpoint.load.cooperative.blobs import OWNED_STATES
 from polyaccel.core.tagged_json import is_serializable
 from polyaccel.core.types import DType
 from polyaccel.errors import CheckpointError
@@ -123,3 +125,26 @@ def with_schedule(incoming: Incoming, state: Any, origin: str) -> Incoming:
 
 def _is_group(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
+
+
+def kept_states(reader: CheckpointReader) -> dict[str, dict[str, Any]]:
+    """Return the states that an optimizer has for whole parameters in shapes of its own, by parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, blob in reader.owned_blobs().items():
+        if name.startswith(OWNED_STATES):
+            states = unpacked(blob, "the state of the optimizer")["states"]
+            found |= {fqn: dict(values) for fqn, values in states.items() if values}
+    return found
+
+
+def require_no_kept_states(reader: CheckpointReader, form: str) -> None:
+    """Raise CheckpointError where an optimizer has states that files of `form` have no place for."""
+    kept = kept_states(reader)
+    if kept:
+        fqn = min(kept)
+        raise CheckpointError(
+            f"{reader.tag!r} has optimizer states of {fqn!r} in shapes of their own, {', '.join(sorted(kept[fqn]))}, "
+            f"for which {form} has no place",
+            hint="give --kind param to export the weights alone, or --format dcp",
+            value=fqn,
+        )

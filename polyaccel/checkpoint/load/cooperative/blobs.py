@@ -15,6 +15,9 @@ from polyaccel.errors import CheckpointError
 _NO_BOUND = 1 << 62
 OWNED = "owned."
 """How the names of blobs begin that one rank saves for all ranks. Such names are unique over the ranks of a save."""
+OWNED_STATES = f"{OWNED}client_optimizer."
+"""How the names of those begin that have optimizer states of whole parameters, packed as `{"states": {parameter: {name:
+value}}}`."""
 
 
 class SavedBlobs:
