@@ -31,8 +31,8 @@ def require_same_inputs(communicator: Communicator, inputs: Sequence[Any], named
     if others:
         raise ShardingError(
             f"ranks {others} were given another batch than rank {communicator.ranks[0]}, with which they share layers",
-            hint="give all of them the same samples: take shards by engine.get_data_parallel_rank(), or the engine's "
-            "loader",
+            hint="give all of them the same samples: take shards by polyaccel.comm.groups.get_data_parallel_rank(), or "
+            "the engine's loader",
             value=others,
         )
 

@@ -303,7 +303,8 @@ from transformer_models import transformer_batch, transformer_model  # noqa: E40
 
 def send_transformer(communicator, model, folder, stage, keys):
     engine = engine_of(model, stage, verify="off", **keys)
-    engine.backward(engine(**transformer_batch("gpt2", seed=communicator.rank)).loss)
+    seed = 0 if "tensor_parallel" in keys else communicator.rank  # tensor ranks share a batch
+    engine.backward(engine(**transformer_batch("gpt2", seed=seed)).loss)
     engine.step()
     engine.send_weights(folder, bucket_nbytes=3000)
     return engine.module_state_dict()

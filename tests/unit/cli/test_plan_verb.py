@@ -82,7 +82,8 @@ def test_figures_are_those_of_the_paper_where_nothing_else_is_known() -> None:
     assert found[0, "none"].nbytes(Purpose.PARAMS) / 2 == billion
     assert found[1, "none"].nbytes(Purpose.OPTIM) * 8 / 8 == billion
     assert found[3, "none"].nbytes(Purpose.PARAMS) * 8 / 2 == billion
-    assert found[3, "cpu"].peak_nbytes(Place.HOST) * 8 / 16 == pytest.approx(1e9, rel=0.1)  # gradients too, and staging
+    # The paper's 16 bytes, and 2 of parameters on their way to the device, which no later bucket waits for.
+    assert found[3, "cpu"].peak_nbytes(Place.HOST) * 8 / 18 == billion
     assert found[3, "nvme"].peak_nbytes(Place.NVME) * 8 / 12 == billion
     assert found[2, "cpu"].peak_nbytes(Place.DEVICE) < found[2, "none"].peak_nbytes(Place.DEVICE)
     assert found[2, "cpu"].peak_nbytes(Place.NVME) == found[2, "none"].peak_nbytes(Place.HOST) == 0
