@@ -93,7 +93,7 @@ class DroppedBlocks:
         if is_kept:
             before = _version(hidden)
             output = self._remembered(name, function(*args, **named))
-            if _version(hidden) != before:  # what it added could not be told from what was there
+            if _version(hidden) != before:  # what it added cannot be separated from what was there
                 hint = "write hidden = hidden + update in the block, not hidden += update"
                 raise PolyaccelError("a block that writes to its input cannot be skipped", hint=hint, value=name)
             return _changed(output, lambda one: _scaled(hidden, one, share))

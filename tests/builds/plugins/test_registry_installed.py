@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "old": (
         tier("acme_old", "0.0.9", TIER.replace("(2, 0)", "(1, 7)")),
-        r"acme_old 0\.0\.9\) .* version 1\.7 of the tier API; this polyaccel has 2\.0\n  hint: upgrade acme_old$",
+        r"acme_old 0\.0\.9\) .* version 1\.7 of the tier API; this polyaccel has 2\.1\n  hint: upgrade acme_old$",
     ),
     "future": (
         tier("acme_future", source=TIER.replace("(2, 0)", "(3, 0)")),
@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "silent": (
         tier("acme_silent", source=TIER.replace("    API_VERSION = (2, 0)\n", "")),
-        r"acme_silent 1\.0\): .* does not state the API version .*\n  hint: write `API_VERSION = \(2, 0\)`",
+        r"acme_silent 1\.0\): .* does not state the API version .*\n  hint: write `API_VERSION = \(2, 1\)`",
     ),
 }
 PROBE_RAISES = TIER + "    @classmethod\n    def probe(cls):\n        raise RuntimeError('driver mismatch')\n"

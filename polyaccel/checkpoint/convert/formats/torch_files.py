@@ -128,7 +128,7 @@ def _is_group(group: Any) -> bool:
 
 
 def kept_states(reader: CheckpointReader) -> dict[str, dict[str, Any]]:
-    """Return the states that an optimizer has for whole parameters in shapes of its own, by parameter."""
+    """Return the states that an optimizer has for whole parameters whose shapes differ from it, by parameter."""
     found: dict[str, dict[str, Any]] = {}
     for name, blob in reader.owned_blobs().items():
         if name.startswith(OWNED_STATES):
@@ -143,8 +143,8 @@ def require_no_kept_states(reader: CheckpointReader, form: str) -> None:
     if kept:
         fqn = min(kept)
         raise CheckpointError(
-            f"{reader.tag!r} has optimizer states of {fqn!r} in shapes of their own, {', '.join(sorted(kept[fqn]))}, "
-            f"for which {form} has no place",
+            f"{reader.tag!r} has optimizer states of {fqn!r} in shapes that differ from it, "
+            f"{', '.join(sorted(kept[fqn]))}, for which {form} has no place",
             hint="give --kind param to export the weights alone, or --format dcp",
             value=fqn,
         )
