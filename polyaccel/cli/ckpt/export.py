@@ -58,6 +58,11 @@ def run(args: argparse.Namespace) -> int:
     out: Path = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not an empty folder", hint="name a new one", value=str(out))
+    has_no_place = other is not None or args.format == "orbax"
+    if has_no_place and args.kind is None and any(name.startswith(OWNED_STATES) for name in reader.owned_blobs()):
+        from polyaccel.checkpoint.convert.formats.torch_files import require_no_kept_states
+
+        require_no_kept_states(reader, args.format)
     nbytes = sum(tensor.nbytes for tensor in tensors)
     with progress(f"exporting {reader.tag}", nbytes) as report:
         if args.format == "safetensors":
@@ -72,10 +77,6 @@ def run(args: argparse.Namespace) -> int:
             from polyaccel.checkpoint.convert.formats import orbax
 
             is_whole = args.kind is None and args.dtype is None
-            if args.kind is None and any(name.startswith(OWNED_STATES) for name in reader.owned_blobs()):
-                from polyaccel.checkpoint.convert.formats.torch_files import require_no_kept_states
-
-                require_no_kept_states(reader, "a tree of arrays")
             names = orbax.write(out, tensors, report, reader if is_whole else None)
         elif other is None:
             from polyaccel.checkpoint.convert.formats import torch_dcp

@@ -29,7 +29,6 @@ import torch
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.convert.exporting import BUFFER, ExportTensor, Progress
 from polyaccel.checkpoint.convert.formats.torch_bin import on_disk
-from polyaccel.checkpoint.convert.formats.torch_files import require_no_kept_states
 from polyaccel.checkpoint.format.commit import check_tag
 from polyaccel.checkpoint.format.torch_values import unpacked
 from polyaccel.checkpoint.storage.file import FileStorage
@@ -58,8 +57,6 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
             hint="export the weights with --format safetensors",
             value=stacks[:8],
         )
-    if any(tensor.tensor.kind not in (PARAM, BUFFER) for tensor in tensors):
-        require_no_kept_states(reader, "a universal checkpoint")
     folder = out / check_tag(reader.tag)
     steps = {fqn: int(count) for fqn, count in reader.scalars.get("param_steps", {}).items()}
     trained = {tensor.name for tensor in tensors if tensor.tensor.kind == PARAM} & steps.keys()
