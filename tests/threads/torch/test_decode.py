@@ -180,21 +180,50 @@ def test_a_list_of_prompts_is_decoded_continuously(steps):
         engine.generate(texts, batch_size=0)
 
 
+NAMES = [chr(97 + one) if one < 26 else chr(0x3B1 + one) for one in range(VOCABULARY)]
+
+
+def letters():
+    """A tokenizer whose tokens are letters."""
+    words = tokenizers.models.BPE({name: one for one, name in enumerate(NAMES)}, [], unk_token=NAMES[-1])
+    plain = tokenizers.Tokenizer(words)
+    plain.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token=NAMES[-1])
+
+
+def test_stop_strings_end_where_pages_of_keys_do():
+    model = model_of("llama")
+    model.config.max_position_embeddings = 128
+    engine = polyaccel.initialize(model=model, config=make_config(0))[0]
+    texts = [[1 + place * 7 % 50 for place in range(length)] for length in (29, 30, 31, 32, 33)]
+    asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "batch_size": 2}
+    before = engine.generate(texts, **asked)
+    batch = torch.tensor(texts[:1])
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    engine.step()
+    whole = [row.tolist() for row in engine.generate(texts, **asked)]
+    assert whole != [row.tolist() for row in before]
+    for at in range(5):
+        stop = "".join(NAMES[one] for one in whole[0][29 + at : 31 + at])
+        for row, found in zip(
+            whole, engine.generate(texts, **asked, stop_strings=[stop], tokenizer=letters()), strict=True
+        ):
+            assert found.tolist() == row[: len(found)]
+            ends = "".join(NAMES[one] for one in row[: len(found)]).endswith(stop)
+            assert ends if len(found) < len(row) else stop not in "".join(NAMES[one] for one in row[33:-1])
+
+
 @pytest.mark.parametrize("end", [None, 66])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_list_with_stop_strings_ends_with_them(own, end):
-    names = [chr(97 + one) if one < 26 else chr(0x3B1 + one) for one in range(VOCABULARY)]
-    words = tokenizers.models.BPE({name: one for one, name in enumerate(names)}, [], unk_token=names[-1])
-    plain = tokenizers.Tokenizer(words)
-    plain.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token=names[-1])
+    tokenizer = letters()
     engine = polyaccel.initialize(model=model_of("llama"), config=make_config(0))[0]
     texts, asked = [[1, 2, 3], [4], [5, 6]], {"max_new_tokens": 9, "do_sample": False, "eos_token_id": end}
     whole = engine.generate(texts, **asked)
-    stop = names[int(whole[0][5])]
+    stop = NAMES[int(whole[0][5])]
     stops = {"stop_strings": [stop], "tokenizer": tokenizer, "own_decoder": own, "pad_token_id": 0}
     for text, one, found in zip(texts, whole, engine.generate(texts, **asked, **stops), strict=True):
-        ends = [at for at in range(len(text), len(one)) if stop in names[int(one[at])]]
+        ends = [at for at in range(len(text), len(one)) if stop in NAMES[int(one[at])]]
         assert found.tolist() == one[: ends[0] + 1 if ends else len(one)].tolist()
 
 

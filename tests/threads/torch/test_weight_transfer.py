@@ -351,6 +351,28 @@ def test_tensor_ranks_over_groups(tmp_path, with_secret):
     assert_bitwise(model.state_dict(), state)
 
 
+def send_after_each_step(communicator, model, destinations):
+    engine = engine_of(model, 3, verify="off")
+    for step in range(2):
+        engine.backward(engine(**transformer_batch("gpt2", seed=2 * step + communicator.rank)).loss)
+        engine.step()
+        engine.send_weights(destinations, bucket_nbytes=3000)
+    return engine.module_state_dict()
+
+
+def test_receivers_of_groups_take_an_update_after_each_step(tmp_path, with_secret):
+    models = [transformer_model("gpt2") for _ in range(2)]
+    with (
+        Receiving(tmp_path, lambda update: update.load_into(models[0]), times=2, address=ANY_PORT) as first,
+        Receiving(tmp_path, lambda update: update.load_into(models[1]), times=2, address=ANY_PORT) as second,
+    ):
+        work = partial(send_after_each_step, destinations=[first.address, second.address])
+        state = on_threads(2, work, partial(transformer_model, "gpt2"))[0]
+    assert not first.errors + second.errors
+    for model in models:
+        assert_bitwise(model.state_dict(), state)
+
+
 @pytest.mark.parametrize("address", [None, ANY_PORT])
 def test_an_adapter_alone(tmp_path, with_secret, address):
     other = adapted()
