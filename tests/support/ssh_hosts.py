@@ -18,7 +18,7 @@ from secrets import token_hex
 from time import monotonic, sleep
 
 _SSHD = "/usr/sbin/sshd"
-_UP_S = 30.0
+_UP_S = 120.0
 
 
 def why_absent() -> str:
