@@ -112,10 +112,10 @@ class DroppedBlocks:
 
     def _learn(self, name: str, function: Callable[..., Any], args: Any, named: dict[str, Any], hidden: Tensor) -> type:
         """Run a block to see what it returns; that is rare: a checkpoint was loaded, and the block is skipped first."""
-        devices = [hidden.device] if hidden.device.type != "cpu" else []
-        kind = hidden.device.type if devices else "cuda"
+        kind = hidden.device.type
+        forked: dict[str, Any] = {"devices": []} if kind == "cpu" else {"devices": [hidden.device], "device_type": kind}
         block = self._blocks[name]
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+        with torch.no_grad(), torch.random.fork_rng(**forked):
             block.eval()
             try:
                 self._remembered(name, function(*args, **named))

@@ -30,7 +30,7 @@ def native_halves(ranks, folder):
 
 
 def test_states_of_a_tree_are_whole_on_every_process(tmp_path):
-    pool = RankPool(2, comm_timeout_s=PATIENCE_S)  # of its own: processes connect before they use JAX
+    pool = RankPool(2, comm_timeout_s=PATIENCE_S)  # a new one: processes connect before they use JAX
     try:
         results = pool.run(native_halves, str(tmp_path), timeout_s=PATIENCE_S)
     finally:

@@ -1,4 +1,4 @@
-"""Blocks that the engine skips, beside plain torch in float64: stages, worlds, recomputed regions, checkpoints."""
+"""Blocks that the engine skips, compared with plain torch in float64: stages, worlds, recomputation, checkpoints."""
 
 from __future__ import annotations
 

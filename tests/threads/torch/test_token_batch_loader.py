@@ -1,4 +1,4 @@
-"""Loaders of token batches: positions, other world sizes, and learning rates, beside plain torch in float64."""
+"""Loaders of token batches: positions, other world sizes, and learning rates, compared with plain torch in float64."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def train(
 
 
 def in_plain_torch(method: str, steps: int) -> tuple[list[Tensor], list[float]]:
-    """AdamW whose rate is that of the schedule times the factor of each batch, groups counting alike."""
+    """AdamW whose rate is that of the schedule times the factor of each batch, and groups have equal weights."""
     model = Mean()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     factors = []

@@ -1,4 +1,4 @@
-"""Groups of samples by tokens, beside a definition that tries every end."""
+"""Groups of samples by tokens, compared with a definition that tries every end."""
 
 from __future__ import annotations
 

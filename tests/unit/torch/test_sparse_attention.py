@@ -1,4 +1,4 @@
-"""Attention by blocks: layouts beside their definitions block by block, and values beside dense masked attention."""
+"""Attention by blocks: layouts compared with definitions, values with dense masked attention."""
 
 from __future__ import annotations
 
