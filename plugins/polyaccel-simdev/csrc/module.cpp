@@ -39,6 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     simdev::synchronize_device(c10::DeviceIndex(device));
   },
         py::call_guard<py::gil_scoped_release>());
+  m.def("end_queues", &simdev::end_queues, py::call_guard<py::gil_scoped_release>());
   m.def("memory", [](int device) {
     const auto usage = simdev::usage(c10::DeviceIndex(device));
     return py::make_tuple(usage.allocated, usage.peak, usage.live, simdev::capacity());

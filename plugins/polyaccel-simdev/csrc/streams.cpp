@@ -25,6 +25,7 @@ thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<c10::StreamId, kDevicesAtMost> t_streams{};
 
 constexpr auto kLongestDelay = std::chrono::milliseconds(100);
+constexpr auto kLongestEnd = std::chrono::seconds(5);  // work that waits for another rank may never end
 constexpr int64_t kMostWork = 48;  // that is queued anywhere while a piece is held back
 
 std::atomic<uint64_t> g_seed{0};
@@ -139,6 +140,22 @@ void Queue::synchronize() {
   if (error) std::rethrow_exception(error);
 }
 
+void Queue::end(std::chrono::steady_clock::time_point until) {
+  const Hurry hurry(this);
+  std::unique_lock lock(mutex_);
+  has_ended_ = !changed_.wait_until(lock, until, [this] { return waiting_.empty() && !busy_; });
+}
+
+void end_queues() {
+  const auto until = std::chrono::steady_clock::now() + kLongestEnd;
+  std::vector<Queue*> queues;
+  {
+    std::lock_guard lock(g_queues_mutex);
+    queues = all_queues();
+  }
+  for (auto* queue : queues) queue->end(until);
+}
+
 void Queue::run() {
   const Simulation simulation;  // the device does not wait for itself
   for (;;) {
@@ -157,8 +174,14 @@ void Queue::run() {
     } catch (...) {
       error = std::current_exception();
     }
-    work = nullptr;  // gives its tensors back before anybody sees the queue idle
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    if (has_ended_) {
+      new auto(std::move(work));
+      continue;
+    }
+    lock.unlock();
+    work = nullptr;  // releases its tensors before any thread sees the queue idle
+    lock.lock();
     busy_ = false;
     if (!error_) error_ = error;
     changed_.notify_all();

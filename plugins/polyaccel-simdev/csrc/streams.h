@@ -26,6 +26,10 @@ class Queue {
 
   bool is_hurried();
 
+  // Waits until nothing is queued or runs, at most until then; what still runs later is not released. Without the
+  // interpreter, which takes the lock that releasing tensors needs along, that would end the process.
+  void end(std::chrono::steady_clock::time_point until);
+
   // While one lives, work of a queue is not held back: the host waits for it, directly or by way of other queues.
   class Hurry {
    public:
@@ -50,6 +54,7 @@ class Queue {
   std::condition_variable changed_;
   std::deque<Item> waiting_;
   bool busy_ = false;
+  bool has_ended_ = false;
   int hurries_ = 0;
   std::exception_ptr error_;
 };
@@ -58,6 +63,9 @@ class Queue {
 // the host waits for it, or some milliseconds are over. 0: none.
 void set_delays(uint64_t seed);
 bool are_delayed();
+
+// Ends every queue of the process, in seconds at most: called before the interpreter ends.
+void end_queues();
 
 void set_up_streams(c10::DeviceIndex devices);
 c10::DeviceIndex device_count();

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -134,6 +135,8 @@ def _make_comm(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
     return _device.make_comm(dist.ProcessGroupGloo(dist.PrefixStore("simcomm", store), rank, size, timeout), rank, size)
 
 
+# A thread of a queue that released tensors after the interpreter's end would end the process by SIGABRT.
+atexit.register(_device.end_queues)
 torch._register_device_module("simdev", _Module())
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 

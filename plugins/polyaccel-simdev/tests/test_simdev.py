@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,3 +35,25 @@ class TestSimcomm(CommContract):
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return self.pool.run(body, *args)
+
+
+LAST_COPIES = """
+import time, torch, polyaccel_simdev.device
+from polyaccel_simdev import _device
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+_late = Late()  # the interpreter, which is ending, deletes names like this one first
+source = torch.ones(1000, device="simdev")
+for _ in range(40):
+    target = torch.empty(1000).pin_memory()
+    target.copy_(source, non_blocking=True)
+    _device.keep_busy(10, 0)
+"""
+
+
+def test_queued_work_does_not_outlive_the_interpreter() -> None:
+    """Without `end_queues` at exit, about every third process was killed by SIGABRT."""
+    for _ in range(4):
+        job = subprocess.run([sys.executable, "-c", LAST_COPIES], capture_output=True, text=True, timeout=100)
+        assert job.returncode == 0, job.stderr
