@@ -118,6 +118,17 @@ def test_a_key_that_asks_for_nothing_is_dropped_and_another_value_refused(never:
             "zero_optimization",
             {"stage": 2, "reduce_bucket_size": 10_000, "offload_optimizer": {"device": "cpu"}},
         ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+            "zero_optimization",
+            {"stage": 3, "zero_hpz_partition_size": 2},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}},
+            "zero_optimization",
+            {"stage": 3},
+        ),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, "zero_optimization", {"stage": 3}),
         ({"amp": {"enabled": True}}, "torch_autocast", {"enabled": True, "dtype": "float16"}),
         ({"amp": {"enabled": True, "opt_level": "O2", "loss_scale": 8}}, "fp16", {"enabled": True, "loss_scale": 8.0}),
         ({"amp": {"enabled": True, "opt_level": "O0"}}, "torch_autocast", None),

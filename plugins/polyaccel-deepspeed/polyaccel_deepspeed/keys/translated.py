@@ -57,6 +57,25 @@ def _sub_groups(tree: Tree) -> Iterator[Change]:
         yield Change("zero_optimization.sub_group_size", said)
 
 
+def _mics(tree: Tree) -> Iterator[Change]:
+    """MiCS kept parameters within so many ranks, as second shards do, and copies of optimizer states in each group."""
+    zero = tree.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return
+    if isinstance(zero.get("mics_hierarchical_params_gather"), bool):
+        del zero["mics_hierarchical_params_gather"]
+        yield Change("zero_optimization.mics_hierarchical_params_gather", "has no effect: gathers are by host")
+    size = zero.get("mics_shard_size")
+    if type(size) is not int or (size > 0 and zero.get("zero_hpz_partition_size", size) != size):
+        return
+    del zero["mics_shard_size"]
+    said = "was dropped: it is off"
+    if size > 0:
+        zero["zero_hpz_partition_size"] = size
+        said = f"= {size} was read as zero_hpz_partition_size; optimizer states are sharded over all ranks"
+    yield Change("zero_optimization.mics_shard_size", said)
+
+
 def _local_storage(tree: Tree) -> Iterator[Change]:
     table, name = parent_of(tree, "checkpoint.use_node_local_storage")
     if table.pop(name, None) is True and "storage" not in table:
@@ -228,6 +247,7 @@ TRANSLATIONS: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _allgather_size,
     _sequence_gradients,
     _sub_groups,
+    _mics,
     _local_storage,
     _writer,
     _datastates,

@@ -61,7 +61,7 @@ ELASTIC_CONSTANTS = yes(
 )
 ELASTIC = yes(ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config")
 ZERO_NAMES = (
-    yes(ZERO, "GatheredParameters", "Init")
+    yes(ZERO, "GatheredParameters", "Init", MiCS_Init="Init")
     | yes(PARAMETERS, "ZeroParamStatus", "ZeroParamType")
     | yes("polyaccel.zero", "unwrap_model_for_generation")
     | EXTERNAL

@@ -297,6 +297,7 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.zero.leaf_module_config": Module(
         "Modules gathered as one.", yes(SECTIONS, "DeepSpeedZeroLeafModuleConfig", *LEAF_DEFAULTS)
     ),
+    "deepspeed.runtime.zero.mics": Module("MiCS, as of DeepSpeed 0.19.5.", yes(sets.ZERO, MiCS_Init="Init")),
     "deepspeed.runtime.zero.partition_parameters": Module(
         "Sharded parameters.",
         yes(sets.ZERO, "GatheredParameters", "Init", "_orig_torch_arange", "zero_wrapper_for_fp_tensor_constructor")
