@@ -23,6 +23,7 @@ compiler could not follow into the dictionary of homes, and keeps track of what 
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import cache
 from logging import getLogger
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import wrap_torch
-from polyaccel.core.types import ReduceOp
+from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.torch.sharding.ownership import ParamRecord, bind, record_of
 from polyaccel.torch.sharding.sharded_gradient import LocalPart, ShardedGradient
@@ -45,6 +46,7 @@ AUTOGRAD_S: Any = Tensor.grad
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 _CONVERTS_MODULES = nn.Module._apply.__code__
 _log = getLogger(__name__)
+_FITS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8})
 _KIND = "_polyaccel_kind"
 """The attribute of a class that `install_grad_property` made with the class that it was made of."""
 
@@ -247,6 +249,16 @@ class GradientAccess:
         if order not in self._norms:
             self._norms[order] = self._exchange_norms(order)
         return self._norms[order][list(self._trained).index(fqn)]
+
+    def whole(self, part: LocalPart) -> Tensor:
+        """Return all of what `part` is a slice of, in its type and the parameter's shape. Collective."""
+        values, holders = part.values, self._step.holders(part.fqn)
+        wide = DType.FLOAT32 if values.dtype in _FITS_FLOAT32 else DType.FLOAT64
+        shared = holders.allocate(math.prod(part.shape), wide)
+        whole = _tensor(shared.raw)
+        whole[part.start : part.start + values.numel()].copy_(values)
+        holders.all_reduce(shared, label="whole parameter.grad")  # zeros elsewhere, so nothing is rounded
+        return whole.to(values.device, values.dtype, copy=True).view(part.shape)
 
     def _exchange_norms(self, order: float) -> list[float]:
         communicator = self._step.communicator

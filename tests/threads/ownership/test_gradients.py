@@ -6,6 +6,8 @@ The model has tied, frozen, unused and odd-sized parameters, in buckets so small
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from gradient_statements import STATEMENTS, gradients, halve
@@ -94,32 +96,84 @@ def test_the_gradient_that_is_seen(stage):
     on_threads(2, look, parity_model)
 
 
-REFUSED = {
+def added_up(gradient):
+    sums = torch.zeros(33, 6)
+    torch._foreach_add_([sums], [gradient])
+    return sums
+
+
+READ = {
     "p.grad.sum()": lambda gradient: gradient.sum(),
-    "p.grad.view(-1)": lambda gradient: gradient.view(-1),
-    "p.grad.normal_()": lambda gradient: gradient.normal_(),
-    "p.grad[0]": lambda gradient: gradient[0],
+    "p.grad.abs().max()": lambda gradient: gradient.abs().max(),
+    "p.grad.mean(dim=0)": lambda gradient: gradient.mean(dim=0),
     "p.grad.norm(dim=0)": lambda gradient: gradient.norm(dim=0),
-    "p.grad.tolist()": lambda gradient: gradient.tolist(),
-    "p.grad.numpy()": lambda gradient: gradient.numpy(),
     "(2 * p.grad).norm()": lambda gradient: (2 * gradient).norm(),
+    "p.grad.view(-1)": lambda gradient: gradient.view(-1) + 0,
+    "p.grad[0]": lambda gradient: gradient[0].clone(),
+    "p.grad.t().split(2)": lambda gradient: gradient.t().split(2)[1].contiguous(),
+    "torch.isfinite(p.grad)": lambda gradient: torch.isfinite(gradient).all(),
+    "p.grad > p.grad.mean()": lambda gradient: (gradient > gradient.mean()).sum(),
+    "torch.cat": lambda gradient: torch.cat([gradient.flatten(), gradient.reshape(-1)]),
+    "torch.histc": lambda gradient: torch.histc(gradient.float(), 5),
+    "torch.zeros_like(p.grad)": lambda gradient: torch.zeros_like(gradient),
     "tensor.add_(p.grad)": lambda gradient: torch.zeros(gradient.shape).add_(gradient),
+    "torch._foreach_add_": added_up,
+    "torch.mul(out=)": lambda gradient: torch.mul(gradient, 2, out=torch.zeros(33, 6)),
+    "p.grad.tolist()": lambda gradient: torch.tensor(gradient.tolist()),
+    "p.grad.numpy()": lambda gradient: torch.tensor(gradient.detach().cpu().numpy()),
+    "p.grad + a larger tensor": lambda gradient: gradient + torch.ones(2, 33, 6),
+    "p.grad.double()": lambda gradient: gradient.double().square().sum(),
 }
+"""Statements that read, of which a slice would answer for itself."""
+
+
+@pytest.mark.parametrize("stage", ["stage 1", "stage 2", "stage 3"])
+def test_statements_that_read_get_the_whole_gradient(stage):
+    def read(communicator, model):
+        engine = engine_at(model, stage)
+        run(engine)
+        whole = safe_get_full_grad(model.wide.weight)
+        for name, ask in READ.items():
+            found, wanted = ask(model.wide.weight.grad), ask(whole)
+            assert torch.equal(found, wanted), name
+            assert found.dtype is wanted.dtype, name
+        before = torch.isfinite(model.wide.weight.grad).all()
+        model.wide.weight.grad.mul_(float("nan") if communicator.rank == 1 else 1.0)
+        return bool(before), bool(torch.isfinite(model.wide.weight.grad).all())
+
+    for before, after in on_threads(2, read, parity_model):
+        assert before
+        assert not after  # the other rank's slice has the value that is not finite
+
+
+REFUSED = {
+    "p.grad.normal_()": lambda gradient: gradient.normal_(),
+    "p.grad.view(-1).mul_(2)": lambda gradient: gradient.view(-1).mul_(2),
+    "p.grad[0] = 0": lambda gradient: gradient.__setitem__(0, 0),
+    "p.grad.t().copy_(p.grad.t())": lambda gradient: gradient.t().copy_(gradient.t()),
+    "torch.mul(out=p.grad)": lambda gradient: torch.mul(torch.ones(33, 6), 2, out=gradient),
+    "pickle": lambda gradient: pickle.dumps(gradient),
+}
+"""Statements that change more than a slice can change, and what would write a slice to a file."""
 
 
 @pytest.mark.parametrize("ask", REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("stage", ["stage 1", "stage 3"])
-def test_what_a_slice_cannot_answer_is_refused_by_name(stage, ask):
+def test_changes_that_a_slice_cannot_do_are_refused_by_name(stage, ask):
     def refused(communicator, model):
         engine = engine_at(model, stage)
         run(engine)
+        before = safe_get_full_grad(model.wide.weight)
         with pytest.raises(ShardingError) as caught:
             ask(model.wide.weight.grad)
         assert caught.value.value == "wide.weight"
         assert "safe_get_full_grad" in caught.value.hint
+        assert torch.equal(safe_get_full_grad(model.wide.weight), before)
         with pytest.raises(ShardingError) as caught:
             model.twice.bias.grad.add_(model.narrow.bias.grad)
         assert caught.value.value == ("narrow.bias", "twice.bias")
+        with pytest.raises(ValueError, match="read-only"):
+            model.wide.weight.grad.numpy()[0] = 0.0
 
     on_threads(2, refused, parity_model)
 
