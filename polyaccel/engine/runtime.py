@@ -118,7 +118,7 @@ class EngineBuilder(MeshGroups):
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
-        granules = {} if optimizer is None else optimizer.granules(specs)
+        granules, costs = ({}, {}) if optimizer is None else (optimizer.granules(specs), optimizer.costs(specs))
         layout = self.plan(
             specs,
             adapter.unit_names,
@@ -126,13 +126,17 @@ class EngineBuilder(MeshGroups):
             parts=adapter.part_names(),
             updates=adapter.update_names(),
             granules=granules,
+            costs=costs,
         )
-        names, types = ((), {}) if optimizer is None else (optimizer.state_names, optimizer.state_types)
+        states: dict[str, Any] = {"state_names": ()}
+        if optimizer is not None:
+            states = {"state_names": optimizer.state_names, "state_types": optimizer.state_types}
+            states["group_states"] = optimizer.group_states
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         if self.communicator.rank == 0:
             write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))
         rank = self.communicator.rank
-        plan = step_plan_for(self.config, layout, names, is_remote=is_remote, state_types=types, rank=rank)
+        plan = step_plan_for(self.config, layout, is_remote=is_remote, rank=rank, **states)
         run = self.accelerator, self.communicator, self.trace
         tiers = open_tiers(self.config, plan.offload, *run, resident=resident)
         parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)
@@ -153,9 +157,10 @@ class EngineBuilder(MeshGroups):
         parts: Mapping[str, str] = MappingProxyType({}),
         updates: Mapping[str, str] = MappingProxyType({}),
         granules: Mapping[str, Granule] = MappingProxyType({}),
+        costs: Mapping[str, int] = MappingProxyType({}),
     ) -> ShardLayout:
         """Lay out `specs` by the config over the mesh; see `plan_for`."""
-        return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates, granules)
+        return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates, granules, costs)
 
     def _max_local_numels(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
         """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""

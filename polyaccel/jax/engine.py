@@ -82,7 +82,8 @@ class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine, StepsOfEngi
         self.aux: Any = None
         """The function's auxiliary output: of the last micro-batch, or with `"jax": {"aux": "mean"}` that of a step."""
         self._aux_means: AuxMeans | None = None
-        self.optimizer = OptimizerGroups([dict(rewrites.hyperparameters)])
+        self.optimizer = OptimizerGroups([dict(group) for group in rewrites.groups])
+        self._rates = {group["name"]: group["lr"] for group in rewrites.groups if "name" in group}
         form = None if rewrites.state is None else StateForm(rewrites.state)
         stacked = rewrites.stacked if self._are_sharded else ()
         self.adapter = JaxAdapter(rewrites.params, self.accelerator, rewrites.param_dtype, stacked)
@@ -261,9 +262,17 @@ class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine, StepsOfEngi
         """Update the parameters and the carried state after gradients of this mean loss. Collective."""
         if isinstance(self.zero.optimizer, TransformationOptimizer):
             self.zero.optimizer.loss = loss
+            self._move_rates(self.hyperparams)
         self._settle_replica()
         self._apply_update(self.optimizer.param_groups)
         self._reduce_outputs()
+
+    def _move_rates(self, hyperparams: Hyperparameters) -> None:
+        """Set the learning rates of groups with a name where they have changed."""
+        for group in self.optimizer.param_groups:
+            name, rate = group.get("name"), group.get("lr")
+            if name is not None and self._rates.get(name) != rate:
+                hyperparams[name] = self._rates[name] = rate
 
     def _keep_aux(self, aux: Any) -> None:
         """Let `aux` be the output of the last micro-batch, and a part of the step's mean."""

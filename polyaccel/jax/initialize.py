@@ -163,7 +163,7 @@ def compose(rewrites: RewriteContext, devices: DeviceMesh | None) -> JaxEngine:
 def _add_schedule(engine: JaxEngine, runtime: EngineBuilder, rewrites: RewriteContext) -> None:
     section = runtime.config.scheduler
     if section is not None:
-        if "lr" not in rewrites.hyperparameters:
+        if not all("lr" in group for group in rewrites.groups):
             hint = 'use "optimizer" of the config with it; an optax transformation has its schedule inside'
             raise ConfigError([Problem("scheduler.type", section.type, "there is no learning rate to move", hint)])
         engine.lr_scheduler = build_schedule(section.type, section.params, engine.optimizer)

@@ -7,7 +7,7 @@ lays out the parameters that are left. `REWRITES` is the list, and `polyaccel.to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from zlib import crc32
@@ -18,12 +18,14 @@ import jax.numpy as jnp
 from polyaccel.core.types import DType
 from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.policies.modules import RecomputePolicy, recompute_policy_of
+from polyaccel.engine.policies.muon import MUON
 from polyaccel.engine.rank_consistency import require_same_training
 from polyaccel.engine.rewrites import AppliedRewrite, BaseContext, BaseRewrite
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.carried_state import Reduction
 from polyaccel.jax.modules import as_function
+from polyaccel.jax.muon import MUON_RATES, transformation_of
 from polyaccel.jax.native_keys import native_problems
 from polyaccel.jax.optax_on_tree import optax_optimizer
 from polyaccel.jax.owners.exchange import Owners
@@ -76,7 +78,8 @@ class RewriteContext(BaseContext):
     """The type to which floating arrays of a batch are converted; None: as they are."""
     recomputation: UnitRecomputation | None = None
     slice_optimizer: SliceOptimizer | None = None
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=lambda: [{}])
+    """Hyperparameters of the config's optimizer. A group with a `name` has the hyperparameter `lr` of that name."""
     cut: StageCut | None = None
     """The layers of this rank's stage; None without a pipeline."""
     with_units: bool = True
@@ -338,6 +341,9 @@ def _pipeline_problems(context: RewriteContext) -> Iterator[Problem]:
 def _make_optimizer(context: RewriteContext) -> None:
     """Set the optimizer on shards and its hyperparameters: the caller's, else the config's."""
     runtime, client = context.runtime, context.client
+    section = runtime.config.optimizer
+    if client is None and (client := transformation_of(runtime.config)) is not None:
+        context.groups = [{"lr": client.rates[name], "name": name} for name in MUON_RATES]
     if client is not None:
         if not (callable(getattr(client, "init", None)) and callable(getattr(client, "update", None))):
             kind = type(client).__name__
@@ -359,9 +365,10 @@ def _make_optimizer(context: RewriteContext) -> None:
             owners=None if context.is_native else owners,
         )
         return
-    section, native = runtime.config.optimizer, native_optimizer_of(runtime.config)
+    native = native_optimizer_of(runtime.config)
     if native is None:
         assert section is not None  # else the rewrite is off
-        hint = f"use one of {', '.join(OPTIMIZERS)}, or pass an optax transformation as optimizer="
+        hint = f"use one of {', '.join((*OPTIMIZERS, MUON))}, or pass an optax transformation as optimizer="
         raise ConfigError([Problem("optimizer.type", section.type, "is not available for JAX", hint)])
-    context.slice_optimizer, context.hyperparameters = native
+    context.slice_optimizer, hyperparameters = native
+    context.groups = [hyperparameters]

@@ -5,7 +5,7 @@ All of it is a sum over the plan from which the engine itself allocates (`polici
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,17 +13,16 @@ from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
+from polyaccel.core.mesh import Mesh
+from polyaccel.core.types import ParamSpec
 from polyaccel.engine.policies.steps import PLACES, plan_for, step_plan_for, step_policy, storage_tier
-from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planner.model import ModelShape, comm_seconds
+from polyaccel.planner.optimizer_needs import OptimizerNeeds
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.memory import MemoryEstimate, estimate_memory
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.traffic import StepTraffic, step_traffic
-
-ASSUMED_STATES = tuple(OPTIMIZERS["Adam"].states)
-"""The states that an optimizer is taken to have when the config does not say which one it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def forecasts(
     found = []
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
         changed = setting.applied_to(config)
-        layout = plan_for(changed, model.specs, lambda: model.units, mesh_of(changed, world_size))
+        layout = layout_of(changed, model.specs, model.units, mesh_of(changed, world_size))
         plan = step_plan(changed, layout, is_remote=True)
         comm_s = None if speeds is None else comm_seconds(plan, speeds)
         found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own, copies, comm_s))
@@ -123,18 +122,25 @@ def cheapest_first(found: Iterable[Forecast]) -> list[Forecast]:
     )
 
 
+def layout_of(config: ResolvedConfig, specs: Sequence[ParamSpec], units: Mapping[str, str], mesh: Mesh) -> ShardLayout:
+    """The layout of parameters in the engine of `config`."""
+    needs = OptimizerNeeds.of(config, specs)
+    return plan_for(config, needs.specs, lambda: units, mesh, granules=needs.granules, costs=needs.costs)
+
+
 def step_plan(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -> StepPlan:
     """The plan of the engine of `config` on each rank. `is_remote`: the device's memory is not the host's."""
-    return step_plan_for(config, layout, state_names(config), is_remote=is_remote)
+    needs = OptimizerNeeds.of(config, layout.params)
+    return step_plan_for(config, layout, needs.state_names, is_remote=is_remote, group_states=needs.group_states)
 
 
 def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
     """Disk for one checkpoint, all ranks together: parameters in the precision of their masters, states, buffers."""
     precision = step_policy(config).precision
-    nbytes = model.buffer_nbytes
-    for spec in model.specs:
+    nbytes, needs = model.buffer_nbytes, OptimizerNeeds.of(config, model.specs)
+    for spec in needs.specs:
         kept = precision.master_of(spec.dtype) if spec.trainable else spec.dtype
-        states = len(state_names(config)) * precision.states_of(spec.dtype).itemsize if spec.trainable else 0
+        states = len(needs.states_of(spec)) * precision.states_of(spec.dtype).itemsize
         nbytes += spec.global_numel * (kept.itemsize + states)
     return nbytes
 
@@ -144,10 +150,3 @@ def copies_of_state(config: ResolvedConfig, model: ModelShape, world_size: int) 
     share = -(-checkpoint_nbytes(config, model) // world_size)
     section = config.checkpoint
     return CheckpointMemory(share if section.in_background else 0, 2 * share if section.in_memory_section else 0)
-
-
-def state_names(config: ResolvedConfig) -> tuple[str, ...]:
-    """The states of the config's optimizer; Adam's where the config does not say."""
-    section = config.optimizer
-    row = None if section is None else OPTIMIZERS.get(section.type)
-    return ASSUMED_STATES if row is None else tuple(row.states)

@@ -23,7 +23,7 @@ REMOVED = {
 }
 """The features of the removed keys."""
 _HINTS = {"amp": "use bf16, fp16 or torch_autocast"}
-REFUSED_OPTIMIZERS = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
+REFUSED_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 """Values of `optimizer.type`, in lower case, that name optimizers of DeepSpeed alone."""
 
 

@@ -9,8 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from polyaccel.config.meshes import mesh_of
+from polyaccel.engine.policies.muon import MUON
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.planner.forecast import SETTINGS, Forecast, state_names
+from polyaccel.planner.forecast import SETTINGS, Forecast
+from polyaccel.planner.optimizer_needs import ASSUMED_STATES
 from polyaccel.planner.plan import TrainingPlan
 from polyaccel.utils.sizes import size
 from polyaccel.zero.plan.memory import Purpose
@@ -199,10 +201,10 @@ def _note_on_times(plan: TrainingPlan) -> list[Text]:
 
 def _note_on_optimizer(plan: TrainingPlan) -> list[Text]:
     optimizer = plan.config.optimizer
-    if optimizer is not None and optimizer.type in OPTIMIZERS:
+    if optimizer is not None and optimizer.type in (*OPTIMIZERS, MUON):
         return []
     named = "names no optimizer" if optimizer is None else f"names {optimizer.type}"
-    count = len(state_names(plan.config))
+    count = len(ASSUMED_STATES)
     return [
         Text(
             f"The config {named}: {count} states a parameter are assumed, as of Adam. "

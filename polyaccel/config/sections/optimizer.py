@@ -27,14 +27,14 @@ def _only(allowed: bool, why: str) -> BeforeValidator:
 Amsgrad = Annotated[bool, _only(False, "AMSGrad is not available in this version")]
 Fp32States = Annotated[bool, _only(True, "optimizer states are always float32 in this version")]
 Decoupled = Annotated[bool, _only(True, "AdamW decays weights apart from the gradient; coupled decay is 'Adam'")]
-PerHead = Annotated[bool, _only(False, "matrices are orthogonalised as a whole in this version")]
 
 
 class OptimizerConfig(Section):
     """The optimizer to build when the caller passes none."""
 
     type: str
-    """Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb, Muon in any case, or the exact name of a class in torch.optim."""
+    """Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD in any case, or the exact name of a
+    class in torch.optim."""
     params: Params = Field(default_factory=dict, validate_default=True)
     """Its arguments. Those of the named optimizers are checked; a torch class gets them as they are."""
 
@@ -164,16 +164,50 @@ class MuonParams(Section):
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
     """Newton-Schulz steps of an update."""
     ns_method: Literal["gram", "standard"] = "gram"
-    """Without effect: both names are of one formula, which is evaluated in float32 on the CPU and in bfloat16
-    elsewhere."""
-    per_head_muon: PerHead = Field(False, exclude=True)
-    """Not available: a matrix is orthogonalised as a whole."""
+    """How the iteration is computed, in float32 on the CPU and in bfloat16 elsewhere. "gram" iterates on the product of
+    a matrix with itself where that takes fewer operations."""
+    per_head_muon: bool = False
+    """Orthogonalise each attention head of the projections of queries, keys and values alone."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """Scale of an update, as in torch.optim.Muon: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)),
+    whose size is AdamW's."""
+    tp_mode: Literal["gathered", "blockwise"] = "gathered"
+    """Matrices that tensor ranks cut: gathered and orthogonalised whole, or each rank's block alone."""
     betas: Betas = (0.9, 0.95)
     """Decay of AdamW's moments."""
     eps: NonNegativeFloat = 1e-10
     """Added to AdamW's denominator."""
     adam_w_mode: Decoupled = Field(True, exclude=True)
     """Always true: decay is decoupled."""
+
+
+class MuAdamParams(Section):
+    """Adam of muP (Yang et al. 2022): coupled weight decay, as `mup.MuAdam` over torch.optim.Adam."""
+
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate at the base width."""
+    betas: Betas = (0.9, 0.999)
+    """Decay of the two moments."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay at the base width."""
+    decoupled_wd: bool = False
+    """Leave the weight decay as it is; else it is divided by the scale of the learning rate."""
+
+
+class MuAdamWParams(MuAdamParams):
+    """AdamW of muP, as `mup.MuAdamW`: decoupled weight decay."""
+
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay at the base width."""
+
+
+class MuSgdParams(SgdParams):
+    """SGD of muP, as `mup.MuSGD`."""
+
+    decoupled_wd: bool = False
+    """Leave the weight decay as it is; else it is divided by the scale of the learning rate."""
 
 
 OPTIMIZER_PARAMS: dict[str, type[Section]] = {
@@ -185,5 +219,8 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "Lion": LionParams,
     "Lamb": LambParams,
     "Muon": MuonParams,
+    "MuAdam": MuAdamParams,
+    "MuAdamW": MuAdamWParams,
+    "MuSGD": MuSgdParams,
 }
 """The optimizers whose parameters we check, by the name that a `ResolvedConfig` uses for them."""

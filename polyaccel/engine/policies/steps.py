@@ -49,11 +49,13 @@ def plan_for(
     parts: Mapping[str, str] = MappingProxyType({}),
     updates: Mapping[str, str] = MappingProxyType({}),
     granules: Mapping[str, Granule] = MappingProxyType({}),
+    costs: Mapping[str, int] = MappingProxyType({}),
 ) -> ShardLayout:
     """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded. `rooms` has
     the most elements that any rank holds of a parameter that is cut (`plan_layout`); parameters of different `parts`
     share no bucket where every pass reduces its gradients, those of different `updates` nowhere. `granules` has what
-    the optimizer needs whole of parameters (`plan_layout`), where its states are sharded.
+    the optimizer needs whole of parameters (`plan_layout`), where its states are sharded, and `costs` the work for each
+    element of those.
 
     Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
     enough of them to overlap and to keep few under way.
@@ -68,7 +70,8 @@ def plan_for(
     if updates:
         parts = {spec.fqn: f"{parts.get(spec.fqn, '')}/{updates.get(spec.fqn, '')}" for spec in specs}
     granules = granules if policy.optim is Placement.SHARDED else {}
-    plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts, granules=granules)
+    plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts)
+    plan = partial(plan, granules=granules, costs=costs)
     if policy.params is not Placement.SHARDED:
         return plan()
     return plan(units=units(), persistent=persistent_params(config, numels))
@@ -128,16 +131,18 @@ def step_plan_for(
     *,
     is_remote: bool,
     state_types: Mapping[str, DType] = MappingProxyType({}),
+    group_states: Mapping[int, Sequence[str]] = MappingProxyType({}),
     rank: int | None = None,
 ) -> StepPlan:
     """The buffers of a step with an optimizer of these states, on `rank` (`plan_step`). `is_remote`: the device's
-    memory is not the host's."""
+    memory is not the host's. Groups in `group_states` have those states alone."""
     return plan_step(
         layout,
         ZeroPolicy.of_stage(config.zero_optimization.stage),
         replace(step_policy(config), gathering=gather_policy_for(config, layout)),
         state_names=state_names,
         state_types=state_types,
+        group_states=group_states,
         micro_batches=config.gradient_accumulation_steps,
         offload=offload_of(config, layout, len(state_names), is_remote=is_remote),
         traffic=traffic_policy_of(config),

@@ -55,6 +55,7 @@ class ScanningEngine(JaxEngine):
             or recorder.trace is not None
             or recorder.alarms is not None
             or self._work.is_on,
+            "a schedule moves numbers of the optimizer's state": bool(self._rates) and self.lr_scheduler is not None,
             "each step is replicated in memory": self._replicas is not None,
             "auxiliary outputs are averaged in each step": self._aux_means is not None,
             "the schedule is not one of the config": not isinstance(self.lr_scheduler, Schedule | None),

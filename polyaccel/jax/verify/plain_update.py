@@ -13,6 +13,7 @@ import numpy.typing as npt
 from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
+from polyaccel.jax.muon import transformation_of
 from polyaccel.jax.pytree import named_leaves
 from polyaccel.jax.traced_transformation import takes_value
 from polyaccel.ops.numpy import NumpyMath
@@ -33,6 +34,7 @@ class PlainUpdate:
     def __init__(
         self, client: Any, runtime: EngineBuilder, structure: Any, names: list[str], compiled: Callable[..., Any]
     ) -> None:
+        client = transformation_of(runtime.config) if client is None else client
         self._client, self._structure, self._names = client, structure, names
         self.group: dict[str, Any] = {}
         """Hyperparameters of the config's optimizer."""

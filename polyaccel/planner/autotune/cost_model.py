@@ -21,12 +21,11 @@ from polyaccel.comm.benchmark import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.core.types import ParamSpec
-from polyaccel.engine.policies.steps import plan_for
 from polyaccel.errors import CommError
 from polyaccel.planner.autotune.candidates import Candidate
 from polyaccel.planner.autotune.hardware_probe import USUAL, HardwareRates
 from polyaccel.planner.autotune.records import TrialRecord
-from polyaccel.planner.forecast import step_plan
+from polyaccel.planner.forecast import layout_of, step_plan
 from polyaccel.planner.model import ModelShape, comm_seconds
 from polyaccel.zero.plan.memory import estimate_memory
 from polyaccel.zero.plan.placement import Place
@@ -190,7 +189,7 @@ class CostModel:
         mesh, specs = mesh_of(config, self._world_size), self._model.specs
         if candidate.tensor > 1:
             specs = tuple(_shared(spec, candidate.tensor) for spec in specs)
-        layout = plan_for(config, specs, lambda: self._model.units, mesh)
+        layout = layout_of(config, specs, self._model.units, mesh)
         plan = step_plan(config, layout, is_remote=self._is_remote)
         memory = estimate_memory(plan)
         updated = sum(spec.numel for spec in specs if spec.trainable)

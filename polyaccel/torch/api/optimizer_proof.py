@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.api.muon import Muon
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +39,7 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of torch whose update of an element depends on that element alone."""
 
-TENSORWISE = frozenset(
-    (Muon, *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)))
-)
+TENSORWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
 """Optimizers whose update of a parameter depends on all of that parameter and on no other one. They find their states
 in `Optimizer.state` in every step, and nowhere else."""
 

@@ -19,7 +19,7 @@ from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.whole_states import unpack_states
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
-from polyaccel.zero.fragments import PARAM, fragment, read_whole
+from polyaccel.zero.fragments import PARAM, fragment, read_whole, state_names
 
 
 def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = ()) -> bool:
@@ -67,8 +67,7 @@ class _States:
         """Gather the states of all ranks. Collective. Raises ShardingError on all ranks for a state that is neither."""
         optimizer = step.optimizer
         if not isinstance(optimizer, ClientOptimizer):
-            names = () if optimizer is None else optimizer.state_names
-            return _States({fqn: dict.fromkeys(names, DType.FLOAT32) for fqn in step.steps}, {})
+            return _States({fqn: dict.fromkeys(state_names(step, fqn), DType.FLOAT32) for fqn in step.steps}, {})
         flat, numbers = dict[str, dict[str, DType]](), dict[str, dict[str, float]]()
         ours, blob = optimizer.states_by_kind(), b""
         if ours.kept:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 
+from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.policies.engines import native_optimizer_of
+from polyaccel.engine.policies.muon import MUON
 from polyaccel.engine.policies.step_inputs import step_input_policy_of
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
-from polyaccel.torch.api.muon import MUON, muon_of
-from polyaccel.torch.api.optimizer import make_groups, torch_optimizer
+from polyaccel.torch.api.mup import MUP, mup_groups
+from polyaccel.torch.api.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.torch.api.optimizer_proof import check_sliceable
 from polyaccel.torch.exact.forward import ExactForward
 from polyaccel.torch.layer_drop import DroppedBlocks, drops_itself
 from polyaccel.torch.linears import Linears
+from polyaccel.torch.muon.groups import muon_groups
+from polyaccel.torch.muon.optimizer import MuonOptimizer
 from polyaccel.torch.rewrites.base import AppliedRewrite, RewritableEngine, Rewrite, RewriteContext
 from polyaccel.zero.plan.policy import Placement
+from polyaccel.zero.update.optimizers import slice_optimizer
 
 
 class ZeroShards(Rewrite):
@@ -145,7 +151,6 @@ def _make_optimizer(context: RewriteContext) -> None:
     """Set the optimizer on shards and its groups."""
     runtime, model, client = context.runtime, context.model, context.client
     section = runtime.config.optimizer
-    whole: Collection[str] | None = None
     if client is None:
         assert section is not None  # else the rewrite is off
         native = native_optimizer_of(runtime.config)
@@ -155,22 +160,39 @@ def _make_optimizer(context: RewriteContext) -> None:
                 context.slice_optimizer = context.slice_optimizers[section.type]()
             context.groups = make_groups(context.model_parameters, model, defaults)
             return
+        if section.type in MUP:
+            context.slice_optimizer = slice_optimizer(MUP[section.type])
+            context.groups = mup_groups(section.type, section.params, context.model_parameters, model)
+            return
         groups = make_groups(context.model_parameters, model, {})
         if section.type == MUON:
-            has_stages = runtime.mesh.size_of(("pipe",)) > 1
-            client, whole = muon_of(section.params, groups, model, keeps_empty=has_stages)
-        else:
-            client = torch_optimizer(section.type, section.params, groups)
+            _make_muon(context, section.params, groups)
+            return
+        client = torch_optimizer(section.type, section.params, groups)
     elif not isinstance(client, torch.optim.Optimizer):
         client = client(make_groups(context.model_parameters, model, {}))
     _check_closure(client, runtime.config)
     sharded = runtime.policy.optim is Placement.SHARDED
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
-    if whole is None:
-        allow_untested = runtime.config.zero_allow_untested_optimizer
-        whole = () if check_sliceable(client, sharded=sharded, allow_untested=allow_untested) else names.values()
+    allow_untested = runtime.config.zero_allow_untested_optimizer
+    whole = () if check_sliceable(client, sharded=sharded, allow_untested=allow_untested) else names.values()
     context.slice_optimizer = ClientOptimizer(client, names, whole=whole, is_sharded=sharded)
     context.groups = client.param_groups
+
+
+def _make_muon(context: RewriteContext, params: Mapping[str, Any], groups: ParamGroups) -> None:
+    """Set the config's Muon and its groups."""
+    runtime, model = context.runtime, context.model
+    found = muon_groups(params, groups, model, keeps_empty=runtime.mesh.size_of(("pipe",)) > 1)
+    names = {parameter: fqn for fqn, parameter in model.named_parameters()}
+    context.groups = found.groups
+    context.slice_optimizer = MuonOptimizer(
+        found.groups,
+        {names[parameter]: rows for parameter, rows in found.heads.items()},
+        along=runtime.process_group_for,
+        blockwise=params["tp_mode"] == "blockwise",
+        device=torch_device_of(runtime.accelerator),
+    )
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, config: ResolvedConfig) -> None:

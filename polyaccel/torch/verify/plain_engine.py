@@ -21,16 +21,19 @@ from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.config import Config
 from polyaccel.core.types import ReduceOp
 from polyaccel.engine.policies.engines import native_optimizer_of
+from polyaccel.engine.policies.muon import MUON
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import PolyaccelError
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.torch.api.client_optimizer import needs_closure
 from polyaccel.torch.api.fragments import serve_plain
-from polyaccel.torch.api.muon import MUON, muon_of
+from polyaccel.torch.api.mup import MUP, mup_groups
 from polyaccel.torch.api.optimizer import ZeroOptimizer, make_groups, torch_optimizer
 from polyaccel.torch.data import cast_floats
 from polyaccel.torch.engine.autocast import ForwardAutocast
 from polyaccel.torch.engine.torch_engine import TorchEngine
+from polyaccel.torch.muon.groups import muon_groups
+from polyaccel.torch.muon.plain import Muon
 from polyaccel.torch.random_copy import choose_plain_kernels
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.sharding.backward import BackwardRunner
@@ -362,7 +365,12 @@ def _optimizer(
     assert section is not None  # see above
     native = native_optimizer_of(runtime.config)
     if section.type == MUON:
-        return muon_of(section.params, groups, model)[0]
+        return Muon(muon_groups(section.params, groups, model))
+    if section.type in MUP:
+        scaled = mup_groups(section.type, section.params, model_parameters, model)
+        for group in scaled:
+            group.pop("decoupled", None)
+        return torch_optimizer(MUP[section.type], {}, scaled)
     if native is None:
         return torch_optimizer(section.type, section.params, groups)
     _, defaults = native

@@ -137,13 +137,14 @@ def plan_step(
     *,
     state_names: Sequence[str] = (),
     state_types: Mapping[str, DType] = MappingProxyType({}),
+    group_states: Mapping[int, Sequence[str]] = MappingProxyType({}),
     micro_batches: int = 1,
     offload: Offload = NO_OFFLOAD,
     traffic: TrafficPolicy = UNQUANTIZED,
     rank: int | None = None,
 ) -> StepPlan:
     """The buffers for training `layout` with an optimizer that has `state_names` for each trained parameter, those of
-    `state_types` in their own types.
+    `state_types` in their own types. Groups in `group_states` have those states alone.
 
     A step is expected to have `micro_batches` passes. The types in which they accumulate are the `Precision`'s. The
     plan is that of `rank`; None: of a rank that has the longest shard of every bucket. Raises ShardingError where
@@ -162,7 +163,9 @@ def plan_step(
     ]
     longest = max((plan.updated_numel for plan in plans if plan.bucket.kind.trainable), default=0)
     buckets = tuple(
-        _plan_update(plan, policy, state_names, state_types, offload, longest) if plan.bucket.kind.trainable else plan
+        _plan_update(plan, policy, group_states.get(plan.bucket.kind.group, state_names), state_types, offload, longest)
+        if plan.bucket.kind.trainable
+        else plan
         for plan in plans
     )
     return StepPlan(layout, zero, policy, micro_batches, offload, traffic, buckets)

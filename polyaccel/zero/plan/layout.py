@@ -23,8 +23,9 @@ ranks decide from those numbers is the same too. The rest of the room is padding
 [Note: Uneven shards]
 Some updates look at more than one element: at a matrix, a row, a block with a common scale. The shards of such a bucket
 end where a granule ends, so their lengths differ, down to none. Slots keep the order of the bucket, because
-norms are added in that order. Each bucket is cut so that the rank with the most bytes of all buckets so far has as few
-as possible. A cut lies at an aligned offset: rows and blocks are taken together until they end at one.
+norms are added in that order. Each bucket is cut so that the rank with the most work of all buckets so far has as
+little as possible. The work is bytes, or what the update costs (`costs`), over what a rank can do (`capacities`). A cut
+lies at an aligned offset: rows and blocks are taken together until they end at one.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
-from math import lcm
+from itertools import accumulate, pairwise
+from math import ceil, inf, lcm
 from types import MappingProxyType
 from typing import Literal
 
@@ -218,6 +220,8 @@ def plan_layout(
     rooms: Mapping[str, int] = MappingProxyType({}),
     parts: Mapping[str, str] = MappingProxyType({}),
     granules: Mapping[str, Granule] = MappingProxyType({}),
+    costs: Mapping[str, int] = MappingProxyType({}),
+    capacities: Sequence[float] = (),
 ) -> ShardLayout:
     """Fill buckets with `params` in the given order, which should be that in which gradients appear or units run.
 
@@ -226,9 +230,13 @@ def plan_layout(
     and the parameters of a unit that another one interrupts do not share a bucket. `persistent` parameters belong to no
     unit and come last. `rooms` has the most elements that any rank holds of a parameter whose blocks are uneven.
     Parameters of different `parts` share no bucket: their gradients come in different passes. One whose gradients
-    travel as rows shares none either. `granules` has what shards must not cut of trained parameters.
-    Raises ShardingError for a repeated name.
+    travel as rows shares none either. `granules` has what shards must not cut of trained parameters, and `costs` the
+    work for each of their elements, which is its bytes without one.
+
+    `capacities` has what each rank can do, in proportion: shards of all trained parameters are as long then.
+    Raises ShardingError for a repeated name, and for capacities that are not positive numbers, one a rank of the mesh.
     """
+    _check_capacities(capacities, mesh)
     if max_bucket_numel < 1:
         raise ShardingError(f"{max_bucket_numel=} must be at least 1", value=max_bucket_numel)
 
@@ -265,17 +273,20 @@ def plan_layout(
         run.append(Slot(param, offset))
 
     buckets = []
-    loads: dict[tuple[str, ...], list[int]] = {}
+    loads: dict[tuple[str, ...], list[Fraction]] = {}
     for index, (kind, run) in enumerate(runs):
         ranks, end = mesh.size_of(mesh.others(kind.cut)), max(1, _end(run[-1], rooms))
-        if kind.granule == ELEMENT or ranks == 1:
+        is_uneven = kind.granule != ELEMENT or (bool(capacities) and kind.trainable)
+        if not is_uneven or ranks == 1:
             # Padded so that it is cut into equal shards that start aligned, none of them empty.
             numel = _round_up(end, ranks * _alignment(kind.dtype))
             buckets.append(Bucket(index, kind, tuple(run), numel, ranks))
             continue
         numel = _round_up(end, _alignment(kind.dtype))
         cuts = _possible_cuts(run, numel, kind, rooms)
-        bounds = _balanced(cuts, loads.setdefault(kind.cut, [0] * ranks), kind.dtype.itemsize)
+        work = _Work([costs.get(slot.param.fqn, kind.dtype.itemsize) for slot in run], cuts)
+        shares = [Fraction(1)] * ranks if not capacities else _capacities_of(kind.cut, capacities, mesh)
+        bounds = _balanced(cuts, work, loads.setdefault(kind.cut, [Fraction(0)] * ranks), shares)
         buckets.append(Bucket(index, kind, tuple(run), numel, ranks, bounds))
     return ShardLayout(tuple(buckets), mesh)
 
@@ -293,18 +304,46 @@ def _possible_cuts(
     return [*found, (numel, 1)]
 
 
-def _balanced(cuts: Sequence[tuple[int, int]], loads: list[int], itemsize: int) -> tuple[int, ...]:
-    """Cut a bucket at some of `cuts` so that the largest of `loads`, in bytes, becomes as small as it can; add what
-    each rank gets."""
+class _Work:
+    """The work up to each offset of a bucket, where slot i has `rates[i]` for each element from its first offset on."""
+
+    def __init__(self, rates: Sequence[int], cuts: Sequence[tuple[int, int]]) -> None:
+        self._rates, self._starts = rates, [first for first, _ in cuts]
+        parts = (rate * (end - at) for rate, (at, end) in zip(rates, pairwise(self._starts), strict=True))
+        self._sums = list(accumulate(parts, initial=0))
+
+    @property
+    def total(self) -> int:
+        return self._sums[-1]
+
+    def until(self, offset: int) -> int:
+        """The work of all elements before `offset`."""
+        at = min(bisect_right(self._starts, offset) - 1, len(self._rates) - 1)
+        return self._sums[at] + self._rates[at] * (offset - self._starts[at])
+
+    def reach(self, work: int) -> int:
+        """The last offset with at most so much work before it."""
+        if work >= self.total:
+            return self._starts[-1]
+        at = bisect_right(self._sums, work) - 1
+        return self._starts[at] + (work - self._sums[at]) // self._rates[at]
+
+
+def _balanced(
+    cuts: Sequence[tuple[int, int]], work: _Work, loads: list[Fraction], capacities: Sequence[Fraction]
+) -> tuple[int, ...]:
+    """Cut a bucket at some of `cuts` so that the largest of `loads`, in work over capacity, becomes as small as it can;
+    add what each rank gets."""
     numel = cuts[-1][0]
 
     def bounds_within(most: int) -> tuple[int, ...]:
         bounds = [0]
-        for load in loads:
-            bounds.append(_last_cut(cuts, bounds[-1], bounds[-1] + max(0, most - load) // itemsize))
+        for load, capacity in zip(loads, capacities, strict=True):
+            room = int(max(Fraction(0), most - load) * capacity)
+            bounds.append(_last_cut(cuts, bounds[-1], work.reach(work.until(bounds[-1]) + room)))
         return tuple(bounds)
 
-    low, high = 0, max(loads) + numel * itemsize  # within `high` the first rank has room for all
+    low, high = 0, ceil(max(loads) + work.total / min(capacities)) + 1  # within `high` the first rank has room for all
     while low < high:
         middle = (low + high) // 2
         if bounds_within(middle)[-1] == numel:
@@ -313,8 +352,26 @@ def _balanced(cuts: Sequence[tuple[int, int]], loads: list[int], itemsize: int) 
             low = middle + 1
     bounds = bounds_within(low)
     for rank, (begin, end) in enumerate(pairwise(bounds)):
-        loads[rank] += (end - begin) * itemsize
+        loads[rank] += (work.until(end) - work.until(begin)) / capacities[rank]
     return bounds
+
+
+def _check_capacities(capacities: Sequence[float], mesh: Mesh) -> None:
+    if capacities and (len(capacities) != mesh.world_size or not all(0 < one < inf for one in capacities)):
+        raise ShardingError(
+            f"{list(capacities)} are not the capacities of {mesh.world_size} ranks",
+            hint="give one positive number for each rank",
+            value=tuple(capacities),
+        )
+
+
+def _capacities_of(cut: tuple[str, ...], capacities: Sequence[float], mesh: Mesh) -> list[Fraction]:
+    """The capacity of each shard of a bucket: that of the weakest rank that has it."""
+    found: dict[int, Fraction] = {}
+    for rank, capacity in enumerate(capacities):
+        place, own = mesh.place(cut, rank), max(Fraction(1, 1000), Fraction(capacity).limit_denominator(1000))
+        found[place] = min(own, found.get(place, own))
+    return [found[place] for place in sorted(found)]
 
 
 def _last_cut(cuts: Sequence[tuple[int, int]], start: int, limit: int) -> int:

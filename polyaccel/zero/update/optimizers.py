@@ -166,9 +166,19 @@ class SliceOptimizer(ABC):
         """Types of the states that rest in another type than the config gives, which is float32 by default."""
         return {}
 
+    @property
+    def group_states(self) -> Mapping[int, tuple[str, ...]]:
+        """The states of groups that have only some of `state_names`."""
+        return {}
+
     def granules(self, params: Sequence[ParamSpec]) -> Mapping[str, Granule]:
         """Return what its update needs whole of `params`, by name; elements of those that are not named. Raises
         ShardingError for parameters that it cannot have whole."""
+        return {}
+
+    def costs(self, params: Sequence[ParamSpec]) -> Mapping[str, int]:
+        """Return the work of an update for each element of parameters with granules, by name. Owners are balanced by
+        it; without it by bytes."""
         return {}
 
     def initialise_states(  # noqa: B027 - zeros suit most

@@ -212,7 +212,7 @@ def test_lion_on_the_host_has_other_defaults(zero: dict[str, Any], params: dict[
     assert json.dumps(given) == before
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam"])
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_what_does_not_exist_is_refused_by_name(kind: str) -> None:
     def body(communicator: Communicator) -> None:
         with pytest.raises(ConfigError) as caught:

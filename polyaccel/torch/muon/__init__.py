@@ -1,0 +1,1 @@
+"""Muon: orthogonalised momentum for matrices, on the ranks that own them."""
