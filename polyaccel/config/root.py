@@ -35,7 +35,7 @@ from polyaccel.config.sections.monitors import (
     TensorBoardConfig,
     WandbConfig,
 )
-from polyaccel.config.sections.optimizer import OptimizerConfig
+from polyaccel.config.sections.optimizer import EmaConfig, OptimizerConfig
 from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
@@ -100,6 +100,8 @@ class Config(Section):
     """The optimizer to build when the caller passes none."""
     scheduler: SchedulerConfig | None = None
     """The learning-rate schedule to build when the caller passes none."""
+    ema: EmaConfig | None = None
+    """polyaccel's own: an exponential moving average of weights; null is none."""
     gradient_clipping: NonNegativeFloat = 0.0
     """Gradients whose L2 norm over the whole model is larger are scaled down to this norm. 0 is off, which is the
     default here (DeepSpeed's is 1.0). No update can begin before the last gradient is there."""

@@ -60,10 +60,7 @@ ABSENT: tuple[Absent, ...] = (
     # The step and its numbers.
     _alone("managed_gradient_accumulation", True, "gradient accumulation counted by the caller"),
     _alone("optimizer.legacy_fusion", False, "DeepSpeed's older fused Lamb"),
-    _alone("fp16.fp16_master_weights_and_grads", False, "float16 master weights"),
     _alone("bf16.immediate_grad_update", False, "immediate float32 accumulation"),
-    _alone("bf16.bf16_master_weights_and_grads", False, "bfloat16 master weights"),
-    _alone("bf16.bf16_optimizer_states", False, "bfloat16 optimizer states"),
     _alone(
         "torch_autocast.lower_precision_safe_modules",
         None,

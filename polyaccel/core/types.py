@@ -9,6 +9,9 @@ from math import prod
 from polyaccel.core.block import Block
 from polyaccel.errors import ShardingError
 
+CODE_BLOCK = 256
+"""Elements that share a scale, where optimizer states are codes of 8 bits."""
+
 
 class DType(Enum):
     """An element type. The value is the name that numpy, torch and JAX agree on."""

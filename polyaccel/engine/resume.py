@@ -35,6 +35,7 @@ from polyaccel.engine.groups import SavedGroups, hyperparameters, load_groups, m
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.errors import CheckpointError
 from polyaccel.zero.plan.layout import Slot
+from polyaccel.zero.plan.policy import WEIGHTS_EMA
 from polyaccel.zero.trained_state import TrainedState, over_stages
 
 
@@ -339,6 +340,8 @@ def wanted_state(
     fresh = dict[tuple[str, int], tuple[Slot, dict[str, Buffer]]]()
     for slot, kind, start, buffer in zero.shards_to_load():
         fqn = slot.param.fqn
+        if kind == WEIGHTS_EMA and not (optimizer_states and reader.has(fqn, kind)):
+            kind = PARAM  # an average begins at the weights
         if kind != PARAM and not optimizer_states:
             continue
         if reader.has(fqn, kind):

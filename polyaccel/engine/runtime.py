@@ -43,7 +43,7 @@ from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.layout import Granule, ShardLayout
-from polyaccel.zero.plan.policy import StepPolicy, ZeroPolicy
+from polyaccel.zero.plan.policy import WEIGHTS_EMA, StepPolicy, ZeroPolicy
 from polyaccel.zero.resources import StepResources
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
@@ -130,8 +130,12 @@ class EngineBuilder(MeshGroups):
         )
         states: dict[str, Any] = {"state_names": ()}
         if optimizer is not None:
-            states = {"state_names": optimizer.state_names, "state_types": optimizer.state_types}
-            states["group_states"] = optimizer.group_states
+            averages = () if self.config.ema is None else (WEIGHTS_EMA,)
+            states = {
+                "state_names": (*optimizer.state_names, *averages),
+                "state_types": {**optimizer.state_types, **dict.fromkeys(averages, DType.FLOAT32)},
+                "group_states": {group: (*own, *averages) for group, own in optimizer.group_states.items()},
+            }
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         if self.communicator.rank == 0:
             write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))

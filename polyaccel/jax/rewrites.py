@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from polyaccel.core.types import DType
-from polyaccel.engine.policies.engines import native_optimizer_of
+from polyaccel.engine.policies.engines import native_optimizer_of, require_wide_states
 from polyaccel.engine.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.engine.policies.muon import MUON
 from polyaccel.engine.rank_consistency import require_same_training
@@ -356,6 +356,7 @@ def _make_optimizer(context: RewriteContext) -> None:
         def owners() -> Owners:
             return owners_of(runtime, context.params, context.stage_cut() if context.has_stages else None)
 
+        require_wide_states(runtime.config)
         context.slice_optimizer = optax_optimizer(
             client,
             context.params,
@@ -372,3 +373,7 @@ def _make_optimizer(context: RewriteContext) -> None:
         raise ConfigError([Problem("optimizer.type", section.type, "is not available for JAX", hint)])
     context.slice_optimizer, hyperparameters = native
     context.groups = [hyperparameters]
+    precision = runtime.step_policy.precision
+    if context.is_native and (context.slice_optimizer.state_types or precision.keeps_16_bits):
+        expected = "has states and master weights of 32 bits"
+        raise ConfigError([Problem("jax.execution", "native", expected, 'use "views" with narrow ones')])

@@ -17,6 +17,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import LARGEST_CODE, ArrayMath, KernelTable, Rule, StochasticRounding, by_op, code_bits
+from polyaccel.ops.numpy_block_codes import BLOCK_CODE_KERNELS
 from polyaccel.ops.rounding import bfloat16_bits, float16_bits, random_bits
 
 Array = npt.NDArray[Any]
@@ -25,7 +26,8 @@ _CHUNK_NUMEL = 1 << 16
 
 def numpy_kernels() -> KernelTable:
     """Return the table of these kernels."""
-    return KernelTable("numpy", by_op(combine, scale, cast, square_sums, update, quantize, dequantize))
+    dense = by_op(combine, scale, cast, square_sums, update, quantize, dequantize)
+    return KernelTable("numpy", {**dense, **BLOCK_CODE_KERNELS})
 
 
 _COMBINE: dict[ReduceOp, np.ufunc] = {

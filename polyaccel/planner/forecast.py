@@ -14,7 +14,7 @@ from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.core.mesh import Mesh
-from polyaccel.core.types import ParamSpec
+from polyaccel.core.types import DType, ParamSpec
 from polyaccel.engine.policies.steps import PLACES, plan_for, step_plan_for, step_policy, storage_tier
 from polyaccel.planner.model import ModelShape, comm_seconds
 from polyaccel.planner.optimizer_needs import OptimizerNeeds
@@ -131,7 +131,12 @@ def layout_of(config: ResolvedConfig, specs: Sequence[ParamSpec], units: Mapping
 def step_plan(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -> StepPlan:
     """The plan of the engine of `config` on each rank. `is_remote`: the device's memory is not the host's."""
     needs = OptimizerNeeds.of(config, layout.params)
-    return step_plan_for(config, layout, needs.state_names, is_remote=is_remote, group_states=needs.group_states)
+    return step_plan_for(
+        *(config, layout, needs.state_names),
+        is_remote=is_remote,
+        state_types=needs.state_types,
+        group_states=needs.group_states,
+    )
 
 
 def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
@@ -140,7 +145,9 @@ def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
     nbytes, needs = model.buffer_nbytes, OptimizerNeeds.of(config, model.specs)
     for spec in needs.specs:
         kept = precision.master_of(spec.dtype) if spec.trainable else spec.dtype
-        states = len(needs.states_of(spec)) * precision.states_of(spec.dtype).itemsize
+        held = [needs.state_types.get(name, precision.states_of(spec.dtype)) for name in needs.states_of(spec)]
+        # Codes of 8 bits are saved as the numbers that they stand for.
+        states = sum(4 if dtype is DType.UINT8 else dtype.itemsize for dtype in held)
         nbytes += spec.global_numel * (kept.itemsize + states)
     return nbytes
 

@@ -6,15 +6,16 @@ An optimizer that the script passes is not known here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from types import MappingProxyType
 
 from polyaccel.config import ResolvedConfig
-from polyaccel.core.types import ParamSpec
+from polyaccel.core.types import DType, ParamSpec
+from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.policies.muon import MUON, MUON_STATES, element_cost, is_matrix
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.zero.plan.layout import ROW, WHOLE, Granule
+from polyaccel.zero.plan.policy import WEIGHTS_EMA
 
 ASSUMED_STATES = tuple(OPTIMIZERS["Adam"].states)
 """The states that an optimizer is taken to have when the config does not say which one it is."""
@@ -26,28 +27,36 @@ _MATRICES, _REST = 0, 1
 class OptimizerNeeds:
     """The states of a config's optimizer, those of groups that have only some, and the parameters in their groups.
 
-    `granules` and `costs` are as for `plan_layout`.
+    `state_types` are those of states that do not rest in the type of the config. `granules` and `costs` are as for
+    `plan_layout`.
     """
 
     specs: tuple[ParamSpec, ...]
     state_names: tuple[str, ...]
-    group_states: Mapping[int, tuple[str, ...]] = MappingProxyType({})
-    granules: Mapping[str, Granule] = MappingProxyType({})
-    costs: Mapping[str, int] = MappingProxyType({})
+    state_types: Mapping[str, DType] = field(default_factory=dict)
+    group_states: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    granules: Mapping[str, Granule] = field(default_factory=dict)
+    costs: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: ResolvedConfig, specs: Sequence[ParamSpec]) -> OptimizerNeeds:
         """Return the needs of the config's optimizer; Adam's where the config does not say."""
         section = config.optimizer
+        averages = () if config.ema is None else (WEIGHTS_EMA,)
+        of_averages = dict.fromkeys(averages, DType.FLOAT32)
         if section is None or section.type != MUON:
             row = None if section is None else OPTIMIZERS.get(section.type)
-            return cls(tuple(specs), ASSUMED_STATES if row is None else tuple(row.states))
+            names = ASSUMED_STATES if row is None else tuple(row.states)
+            native = native_optimizer_of(config)
+            types, granules = ({}, {}) if native is None else (native[0].state_types, native[0].granules(specs))
+            return cls(tuple(specs), (*names, *averages), {**types, **of_averages}, granules=granules)
         grouped = tuple(replace(one, group=_MATRICES if _is_muons(one) else _REST) for one in specs)
         matrices = [one for one in grouped if _is_muons(one)]
         return cls(
             grouped,
-            (*MUON_STATES, *ASSUMED_STATES),
-            {_MATRICES: MUON_STATES, _REST: ASSUMED_STATES},
+            (*MUON_STATES, *ASSUMED_STATES, *averages),
+            of_averages,
+            {_MATRICES: (*MUON_STATES, *averages), _REST: (*ASSUMED_STATES, *averages)},
             {one.fqn: ROW if len(one.shape) == 3 and not one.cut else WHOLE for one in matrices},
             {one.fqn: element_cost(*_sides(one), section.params["ns_steps"]) for one in matrices},
         )

@@ -15,7 +15,7 @@ from typing import Literal
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
-from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.buckets.param_listener import ParamListener
 from polyaccel.zero.buckets.params import ParamBuckets
@@ -26,6 +26,7 @@ from polyaccel.zero.plan.layout import Slot
 from polyaccel.zero.plan.memory import Purpose, in_words, memory_by_purpose
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.resources import Staging, StepResources
+from polyaccel.zero.update.block_states import memory_of
 from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.grad_norm import Flags, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizer_step import OptimizerState, OptimizerStep, StepResult
@@ -87,6 +88,8 @@ class ZeroEngine:
             parts.communicators.model_parallel_group,
         )
         self.consistency = Consistency()
+        self.has_averages = False
+        """Whether averages are in the place of trained weights."""
         self._update: OptimizerStep | None = None
         if optimizer is not None:
             self._update = OptimizerStep(
@@ -125,8 +128,17 @@ class ZeroEngine:
     ) -> None:
         """A backward pass starts; see `GradReducer.begin_backward`. Raises PolyaccelError after an update that failed
         half-way (`consistency`)."""
-        self.consistency.require()
+        self.require_trained_weights()
         self.reducer.begin_backward(reduce=reduce, names=names, waits_for_end=waits_for_end)
+
+    def require_trained_weights(self) -> None:
+        """Raise PolyaccelError where parameters are averages for a while, or those of no one step."""
+        self.consistency.require()
+        if self.has_averages:
+            raise PolyaccelError(
+                "parameters are averaged weights now, which are neither trained nor saved",
+                hint="leave the block of engine.averaged_weights() first",
+            )
 
     def discard_gradients(self) -> None:
         """Forget all gradients, reduced or not, and the pass that they come from if it did not end."""
@@ -144,7 +156,7 @@ class ZeroEngine:
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
-        self.consistency.require()
+        self.require_trained_weights()
         self.unsharder.require_idle()
         self.reducer.prepare_update()
         changed = self._owner.changed_params()
@@ -192,7 +204,7 @@ class ZeroEngine:
         Kind `param` is the parameter in the best precision there is, the others are optimizer states. Raises
         PolyaccelError after an update that failed half-way.
         """
-        self.consistency.require()
+        self.require_trained_weights()
         for params in self.params:
             shard = self._states.get(params.bucket.index)
             for piece in params.bucket.slices(self._communicators.get_groups(params.bucket).exact.rank):
@@ -280,7 +292,7 @@ class StepMemory:
         plans = {each.bucket.index: each for each in self._plan.trained}
         for shard in self._states.shards:
             for name, state in shard.states.items():
-                add(Purpose.OPTIM, plans[shard.bucket.index].states.get(name), [state])
+                add(Purpose.OPTIM, plans[shard.bucket.index].states.get(name), memory_of(state))
         for gradients in self._reducer.buckets:
             add(Purpose.GRADS, plans[gradients.bucket.index].gradient, gradients.resident())
         gathered = self._params.gathered

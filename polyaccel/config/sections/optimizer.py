@@ -25,8 +25,9 @@ def _only(allowed: bool, why: str) -> BeforeValidator:
 
 # Flags with one permitted value; they are left out of a resolved optimizer's arguments.
 Amsgrad = Annotated[bool, _only(False, "AMSGrad is not available in this version")]
-Fp32States = Annotated[bool, _only(True, "optimizer states are always float32 in this version")]
+Fp32States = Annotated[bool, _only(True, '"state_bits": 8 or "bf16_optimizer_states" have narrower states')]
 Decoupled = Annotated[bool, _only(True, "AdamW decays weights apart from the gradient; coupled decay is 'Adam'")]
+StateBits = Literal[8, 32]
 
 
 class OptimizerConfig(Section):
@@ -37,6 +38,13 @@ class OptimizerConfig(Section):
     class in torch.optim."""
     params: Params = Field(default_factory=dict, validate_default=True)
     """Its arguments. Those of the named optimizers are checked; a torch class gets them as they are."""
+
+
+class EmaConfig(Section):
+    """An exponential moving average of weights, which is evaluated by `engine.averaged_weights()`."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """What is kept of the average in a step; the rest is the new weights."""
 
 
 class AdamWParams(Section):
@@ -60,7 +68,9 @@ class AdamWParams(Section):
     """DeepSpeed's switch to torch's implementation. There is one here, whose update is torch's, so both values have the
     same effect."""
     fp32_optimizer_states: Fp32States = Field(True, exclude=True)
-    """Moments are float32."""
+    """Moments are float32, unless `state_bits` or `bf16.bf16_optimizer_states` say otherwise."""
+    state_bits: StateBits = 32
+    """Bits of an element of the moments: 32, or 8 in blocks of 256 with a scale each (Dettmers et al. 2022)."""
 
 
 class AdamParams(AdamWParams):
@@ -122,6 +132,8 @@ class LionParams(Section):
     """Decay of the update's average and of the momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
+    state_bits: StateBits = 32
+    """Bits of an element of the momentum: 32, or 8 in blocks of 256 with a scale each (Dettmers et al. 2022)."""
 
 
 class LambParams(Section):

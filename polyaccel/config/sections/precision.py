@@ -33,6 +33,9 @@ class Fp16Config(Section):
     stochastic_rounding: bool = False
     """Round master weights to parameters up or down by chance, so that updates too small for 16 bits show on average,
     instead of to nearest. The same bits at every stage and after a restart."""
+    fp16_master_weights_and_grads: bool = False
+    """Keep no float32 master weights, and add gradients up in float16. Updated weights are rounded stochastically.
+    Needs an optimizer that the config names."""
 
 
 class Bf16Config(Section):
@@ -47,6 +50,12 @@ class Bf16Config(Section):
     stochastic_rounding: bool = False
     """Round master weights to parameters up or down by chance, so that updates too small for 16 bits show on average,
     instead of to nearest. The same bits at every stage and after a restart."""
+    bf16_master_weights_and_grads: bool = False
+    """Keep no float32 master weights, and add gradients up in bfloat16. Updated weights are rounded stochastically.
+    Needs an optimizer that the config names."""
+    bf16_optimizer_states: bool = False
+    """Keep optimizer states in bfloat16, rounded stochastically. Needs an elementwise optimizer that the config
+    names."""
 
 
 class TorchAutocastConfig(Section):

@@ -13,8 +13,10 @@ from polyaccel.config import ResolvedConfig
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.policies.watching import reporting_of
 from polyaccel.engine.progress import EngineSettings
+from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.zero.update.optimizers import SliceOptimizer, slice_optimizer
+from polyaccel.zero.update.named_optimizers import StateBits, slice_optimizer
+from polyaccel.zero.update.optimizers import SliceOptimizer
 
 _COMMON_SETTINGS = {
     "gradient_accumulation_steps", "optimizer", "scheduler", "gradient_clipping", "prescale_gradients",
@@ -103,7 +105,29 @@ def native_optimizer_of(config: ResolvedConfig) -> tuple[SliceOptimizer, dict[st
         defaults["decoupled"] = defaults.pop("adam_w_mode")
     for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
         defaults.pop(switch, None)
-    return slice_optimizer(section.type), defaults
+    return slice_optimizer(section.type, _state_bits_of(config, defaults.pop("state_bits", 32))), defaults
+
+
+def _state_bits_of(config: ResolvedConfig, chosen: StateBits) -> StateBits:
+    """The bits of optimizer states. Raises ConfigError for an optimizer that has no narrow ones."""
+    key = "bf16.bf16_optimizer_states"
+    if chosen != 32 or not (config.bf16.enabled and config.bf16.bf16_optimizer_states):
+        return chosen
+    if config.optimizer is not None and config.optimizer.type == "Lamb":
+        raise ConfigError([Problem(key, True, "Lamb's states are float32", "use another optimizer, or leave it out")])
+    return 16
+
+
+def require_wide_states(config: ResolvedConfig) -> None:
+    """Raise ConfigError where weights or states are to have 16 bits, of an optimizer that is not this package's."""
+    for section, keys in (
+        ("bf16", ("bf16_optimizer_states", "bf16_master_weights_and_grads")),
+        ("fp16", ("fp16_master_weights_and_grads",)),
+    ):
+        for key in keys:
+            if getattr(config, section).enabled and getattr(getattr(config, section), key):
+                hint = f"leave it out, or name one of {', '.join(OPTIMIZERS)} in the config"
+                raise ConfigError([Problem(f"{section}.{key}", True, "this optimizer computes in float32", hint)])
 
 
 def replaced_values(config: ResolvedConfig, environment: Mapping[str, str]) -> Iterator[str]:

@@ -228,15 +228,20 @@ def step_policy(config: ResolvedConfig) -> StepPolicy:
     autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "float16"
     reduce_dtype = config.communication_data_type
     accumulate_dtype = config.data_types.grad_accum_dtype
+    narrow = _narrow_masters(config)
     return StepPolicy(
         clip_norm=config.gradient_clipping,
         skip_overflow=config.fp16.enabled or autocast_fp16 or (config.bf16.enabled and config.bf16.check_grad_overflow),
         defer_publish=zero.overlap_param_gather,
         measure_norm=zero.compute_grad_norm,
         require_all=not zero.ignore_unused_parameters,
-        stochastic_rounding=(config.bf16.enabled and config.bf16.stochastic_rounding)
+        stochastic_rounding=narrow is not None
+        or (config.bf16.enabled and config.bf16.stochastic_rounding)
         or (config.fp16.enabled and config.fp16.stochastic_rounding),
+        ema_decay=0.0 if config.ema is None else config.ema.decay,
         precision=Precision(
+            master=narrow or DType.FLOAT32,
+            keeps_16_bits=narrow is not None,
             reduce=DType.parse(reduce_dtype) if reduce_dtype else None,
             accumulate=DType.parse(accumulate_dtype) if accumulate_dtype else None,
             accumulates=config.gradient_accumulation_steps > 1,
@@ -248,3 +253,10 @@ def step_policy(config: ResolvedConfig) -> StepPolicy:
             overlap=zero.overlap_comm is not False,
         ),
     )
+
+
+def _narrow_masters(config: ResolvedConfig) -> DType | None:
+    """The type of 16 bits in which parameters are their own master weights; None where those have 32."""
+    if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads:
+        return DType.BFLOAT16
+    return DType.FLOAT16 if config.fp16.enabled and config.fp16.fp16_master_weights_and_grads else None

@@ -28,6 +28,7 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, by_op, code_bits
 from polyaccel.ops.optimizers import ADAM, ADAMW
+from polyaccel.ops.torch.block_codes import BLOCK_CODE_KERNELS
 from polyaccel.ops.torch.rounding import write_weights
 from polyaccel.ops.torch.rows import ROW_KERNELS
 
@@ -44,7 +45,7 @@ _FUSED_ADAM_DEVICE = "cpu"
 def torch_kernels() -> KernelTable:
     """Return the table of these kernels."""
     dense = by_op(combine, scale, cast, square_sums, update, quantize, dequantize)
-    return KernelTable("torch", {**dense, **ROW_KERNELS})
+    return KernelTable("torch", {**dense, **ROW_KERNELS, **BLOCK_CODE_KERNELS})
 
 
 def _chunk_numel(tensor: Tensor) -> int:

@@ -28,7 +28,8 @@ from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.placement import Offload, Place
 from polyaccel.zero.plan.policy import Placement, StepPolicy, ZeroPolicy
 from polyaccel.zero.resources import Communicators, StepResources, Tiers
-from polyaccel.zero.update.optimizers import SliceOptimizer, slice_optimizer
+from polyaccel.zero.update.named_optimizers import slice_optimizer
+from polyaccel.zero.update.optimizers import SliceOptimizer
 
 Arrays = dict[str, npt.NDArray[Any]]
 SHAPES: Mapping[str, tuple[int, ...]] = {"w1": (5, 41), "b1": (41,), "w2": (41,), "scale": (), "idle": (3,)}

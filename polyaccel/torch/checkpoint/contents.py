@@ -26,6 +26,7 @@ from polyaccel.torch.checkpoint.saved_buffers import extra_state_blobs, merged_b
 from polyaccel.torch.sharding.buffers import plain_values
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.plan.policy import WEIGHTS_EMA
 from polyaccel.zero.trained_state import over_stages
 
 CLIENT_SCHEDULE, CLIENT_STATE = "client_schedule", "client_state"
@@ -105,7 +106,11 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
     for slot, kind, start, buffer in run.zero.local_shards():
         fqn = slot.param.fqn
         # A shard's buffer of a state has room for parameters without that state.
-        exists = kind == PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)
+        exists = (
+            kind in (PARAM, WEIGHTS_EMA)
+            or not isinstance(optimizer, ClientOptimizer)
+            or optimizer.holds(shards[fqn], fqn, kind)
+        )
         if exists and not (exclude_frozen and _is_left_out(slot.param)):
             param = slot.param
             yield TensorPiece(fqn, kind, param.global_shape, buffer.dtype, start, buffer, param.block)

@@ -22,6 +22,7 @@ from polyaccel.core.buffer import Buffer
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.update.block_states import memory_of
 
 
 class StateKind(str, Enum):
@@ -123,7 +124,8 @@ class OffloadedStates:
         zero = self._zero
         if kind is StateKind.OPTIM_STATES:
             for shard in zero.shards:
-                yield from shard.states.values()
+                for state in shard.states.values():
+                    yield from memory_of(state)
         elif kind is StateKind.LP_GRADS:
             for gradients in zero.reducer.buckets:
                 yield from gradients.resident()

@@ -18,6 +18,7 @@ from polyaccel.engine.base import Engine
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import ParamGroups
+from polyaccel.torch.checkpoint.averaged import AveragesWeights
 from polyaccel.torch.checkpoint.contents import TorchRun, contents_of
 from polyaccel.torch.checkpoint.custom_loading import CustomLoad
 from polyaccel.torch.checkpoint.load import LoadOptions, frozen_with_states, load_run
@@ -32,7 +33,7 @@ from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
-class TorchStates(Engine, OffloadsStates, HasWholeModel):
+class TorchStates(Engine, OffloadsStates, AveragesWeights, HasWholeModel):
     """Parameters, gradients and optimizer states of a torch module: laid out, saved, loaded, and offloaded."""
 
     zero: ZeroEngine

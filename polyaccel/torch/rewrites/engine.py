@@ -10,7 +10,7 @@ import torch
 
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.config import ResolvedConfig
-from polyaccel.engine.policies.engines import native_optimizer_of
+from polyaccel.engine.policies.engines import native_optimizer_of, require_wide_states
 from polyaccel.engine.policies.muon import MUON
 from polyaccel.engine.policies.step_inputs import step_input_policy_of
 from polyaccel.errors import ConfigError, Problem
@@ -26,7 +26,7 @@ from polyaccel.torch.muon.groups import muon_groups
 from polyaccel.torch.muon.optimizer import MuonOptimizer
 from polyaccel.torch.rewrites.base import AppliedRewrite, RewritableEngine, Rewrite, RewriteContext
 from polyaccel.zero.plan.policy import Placement
-from polyaccel.zero.update.optimizers import slice_optimizer
+from polyaccel.zero.update.named_optimizers import slice_optimizer
 
 
 class ZeroShards(Rewrite):
@@ -157,9 +157,15 @@ def _make_optimizer(context: RewriteContext) -> None:
         if native is not None:
             context.slice_optimizer, defaults = native
             if section.type in context.slice_optimizers:
+                if context.slice_optimizer.state_types:
+                    expected = "this formula has states of 32 bits"
+                    raise ConfigError([Problem("optimizer.type", section.type, expected, 'leave "state_bits" out')])
                 context.slice_optimizer = context.slice_optimizers[section.type]()
             context.groups = make_groups(context.model_parameters, model, defaults)
             return
+    require_wide_states(runtime.config)
+    if client is None:
+        assert section is not None
         if section.type in MUP:
             context.slice_optimizer = slice_optimizer(MUP[section.type])
             context.groups = mup_groups(section.type, section.params, context.model_parameters, model)

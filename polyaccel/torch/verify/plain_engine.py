@@ -373,8 +373,8 @@ def _optimizer(
         return torch_optimizer(MUP[section.type], {}, scaled)
     if native is None:
         return torch_optimizer(section.type, section.params, groups)
-    _, defaults = native
-    kind = _TORCH.get(section.type.lower())
+    ours, defaults = native
+    kind = None if ours.state_types else _TORCH.get(section.type.lower())
     if kind is None:
         raise PolyaccelError(
             f"torch has no optimizer to compare {section.type} with",

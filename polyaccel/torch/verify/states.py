@@ -15,6 +15,7 @@ from polyaccel.torch.sharding.tensor_shard import Blocks
 from polyaccel.torch.verify.recording import States
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import read_whole
+from polyaccel.zero.plan.policy import WEIGHTS_EMA
 
 
 def plain_states(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> States:
@@ -33,7 +34,11 @@ def engine_states(step: ZeroEngine, blocks: Blocks, shapes: Mapping[str, torch.S
     own: dict[str, dict[str, str]] = {}
     for shard in step.shards:
         for piece in shard.slices:
-            held = [name for name in shard.states if client is None or client.holds(shard, piece.fqn, name)]
+            held = [
+                name
+                for name in shard.states
+                if name != WEIGHTS_EMA and (client is None or client.holds(shard, piece.fqn, name))
+            ]
             own[piece.fqn] = {name: shard.states[name].dtype.value for name in held}
     numbers = {} if client is None else client.states_by_kind().numbers
     gathered = step.communicator.all_gather_object([own, numbers])

@@ -16,7 +16,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
-from polyaccel.core.types import DType
+from polyaccel.core.types import CODE_BLOCK, DType
 from polyaccel.errors import ShardingError
 from polyaccel.zero.plan.layout import Bucket, ShardLayout
 from polyaccel.zero.plan.placement import NO_OFFLOAD, Offload, Place
@@ -94,6 +94,8 @@ class TrainedBucketPlan(BucketPlan):
     """Where master weights and optimizer states rest, and with them the parameters if they are the master weights."""
     states: Mapping[str, PlannedBuffer]
     """Optimizer states by name."""
+    scales: Mapping[str, PlannedBuffer]
+    """Scales of the states that are codes of 8 bits, by the names of those."""
     gradient: PlannedBuffer
     """Where gradients accumulate and wait for the update: this rank's slice, or the whole bucket."""
     travelling: PlannedBuffer
@@ -144,7 +146,8 @@ def plan_step(
     rank: int | None = None,
 ) -> StepPlan:
     """The buffers for training `layout` with an optimizer that has `state_names` for each trained parameter, those of
-    `state_types` in their own types. Groups in `group_states` have those states alone.
+    `state_types` in their own types. Those in uint8 are codes of blocks, which have scales. Groups in `group_states`
+    have those states alone.
 
     A step is expected to have `micro_batches` passes. The types in which they accumulate are the `Precision`'s. The
     plan is that of `rank`; None: of a rank that has the longest shard of every bucket. Raises ShardingError where
@@ -238,6 +241,11 @@ def _plan_update(
         states={
             name: PlannedBuffer(frozen.updated_numel, state_types.get(name, precision.states_of(dtype)), place)
             for name in state_names
+        },
+        scales={
+            name: PlannedBuffer(frozen.updated_numel // CODE_BLOCK + len(bucket.slots), DType.FLOAT32, place)
+            for name in state_names
+            if state_types.get(name) is DType.UINT8
         },
         gradient=gradient,
         travelling=travelling,

@@ -92,7 +92,7 @@ def estimate_memory(plan: StepPlan) -> MemoryEstimate:
         add(Purpose.SECOND, bucket.second)
         add(Purpose.MASTER, bucket.master)
     for each in plan.trained:
-        add(Purpose.OPTIM, *each.states.values())
+        add(Purpose.OPTIM, *each.states.values(), *each.scales.values())
         add(Purpose.GRADS, each.gradient)
     add(Purpose.STAGING, *_staging(plan))
     nbytes[Place.HOST, Purpose.STAGING] += _file_buffers_nbytes(plan) + _pieces_nbytes(plan)

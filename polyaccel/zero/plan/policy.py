@@ -82,6 +82,8 @@ class Precision:
     accumulate: DType | None = None
     """None: the type that travels, or float32 where that has 16 bits and the step `accumulates`."""
     accumulates: bool = False
+    keeps_16_bits: bool = False
+    """Gradients of 16 bits add up in 16 bits."""
 
     def master_of(self, param: DType) -> DType:
         """The type in which a parameter of type `param` is updated."""
@@ -99,13 +101,17 @@ class Precision:
     def gradient_of(self, param: DType) -> DType:
         """The type in which gradients of a parameter of type `param` wait for the update."""
         travels = self.reduce_of(param)
-        return self.accumulate or (DType.FLOAT32 if self.accumulates and travels.itemsize < 4 else travels)
+        widens = self.accumulates and not self.keeps_16_bits and travels.itemsize < 4
+        return self.accumulate or (DType.FLOAT32 if widens else travels)
 
     def adds_in_16_bits(self, params: Collection[DType]) -> bool:
         """Whether gradients of several micro-batches would add up in 16 bits without a word in the config for it."""
-        return self.accumulate is None and any(self.gradient_of(param).itemsize < 4 for param in params)
+        is_said = self.accumulate is not None or self.keeps_16_bits
+        return not is_said and any(self.gradient_of(param).itemsize < 4 for param in params)
 
 
+WEIGHTS_EMA = "weights_ema"
+"""The state that is the moving average of weights, by the name that checkpoints have for it."""
 DEFAULT_PRECISION = Precision()
 """Master weights and states in float32, gradients in the type of their parameters."""
 
@@ -213,7 +219,8 @@ class StepPolicy:
     the update goes through, as in plain fp32 training. `defer_publish`: the all-gather of updated parameters may last
     into the next forward pass, and every reader of parameters calls `wait_all_gathers` first. `measure_norm` False
     saves the norm where nothing needs it. `require_all` makes a trained parameter without a gradient an error.
-    `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`).
+    `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`). `ema_decay` above
+    0 keeps a moving average of weights, as the state `WEIGHTS_EMA`.
     """
 
     clip_norm: float = 0.0
@@ -222,6 +229,7 @@ class StepPolicy:
     measure_norm: bool = True
     require_all: bool = False
     stochastic_rounding: bool = False
+    ema_decay: float = 0.0
     precision: Precision = DEFAULT_PRECISION
     reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
     gathering: GatherPolicy = field(default_factory=GatherPolicy)

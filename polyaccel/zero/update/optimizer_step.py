@@ -38,6 +38,7 @@ from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.resources import Copies, Staging, StepResources
+from polyaccel.zero.update.averaging import average_weights
 from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.grad_norm import GradientNorm, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizers import Group, Run, Shard, SliceOptimizer
@@ -89,7 +90,10 @@ class OptimizerState:
         params = self._params[index]
         shard = Shard(plan.bucket, tier, params.master, params.out, params.slices())
         for name, state in plan.states.items():
-            shard.allocate_state(name, state.dtype)
+            if name in plan.scales:
+                shard.allocate_blocks(name, plan.scales[name].numel, signed=optimizer.state_codes[name])
+            else:
+                shard.allocate_state(name, state.dtype)
         optimizer.initialise_states(shard.states, group, plan.bucket.slots[0].param)
         self.shards.append(shard)
         self._by_bucket[index] = shard
@@ -308,6 +312,8 @@ class OptimizerStep:
             with closing(self._states.iter_shards(prepare)) as walk:
                 lent = self._counted(walk)
                 for shard in self._optimizer.update(lent, groups, factor / loss_scale, self._communicator):
+                    if self._policy.ema_decay:
+                        average_weights(shard, self._policy.ema_decay)
                     self._states.write_back(shard)
                     self._params.all_gather_updated(shard.bucket.index)
                     self._updated += 1

@@ -17,12 +17,13 @@ from typing import Any
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType, ParamSpec
-from polyaccel.errors import CheckpointError
+from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import CAST, SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
-from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
+from polyaccel.ops.optimizers import Optimizer, apply_direction
 from polyaccel.zero.buckets.row_exchange import RowSet
 from polyaccel.zero.plan.layout import Bucket, Granule, Slice
+from polyaccel.zero.update.block_states import BlockBuffer, BlockMemory
 from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, sums_in
 
 Group = Mapping[str, Any]
@@ -142,6 +143,20 @@ class Shard:
         self.states[name] = self.tier.allocate(key, self.master.numel, dtype)
         return self.states[name]
 
+    def allocate_blocks(self, name: str, scales_numel: int, *, signed: bool) -> None:
+        """Add a state, zeros, in a byte an element. Raises OffloadError when there is no room, and ShardingError
+        for a tier that lends its buffers."""
+        if not self.tier.is_resident:
+            raise ShardingError(
+                f"optimizer states of 8 bits cannot rest in the tier {self.tier.name!r}",
+                hint='offload them to "cpu", or use states of 32 bits',
+                value=self.tier.name,
+            )
+        codes = self.allocate_state(name, DType.UINT8)
+        scales = self.tier.allocate(f"bucket{self.bucket.index}.{name}.scales", scales_numel, DType.FLOAT32)
+        memory = BlockMemory.over(codes, scales, self.tier.compute, self.slices, signed=signed)
+        self.states[name] = BlockBuffer(memory, self.master.numel)
+
     @property
     def kernels(self) -> KernelTable:
         """Those that reach the shard."""
@@ -171,6 +186,11 @@ class SliceOptimizer(ABC):
         """The states of groups that have only some of `state_names`."""
         return {}
 
+    @property
+    def state_codes(self) -> Mapping[str, bool]:
+        """The states of type uint8, which are numbers in a code of 8 bits, and whether they may be negative."""
+        return {}
+
     def granules(self, params: Sequence[ParamSpec]) -> Mapping[str, Granule]:
         """Return what its update needs whole of `params`, by name; elements of those that are not named. Raises
         ShardingError for parameters that it cannot have whole."""
@@ -180,6 +200,14 @@ class SliceOptimizer(ABC):
         """Return the work of an update for each element of parameters with granules, by name. Owners are balanced by
         it; without it by bytes."""
         return {}
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether its states hold an average of weights that is evaluated in place of them."""
+        return False
+
+    def write_averages(self, shard: Shard, group: Group) -> None:  # noqa: B027 - most have none
+        """Overwrite the master weights of a shard with their average."""
 
     def initialise_states(  # noqa: B027 - zeros suit most
         self, states: Mapping[str, Buffer], group: Group, param: ParamSpec
@@ -315,12 +343,6 @@ class TrustRatioOptimizer(RowOptimizer):
             usable = weight > 0.0 and update > 0.0 and isfinite(weight) and isfinite(update)
             ratios[fqn] = min(max(weight / update, low), high) if usable else 1.0
         return ratios
-
-
-def slice_optimizer(name: str) -> SliceOptimizer:
-    """A new optimizer of `polyaccel.ops.optimizers`, by the name that a resolved config uses."""
-    row = OPTIMIZERS[name]
-    return TrustRatioOptimizer(row) if "max_coeff" in row.keys else ElementwiseOptimizer(row)
 
 
 def trust_bounds(rule: Rule) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.zero.plan.policy import ReductionPolicy, StepPolicy
-from polyaccel.zero.update.optimizers import slice_optimizer
+from polyaccel.zero.update.named_optimizers import slice_optimizer
 
 NUMPY = CpuAccelerator("numpy")
 TIERS: dict[str, type[Tier] | None] = {"device": None, "host": HostTier, "nvme": NvmeTier}

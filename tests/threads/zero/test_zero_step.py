@@ -24,7 +24,7 @@ from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION, Precision, ReductionPolicy, StepPolicy, ZeroPolicy
 from polyaccel.zero.plan.traffic import exchanges_of, step_traffic
 from polyaccel.zero.resources import Communicators, StepResources, Tiers
-from polyaccel.zero.update.optimizers import slice_optimizer
+from polyaccel.zero.update.named_optimizers import slice_optimizer
 
 NUMPY = CpuAccelerator("numpy")
 stages = pytest.mark.parametrize("stage", [0, 1, 2])

@@ -15,8 +15,9 @@ from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.tier import TierOptions
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.plan.layout import Slice, plan_layout
+from polyaccel.zero.update.named_optimizers import slice_optimizer
 from polyaccel.zero.update.optimizer_step import find_runs
-from polyaccel.zero.update.optimizers import Shard, slice_optimizer
+from polyaccel.zero.update.optimizers import Shard
 
 NUMPY = CpuAccelerator("numpy")
 SIZES = st.lists(st.integers(0, 90), min_size=1, max_size=6)
