@@ -35,7 +35,7 @@ from polyaccel.config.sections.monitors import (
     TensorBoardConfig,
     WandbConfig,
 )
-from polyaccel.config.sections.optimizer import EmaConfig, OptimizerConfig
+from polyaccel.config.sections.optimizer import EmaConfig, NoiseScaleConfig, OptimizerConfig
 from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
@@ -102,6 +102,9 @@ class Config(Section):
     """The learning-rate schedule to build when the caller passes none."""
     ema: EmaConfig | None = None
     """polyaccel's own: an exponential moving average of weights; null is none."""
+    gradient_noise_scale: NoiseScaleConfig | None = None
+    """polyaccel's own: measure the gradient noise scale (McCandlish et al. 2018), the batch size from which on larger
+    ones gain less than half; null does not. `engine.metrics.gradient_noise_scale` has it, in samples."""
     gradient_clipping: NonNegativeFloat = 0.0
     """Gradients whose L2 norm over the whole model is larger are scaled down to this norm. 0 is off, which is the
     default here (DeepSpeed's is 1.0). No update can begin before the last gradient is there."""

@@ -110,6 +110,7 @@ class StepRecorder:
             lr=lr,
             grad_norm=result.grad_norm,
             grad_norm_clipped=result.clipped_norm,
+            gradient_noise_scale=None if result.noise_ratio is None else result.noise_ratio * counters.step_samples,
             loss_scale=loss_scale,
             skipped=not result.applied,
             samples=counters.global_samples,

@@ -119,6 +119,7 @@ class EngineBuilder(MeshGroups):
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
         granules, costs = ({}, {}) if optimizer is None else (optimizer.granules(specs), optimizer.costs(specs))
+        self._require_parts_of_batches()
         layout = self.plan(
             specs,
             adapter.unit_names,
@@ -145,6 +146,14 @@ class EngineBuilder(MeshGroups):
         tiers = open_tiers(self.config, plan.offload, *run, resident=resident)
         parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)
         return ZeroEngine(plan, parts, adapter, optimizer, groups, timer)
+
+    def _require_parts_of_batches(self) -> None:
+        """Raise ConfigError where the noise scale is wanted, and ranks have no samples of their own."""
+        names = [name for name in ("sequence", "expert") if self.mesh.has_several(name)]
+        names += [] if self.model_parallel_group is None else ["pipe"]
+        if self.config.gradient_noise_scale is not None and names:
+            expected = f"norms of parts of a batch are not known with mesh.{names[0]}"
+            raise ConfigError([Problem("gradient_noise_scale", True, expected, "leave the key out")])
 
     def _trial_model(self, specs: tuple[ParamSpec, ...], units: Mapping[str, str], *, is_remote: bool) -> TrialModel:
         """What a tuner receives about the model, before there are buffers."""

@@ -374,6 +374,10 @@ def _make_optimizer(context: RewriteContext) -> None:
     context.slice_optimizer, hyperparameters = native
     context.groups = [hyperparameters]
     precision = runtime.step_policy.precision
+    for key in ("ema", "gradient_noise_scale"):
+        if context.is_native and getattr(runtime.config, key) is not None:
+            expected = 'is not available with "jax.execution": "native"'
+            raise ConfigError([Problem(key, True, expected, 'use "views", or optax.ema')])
     if context.is_native and (context.slice_optimizer.state_types or precision.keeps_16_bits):
         expected = "has states and master weights of 32 bits"
         raise ConfigError([Problem("jax.execution", "native", expected, 'use "views" with narrow ones')])

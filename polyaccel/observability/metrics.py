@@ -85,6 +85,7 @@ class StepMetrics:
         lr: Learning rate of each optimizer group.
         grad_norm: Global norm *before* clipping, unscaled.
         grad_norm_clipped: Global norm of the gradients that the optimizer got, unscaled.
+        gradient_noise_scale: Gradient noise scale in samples, smoothed over steps (`gradient_noise_scale`).
         loss_scale: Factor of the loss in the backward pass.
         tokens_per_s: Tokens of all ranks a second.
     """
@@ -95,6 +96,7 @@ class StepMetrics:
     lr: tuple[float, ...]
     grad_norm: float | None = None
     grad_norm_clipped: float | None = None
+    gradient_noise_scale: float | None = None
     loss_scale: float = 1.0
     skipped: bool = False
     """Whether gradients were not finite on some rank, so that the update was not applied."""

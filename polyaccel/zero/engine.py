@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -29,6 +30,7 @@ from polyaccel.zero.resources import Staging, StepResources
 from polyaccel.zero.update.block_states import memory_of
 from polyaccel.zero.update.consistency import Consistency
 from polyaccel.zero.update.grad_norm import Flags, GradNormReducer, ReadyGrads
+from polyaccel.zero.update.noise_scale import NoiseMeter
 from polyaccel.zero.update.optimizer_step import OptimizerState, OptimizerStep, StepResult
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 
@@ -87,6 +89,10 @@ class ZeroEngine:
             *(plan.layout, self.reducer, communicator, parts.accelerator, self._staging),
             parts.communicators.model_parallel_group,
         )
+        self.noise: NoiseMeter | None = None
+        if plan.policy.noise_decay is not None:
+            replicas = plan.layout.mesh.size_of(("data",))
+            self.noise = NoiseMeter(self.reducer, parts.accelerator, communicator, replicas, plan.policy.noise_decay)
         self.consistency = Consistency()
         self.has_averages = False
         """Whether averages are in the place of trained weights."""
@@ -162,6 +168,7 @@ class ZeroEngine:
         changed = self._owner.changed_params()
         flags = Flags(has_changes=bool(changed), has_deviated=self.unsharder.has_deviated)
         self.reducer.mark_incomplete()  # should anything fail before they were used
+        parts = None if self.noise is None else self.noise.take(loss_scale)
         if self._update.is_queued:
             self.reducer.finish_reductions()
             self._states.fetch_gradients(self.reducer)
@@ -184,7 +191,11 @@ class ZeroEngine:
             self._states.forget_fetched()
             self.discard_gradients()
             return StepResult(False, norm.norm, norm.norm, norm.first_nonfinite_param)
-        return self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
+        result = self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
+        if self.noise is None:
+            return result
+        mean_norm = result.grad_norm if self.plan.policy.reduction.average else result.grad_norm / self.noise.replicas
+        return replace(result, noise_ratio=self.noise.ratio(parts, mean_norm))
 
     def adopt_changes(self) -> None:
         """Take over what users wrote into parameters since the last update. Collective. Raises ShardingError on all

@@ -47,6 +47,13 @@ class EmaConfig(Section):
     """What is kept of the average in a step; the rest is the new weights."""
 
 
+class NoiseScaleConfig(Section):
+    """The gradient noise scale, from norms of ranks' gradients and of micro-batches."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """What is kept of its two averages in a step. 0 has each step for itself, which is very noisy."""
+
+
 class AdamWParams(Section):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 

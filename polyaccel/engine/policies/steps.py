@@ -238,6 +238,7 @@ def step_policy(config: ResolvedConfig) -> StepPolicy:
         stochastic_rounding=narrow is not None
         or (config.bf16.enabled and config.bf16.stochastic_rounding)
         or (config.fp16.enabled and config.fp16.stochastic_rounding),
+        noise_decay=None if config.gradient_noise_scale is None else config.gradient_noise_scale.decay,
         ema_decay=0.0 if config.ema is None else config.ema.decay,
         precision=Precision(
             master=narrow or DType.FLOAT32,

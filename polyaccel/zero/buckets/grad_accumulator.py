@@ -56,6 +56,10 @@ class GradAccumulator:
         self.rows = None
         return self._views[index] if index in self.filled else None
 
+    def parts(self) -> list[Buffer]:
+        """Return the sums of all slots that hold something, to be read."""
+        return [self._views[index] for index in sorted(self.filled)]
+
     def take(self, *, keep: bool) -> Buffer:
         """Return the buffer with zeros in empty slots and padding, and forget the sums; unless `keep`, it too."""
         taken = self.buffer

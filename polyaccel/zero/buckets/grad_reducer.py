@@ -10,9 +10,10 @@ ranks follow has it ([Note: Schedule of unshard events]); what comes later on so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from typing import Protocol
 
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
@@ -44,6 +45,16 @@ class GradsState(Enum):
 
 
 _REDUCING = TrainingState.REDUCING_IN_ORDER, TrainingState.REDUCING_ON_RELEASE
+
+
+class PassMeter(Protocol):
+    """Measures gradients of backward passes."""
+
+    def count_pass(self, held: Sequence[Sequence[Buffer]]) -> None:
+        """A pass has ended; `held` has what is not reduced yet, by bucket."""
+
+    def forget(self) -> None:
+        """All gradients were forgotten."""
 
 
 class GradReducer:
@@ -84,6 +95,8 @@ class GradReducer:
         self._grads = GradsState.COMPLETE
         self.user_edits = UserGradEdits()
         """What user code on this rank did to gradients since the last update."""
+        self.meter: PassMeter | None = None
+        """Is shown every backward pass."""
         self.passes = 0
         """How many backward passes have begun."""
 
@@ -153,12 +166,15 @@ class GradReducer:
         if self.can_launch(index):
             self._launch(self._by_index[index])
 
-    def end_backward(self) -> None:
-        """The backward pass is over: launch the remaining buckets, with zeros for gradients that did not appear."""
+    def end_backward(self, *, counts: bool = True) -> None:
+        """The backward pass is over: launch the remaining buckets, with zeros for gradients that did not appear.
+        `counts`: it was a pass of the model."""
         if self._state in _REDUCING:
             for gradients in self.buckets:
                 if not gradients.is_launched:
                     self._launch(gradients)
+        if counts and self.meter is not None:
+            self.meter.count_pass([gradients.unreduced_parts() for gradients in self.buckets])
         for gradients in self.buckets:
             gradients.end_backward()
         self._state = TrainingState.IDLE
@@ -214,7 +230,7 @@ class GradReducer:
             raise _incomplete()
         if self._grads is GradsState.UNREDUCED:
             self.begin_backward(reduce=True)
-            self.end_backward()
+            self.end_backward(counts=False)
 
     def mark_incomplete(self) -> None:
         """The gradients are being used: should that fail, they are of no use."""
@@ -229,6 +245,8 @@ class GradReducer:
         for gradients in self.buckets:
             gradients.discard()
         self.user_edits.forget()
+        if self.meter is not None:
+            self.meter.forget()
         self._state, self._grads = TrainingState.IDLE, GradsState.COMPLETE
 
     def close(self) -> None:

@@ -74,6 +74,8 @@ class GradientBucket:
         self._arrivals = PassArrivals(len(bucket.slots))
         self._sums = GradAccumulator(bucket, self._kernels)
         self._late: GradAccumulator | None = None
+        self.meter: Callable[[Buffer], None] | None = None
+        """Is called with what this rank gives to each reduction, before it."""
         self._own: Buffer | None = None
         """Sharded gradients: this rank's reduced slice."""
         self.touched = [False] * len(bucket.slots)
@@ -162,6 +164,8 @@ class GradientBucket:
             self._sums.use(self._borrow(), borrowed=True)
         borrowed, rows = self._sums.is_borrowed, self._sums.rows
         source = self._sums.take(keep=self._keeps_full)
+        if self.meter is not None:
+            self.meter(source)
         self._pending = self._reduce(source, rows, is_late=False, borrowed=borrowed)
 
     def finish(self) -> None:
@@ -261,6 +265,10 @@ class GradientBucket:
     def holds_unreduced(self) -> bool:
         """Gradients of this rank have accumulated, and no reduction of them was launched."""
         return bool(self._sums.filled)
+
+    def unreduced_parts(self) -> Sequence[Buffer]:
+        """The sums that have accumulated on this rank, to be read."""
+        return self._sums.parts()
 
     def unreduced(self, slot_index: int) -> Buffer | None:
         """The sum that has accumulated on this rank for a slot; None if nothing has."""

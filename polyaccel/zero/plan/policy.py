@@ -220,7 +220,8 @@ class StepPolicy:
     into the next forward pass, and every reader of parameters calls `wait_all_gathers` first. `measure_norm` False
     saves the norm where nothing needs it. `require_all` makes a trained parameter without a gradient an error.
     `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`). `ema_decay` above
-    0 keeps a moving average of weights, as the state `WEIGHTS_EMA`.
+    0 keeps a moving average of weights, as the state `WEIGHTS_EMA`. `noise_decay` smooths the gradient noise scale;
+    None does not measure it.
     """
 
     clip_norm: float = 0.0
@@ -230,6 +231,7 @@ class StepPolicy:
     require_all: bool = False
     stochastic_rounding: bool = False
     ema_decay: float = 0.0
+    noise_decay: float | None = None
     precision: Precision = DEFAULT_PRECISION
     reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
     gathering: GatherPolicy = field(default_factory=GatherPolicy)

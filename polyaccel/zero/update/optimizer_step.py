@@ -52,6 +52,8 @@ class StepResult:
     grad_norm: float
     clipped_norm: float
     first_nonfinite_param: str | None
+    noise_ratio: float | None = None
+    """The gradient noise scale in batches; None where it is not measured, or not known yet."""
 
 
 class OptimizerState:
