@@ -20,6 +20,7 @@ from math import sqrt
 from typing import Any
 
 from polyaccel.ops.base import ArrayMath, Formula, Rule, Settings, StateRole
+from polyaccel.ops.formulas import SCHEDULE_FREE, SOPHIA
 
 _AVERAGE, _MAGNITUDE, _DIRECTION = StateRole
 
@@ -382,6 +383,20 @@ _ROWS = (
         {"lr": None, "betas": None, "eps": None, "weight_decay": 0.0, "bias_correction": True}
         | {"min_coeff": 0.01, "max_coeff": 10.0},
         lambda s: LAMB,
+    ),
+    Optimizer(
+        "ScheduleFreeAdamW",
+        ("ScheduleFreeAdamW",),
+        {"z_minus_y": None, "exp_avg_sq": None},
+        {"lr": None, "betas": None, "eps": None, "weight_decay": 0.0, "warmup_steps": 0, "weight_lr_power": 2.0},
+        lambda s: SCHEDULE_FREE,
+    ),
+    Optimizer(
+        "Sophia",
+        ("Sophia",),
+        {"exp_avg": None, "hessian": None},
+        {"lr": None, "betas": None, "rho": 0.04, "weight_decay": 0.0, "bs": 5120, "hessian_interval": 10},
+        lambda s: SOPHIA,
     ),
 )
 

@@ -34,8 +34,8 @@ class OptimizerConfig(Section):
     """The optimizer to build when the caller passes none."""
 
     type: str
-    """Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD in any case, or the exact name of a
-    class in torch.optim."""
+    """One of Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD, ScheduleFreeAdamW, Sophia, CAME,
+    Shampoo and SOAP in any case, or the exact name of a class in torch.optim."""
     params: Params = Field(default_factory=dict, validate_default=True)
     """Its arguments. Those of the named optimizers are checked; a torch class gets them as they are."""
 
@@ -229,6 +229,92 @@ class MuSgdParams(SgdParams):
     """Leave the weight decay as it is; else it is divided by the scale of the learning rate."""
 
 
+class ScheduleFreeAdamWParams(Section):
+    """AdamW that needs no end of the training (Defazio et al. 2024). `engine.averaged_weights()` has the weights to
+    evaluate. A learning-rate schedule with it is an error."""
+
+    lr: NonNegativeFloat = 2.5e-3
+    """Learning rate, constant after the warmup."""
+    betas: Listed[tuple[Annotated[float, Field(gt=0, lt=1)], Beta]] = (0.9, 0.999)
+    """How far gradients are computed from the average, and the decay of the second moment."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Updates in which the learning rate rises to `lr`."""
+    weight_lr_power: NonNegativeFloat = 2.0
+    """Weights in the average are learning rates to this power, in the warmup."""
+
+
+class SophiaParams(Section):
+    """Sophia (Liu et al. 2023), with squared gradients as the estimate of the diagonal Hessian."""
+
+    lr: NonNegativeFloat = 1e-4
+    """Learning rate."""
+    betas: Betas = (0.965, 0.99)
+    """Decay of the average and of the Hessian."""
+    rho: PositiveFloat = 0.04
+    """Factor of the Hessian. A larger one clips less."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+    bs: PositiveFloat = 5120.0
+    """Samples in a batch, tokens in a language model's, by which squared mean gradients become a Hessian."""
+    hessian_interval: Annotated[int, Field(ge=1)] = 10
+    """Updates between two estimates of the Hessian."""
+
+
+class CameParams(Section):
+    """CAME (Luo et al. 2023) on whole parameters."""
+
+    lr: NonNegativeFloat = 2e-4
+    """Learning rate."""
+    betas: Listed[tuple[Beta, Beta, Beta]] = (0.9, 0.999, 0.9999)
+    """Decay of the average, of the second moment and of the residual."""
+    eps: Listed[tuple[PositiveFloat, PositiveFloat]] = (1e-30, 1e-16)
+    """Added to squares of gradients and of residuals."""
+    clip_threshold: PositiveFloat = 1.0
+    """The largest root mean square of an update before it is averaged."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+
+
+class ShampooParams(Section):
+    """Shampoo (Gupta et al. 2018) on whole matrices, with Adagrad for the rest."""
+
+    lr: NonNegativeFloat = 0.1
+    """Learning rate."""
+    momentum: Beta = 0.0
+    """Momentum of preconditioned gradients."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    eps: PositiveFloat = 1e-4
+    """The diagonal with which preconditioners begin."""
+    precondition_frequency: Annotated[int, Field(ge=1)] = 1
+    """Updates between two computations of the roots."""
+    max_precond_dim: Annotated[int, Field(ge=1)] = 10_000
+    """A longer side of a matrix has no preconditioner."""
+
+
+class SoapParams(Section):
+    """SOAP (Vyas et al. 2024) on whole matrices, with AdamW for the rest."""
+
+    lr: NonNegativeFloat = 3e-3
+    """Learning rate."""
+    betas: Betas = (0.95, 0.95)
+    """Decay of the two moments."""
+    shampoo_beta: Beta | None = None
+    """Decay of the preconditioners; null is the second of `betas`."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    precondition_frequency: Annotated[int, Field(ge=1)] = 10
+    """Updates between two changes of the eigenvectors."""
+    max_precond_dim: Annotated[int, Field(ge=1)] = 10_000
+    """A longer side of a matrix has no preconditioner."""
+
+
 OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamWParams,
@@ -241,5 +327,10 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "MuAdam": MuAdamParams,
     "MuAdamW": MuAdamWParams,
     "MuSGD": MuSgdParams,
+    "ScheduleFreeAdamW": ScheduleFreeAdamWParams,
+    "Sophia": SophiaParams,
+    "CAME": CameParams,
+    "Shampoo": ShampooParams,
+    "SOAP": SoapParams,
 }
 """The optimizers whose parameters we check, by the name that a `ResolvedConfig` uses for them."""

@@ -105,6 +105,9 @@ def native_optimizer_of(config: ResolvedConfig) -> tuple[SliceOptimizer, dict[st
         defaults["decoupled"] = defaults.pop("adam_w_mode")
     for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
         defaults.pop(switch, None)
+    if section.type == "ScheduleFreeAdamW" and config.scheduler is not None:
+        expected = "a schedule-free optimizer averages updates of one learning rate"
+        raise ConfigError([Problem("scheduler.type", config.scheduler.type, expected, "leave the section out")])
     return slice_optimizer(section.type, _state_bits_of(config, defaults.pop("state_bits", 32))), defaults
 
 

@@ -17,6 +17,7 @@ from polyaccel.engine.groups import hyperparameters, load_groups
 from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.torch.api.whole_optimizers import WHOLE_OPTIMIZERS
 
 ParamGroups = list[dict[str, Any]]
 
@@ -35,10 +36,10 @@ def make_groups(parameters: Iterable[Any] | None, module: nn.Module, defaults: M
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class of torch.optim called `name`. Raises ConfigError when there is none."""
-    kind = getattr(torch.optim, name, None)
+    """The class of `WHOLE_OPTIMIZERS` or torch.optim called `name`. Raises ConfigError when there is none."""
+    kind = WHOLE_OPTIMIZERS.get(name) or getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
-        hint = f"use one of {', '.join(OPTIMIZERS)}, or the exact name of a class of torch.optim"
+        hint = f"use one of {', '.join((*OPTIMIZERS, *WHOLE_OPTIMIZERS))}, or the exact name of a class of torch.optim"
         raise ConfigError([Problem("optimizer.type", name, "no optimizer has this name", hint)])
     return kind
 

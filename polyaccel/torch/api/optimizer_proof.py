@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.api.whole_optimizers import WHOLE_OPTIMIZERS
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,12 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of torch whose update of an element depends on that element alone."""
 
-TENSORWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+TENSORWISE = frozenset(
+    (
+        *WHOLE_OPTIMIZERS.values(),
+        *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
+    )
+)
 """Optimizers whose update of a parameter depends on all of that parameter and on no other one. They find their states
 in `Optimizer.state` in every step, and nowhere else."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.zero.update.narrow_states import BlockStates, RoundedStates
-from polyaccel.zero.update.optimizers import ElementwiseOptimizer, SliceOptimizer, TrustRatioOptimizer
+from polyaccel.zero.update.optimizers import ElementwiseOptimizer, ScheduleFree, SliceOptimizer, TrustRatioOptimizer
 
 StateBits = Literal[8, 16, 32]
 
@@ -21,4 +21,6 @@ def slice_optimizer(name: str, state_bits: StateBits = 32) -> SliceOptimizer:
         return TrustRatioOptimizer(row)
     if state_bits == 8:
         return BlockStates(row)
+    if row.kind == ScheduleFree.name:
+        return ScheduleFree(row)
     return RoundedStates(row) if state_bits == 16 else ElementwiseOptimizer(row)

@@ -279,6 +279,22 @@ class ElementwiseOptimizer(RowOptimizer):
             _update_run(shard, run, self.row.rule(group, run.step), grad_scale)
 
 
+class ScheduleFree(ElementwiseOptimizer):
+    """Schedule-free AdamW, whose weights are evaluated at their average (`polyaccel.ops.formulas`)."""
+
+    name = "ScheduleFreeAdamW"
+
+    @property
+    def averages_weights(self) -> bool:
+        return True
+
+    def write_averages(self, shard: Shard, group: Group) -> None:
+        beta1, state = float(group["betas"][0]), shard.states["z_minus_y"]
+        apart = shard.tier.compute.allocate(state.numel, state.dtype)
+        apart.copy_from(state)
+        shard.kernels[UPDATE](apply_direction((1 - beta1) / beta1), shard.master, apart, ())
+
+
 class TrustRatioOptimizer(RowOptimizer):
     """An update whose rate for a parameter follows from the norms of the parameter and of its direction: LAMB (You et
     al. 2020, algorithm 2), with DeepSpeed's bounds on that ratio.
