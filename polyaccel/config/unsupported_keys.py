@@ -74,7 +74,7 @@ ABSENT: tuple[Absent, ...] = (
         f"{_ZERO}.offload_optimizer.super_offload", False, "SuperOffload", 'leave it out; "device": "cpu" updates there'
     ),
     _alone(f"{_ZERO}.zenflow{BELOW}", None, "ZenFlow", "use offload_optimizer alone"),
-    _alone(f"{_ZERO}.save_muon_momentum_buffer_in_memory", False, "Muon"),
+    _tuning("Muon's states rest in memory", zero_optimization__save_muon_momentum_buffer_in_memory=False),
     # Ways to compute the same numbers.
     _tuning(
         "a bucket's gradients are one reduce-scatter and its parameters one all-gather, with equal slices on all ranks",

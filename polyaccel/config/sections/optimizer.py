@@ -34,8 +34,8 @@ class OptimizerConfig(Section):
     """The optimizer to build when the caller passes none."""
 
     type: str
-    """One of Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD, ScheduleFreeAdamW, Sophia, CAME,
-    Shampoo and SOAP in any case, or the exact name of a class in torch.optim."""
+    """One of Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD, ScheduleFreeAdamW, Sophia,
+    CAME, Shampoo and SOAP in any case, or the exact name of a class in torch.optim."""
     params: Params = Field(default_factory=dict, validate_default=True)
     """Its arguments. Those of the named optimizers are checked; a torch class gets them as they are."""
 

@@ -108,7 +108,7 @@ class GradientCopy(Tensor):
         return self.whole.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole.clone().__reduce_ex__(protocol)
+        return self.whole.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class ShardedGradient(Tensor):
@@ -180,7 +180,10 @@ def _norm(
     func: Any, gradient: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     if not isinstance(gradient, ShardedGradient) or gradient.part.is_result or dim is not None or not order > 0:
-        return _read(torch.ops.aten.linalg_vector_norm.default, (gradient, order, dim, keepdim), {"dtype": dtype})
+        read: Tensor = _read(
+            torch.ops.aten.linalg_vector_norm.default, (gradient, order, dim, keepdim), {"dtype": dtype}
+        )
+        return read
     values = gradient.part.values
     return torch.tensor(
         gradient.gradients.norm(gradient.part.fqn, float(order)), dtype=dtype or values.dtype, device=values.device
@@ -208,7 +211,8 @@ def _is_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if len(func._schema.returns) != 1 or any(map(_is_tensors, args)):
         return False
     shape = next((arg.shape for arg in tensors if isinstance(arg, ShardedGradient)), None)
-    return shape is not None and torch.broadcast_shapes(*(arg.shape for arg in tensors)) == shape
+    together = torch.broadcast_shapes(*(arg.shape for arg in tensors))  # type: ignore[no-untyped-call]
+    return bool(shape == together)
 
 
 def _needs_shape_only(func: Any) -> bool:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.ops.lamb import FusedLamb
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from polyaccel_deepspeed.config import normalise
 from torch import nn
 
 from polyaccel.comm.base import Communicator
-from polyaccel.errors import ConfigError
+from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
 
 MEASURED: list[tuple[str, dict[str, Any], str | None, tuple[float, ...]]] = [
@@ -229,3 +232,42 @@ def test_amsgrad_is_refused_by_name() -> None:
         assert caught.value.problems[0].key == "optimizer.params.amsgrad"
 
     run_threads(1, body)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_muon_as_an_object_is_the_config_s(stage: int) -> None:
+    """Its groups follow from DeepSpeed's marks, and both train over two ranks alike."""
+    torch.manual_seed(0)
+    marked = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    copies = [deepcopy(marked) for _ in range(4)]
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0}
+    params = {"muon_lr": 0.02, "adam_lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0}
+    muon = {"optimizer": {"type": "Muon", "params": params}}
+    for model in copies:
+        deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon"), model)
+        deepspeed.resolve_per_head_muon_after_sharding(model)
+    assert [each.use_muon for each in copies[0].parameters()] == [True, False, True, False]
+
+    def body(communicator: Communicator, by_object: bool) -> list[float]:
+        model = copies[communicator.rank + 2 * by_object]
+        optimizer = None
+        if by_object:
+            kinds = {kind: [each for each in model.parameters() if each.use_muon is kind] for kind in (True, False)}
+            optimizer = MuonWithAuxAdam([{"params": each, "use_muon": kind} for kind, each in kinds.items()])
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config | ({} if by_object else muon))
+        losses = []
+        for step in range(4):
+            draws = torch.Generator().manual_seed(10 * step + communicator.rank)
+            loss = engine(torch.randn(4, 6, generator=draws)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses
+
+    by_config, by_object = (run_threads(2, lambda ranks, way=way: body(ranks, way)) for way in (False, True))
+    for mine, other in zip(by_object, by_config, strict=True):
+        assert mine == pytest.approx(other, rel=1e-6)
+        assert mine[-1] < mine[0]
+    with pytest.raises(PolyaccelError):
+        MuonWithAuxAdam([{"params": [*marked.parameters()]}])

@@ -13,12 +13,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed_runs import GOLDEN, taken_over
 from dropin_mixtures import batch, built
 from polyaccel_deepspeed.exchange.experts import owners
 from polyaccel_deepspeed.exchange.exporting import write
 from polyaccel_deepspeed.exchange.importing import read
+from torch import nn
 
 from polyaccel.checkpoint import open_checkpoint
 from polyaccel.checkpoint.convert.exporting import chosen
@@ -119,3 +121,34 @@ def test_which_ranks_have_which_experts() -> None:
     with pytest.raises(CheckpointError) as caught:
         owners(shapes, states[:7], 1, {})
     assert caught.value.value == 2
+
+
+def test_state_dicts_of_single_experts_are_loaded() -> None:
+    """As DeepSpeed names them, by torch's own call and by an engine's; a layer with other names says so."""
+    source, model = (MoE(4, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), num_experts=3) for _ in range(2))
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.normal_()
+    theirs: dict[str, torch.Tensor] = {}
+    for name, value in source.state_dict().items():
+        prefix, _, last = name.rpartition(".")
+        single = {} if not prefix.endswith(".experts") else {
+            f"{prefix}.deepspeed_experts.{number}.{last.replace('_', '.')}": each for number, each in enumerate(value)
+        }  # fmt: skip
+        theirs |= single or {name: value}
+    assert "deepspeed_moe.experts.deepspeed_experts.2.1.bias" in theirs
+    model.load_state_dict(theirs)
+    assert all(torch.equal(value, source.state_dict()[name]) for name, value in model.state_dict().items())
+    engine, *_ = deepspeed.initialize(
+        model=MoE(4, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), num_experts=3),
+        config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    )
+    engine.load_module_state_dict({"module": theirs})
+    found = engine.module_state_dict()
+    assert all(torch.equal(value, source.state_dict()[name]) for name, value in found.items())
+    theirs.pop("deepspeed_moe.experts.deepspeed_experts.1.1.bias")
+    with pytest.raises(RuntimeError, match="deepspeed_experts"):
+        model.load_state_dict(theirs)
+    with pytest.raises(CheckpointError):
+        engine.load_module_state_dict(theirs)
+    engine.destroy()

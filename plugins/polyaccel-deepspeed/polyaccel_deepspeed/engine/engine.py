@@ -31,6 +31,7 @@ from polyaccel_deepspeed.engine.parameters import ParameterOffload
 from polyaccel_deepspeed.engine.settings import Settings
 from polyaccel_deepspeed.engine.unmanaged import CallerAccumulates
 from polyaccel_deepspeed.engine.wrappers import wrap
+from polyaccel_deepspeed.exchange.experts import with_stacks
 from polyaccel_deepspeed.exchange.loading import universal_as_ours
 from polyaccel_deepspeed.recovery import has_saves, write_recovery_script
 
@@ -167,7 +168,7 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         if loading := CustomLoading.prepare(custom_load_fn, self.adapter, self.zero):
             self.adapter.adopt_changes()
             state = loading.state_dict(self.adapter, state)
-        super().load_module_state_dict(state, strict)
+        super().load_module_state_dict(with_stacks(state), strict)
 
     # Data.
 

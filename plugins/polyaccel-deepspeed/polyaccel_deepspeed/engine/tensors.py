@@ -13,6 +13,7 @@ from torch import nn
 
 from polyaccel.config.keys import value_of
 from polyaccel.errors import ConfigError, Problem
+from polyaccel_deepspeed.layers import TensorRanksLayer
 
 _KEY = "tensor_parallel.autotp_size"
 
@@ -21,7 +22,7 @@ class _Asked(NamedTuple):
     """What `tp_model_init` was called with."""
 
     size: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     group: Any
 
 
@@ -58,25 +59,41 @@ def tp_model_init(
 
 
 def with_tensor_ranks(tree: dict[str, Any], model: nn.Module, mpu: Any = None) -> dict[str, Any]:
-    """The config with what `tp_model_init` has set for `model`.
+    """The config with what `tp_model_init` has set for `model`, or the groups of its layers of `module_inject`.
 
     Raises ConfigError where the config has another number of ranks or type, and for a `tp_group` of other ranks than
     the mesh's, or together with an `mpu`, which has other groups.
     """
-    asked = _asked.get(model)
+    asked, by = _asked.get(model), "tp_model_init"
+    if (of_layers := _asked_by_layers(model)) is not None and mpu is None:
+        asked, by = (of_layers, "its layers") if asked is None else (asked, by)
+        if asked.size != of_layers.size:
+            said = f"contradicts its layers, which are cut over {of_layers.size} ranks"
+            raise ConfigError([Problem(_KEY, asked.size, said, _HINT)])
+        _check_group(of_layers, mpu)
     if asked is None:
         return tree
     section = dict(tree.get("tensor_parallel", {}))
     if section.get("autotp_size", 0) not in (0, asked.size):
-        said = f"contradicts tp_model_init, which had {asked.size}"
+        said = f"contradicts {by}, which had {asked.size}"
         raise ConfigError([Problem(_KEY, section["autotp_size"], said, _HINT)])
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if dict(tree.get(name) or {}).get("enabled") is True and asked.dtype != dtype:
+        if asked.dtype and dict(tree.get(name) or {}).get("enabled") is True and asked.dtype != dtype:
             said = f"Conflicting dtype: tp_model_init had {asked.dtype}"
             raise ConfigError([Problem(f"{name}.enabled", True, said, f"call it with dtype={dtype}")])
     if asked.group is not None:
         _check_group(asked, mpu)
     return {**tree, "tensor_parallel": {**section, "autotp_size": asked.size}}
+
+
+def _asked_by_layers(model: nn.Module) -> _Asked | None:
+    """The ranks over which layers of `module_inject` were cut; None without such layers."""
+    cut = [each for each in model.modules() if isinstance(each, TensorRanksLayer) and each.tp_world_size > 1]
+    sizes = sorted({each.tp_world_size for each in cut})
+    if len(sizes) > 1:
+        said = "are the ranks of different layers of deepspeed.module_inject"
+        raise ConfigError([Problem(_KEY, sizes, said, "give all of them one group")])
+    return _Asked(sizes[0], None, cut[0].mp_group) if cut else None
 
 
 def _check_group(asked: _Asked, mpu: Any) -> None:

@@ -13,16 +13,34 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from polyaccel.errors import CheckpointError
 
 FILE = r"(?:layer_\d+_)?expert_\d+_mp_rank_00_model_states\.pt"
-_NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.)deepspeed_experts\.(\d+)\.(.+)")
+_NAME = re.compile(r"((?:.*\.)?experts\.)deepspeed_experts\.(\d+)\.(.+)")
 
 
 def stack_of(fqn: str) -> tuple[str, int] | None:
     """The stack that has an expert's parameter, and the expert's number; None for any other parameter."""
     found = _NAME.fullmatch(fqn)
     return None if found is None else (found[1] + found[3].replace(".", "_"), int(found[2]))
+
+
+def with_stacks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose single experts, if it has any, are stacks. Raises CheckpointError where one is missing."""
+    found: dict[str, dict[int, Any]] = {}
+    rest: dict[str, Any] = {}
+    for name, value in state.items():
+        place = stack_of(name)
+        if place is None:
+            rest[name] = value
+        else:
+            found.setdefault(place[0], {})[place[1]] = value
+    for stack, experts in found.items():
+        _require_all(stack, experts, "values")
+        rest[stack] = torch.stack([experts[number] for number in range(len(experts))])
+    return rest
 
 
 def owners(
@@ -59,11 +77,14 @@ class Stacks:
         """Stack, kind, shape (experts, ...) and parts, in the order of experts. Raises CheckpointError where one is
         missing."""
         for (stack, kind), experts in self._found.items():
-            if sorted(experts) != [*range(len(experts))]:
-                raise CheckpointError(
-                    f"of {stack!r} ({kind}) there are experts {sorted(experts)}",
-                    hint="give the files of all experts",
-                    value=stack,
-                )
+            _require_all(stack, experts, kind)
             ordered = [experts[number] for number in range(len(experts))]
             yield stack, kind, (len(experts), *ordered[0][0]), [part for _, parts in ordered for part in parts]
+
+
+def _require_all(stack: str, experts: Iterable[int], kind: str) -> None:
+    numbers = sorted(experts)
+    if numbers != [*range(len(numbers))]:
+        raise CheckpointError(
+            f"of {stack!r} ({kind}) there are experts {numbers}", hint="give the files of all experts", value=stack
+        )

@@ -33,6 +33,14 @@ class Experts(StackedExperts):
         """The experts of this rank."""
         return self.num_experts
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also from the names of DeepSpeed, where each expert has its own."""
+        for name, own in self.names.items():
+            keys = [f"{prefix}deepspeed_experts.{number}.{name}" for number in range(self.num_experts)]
+            if all(key in state_dict for key in keys):
+                state_dict[f"{prefix}{own}"] = torch.stack([state_dict.pop(key) for key in keys])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 class MOELayer(nn.Module):
     """A gate and `Experts`. The gate is called with tokens (tokens, features), `used_token`, True for sparse routes and

@@ -1,4 +1,4 @@
-"""What becomes of every config key of DeepSpeed: it works, has no effect, is refused for good, or comes later."""
+"""What becomes of every config key of DeepSpeed: it works, has no effect, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class Outcome(Enum):
 
     WORKS = "yes"
     NO_EFFECT = "accepted"
-    NEVER = "never"
-    LATER = "not yet"
+    NO = "no"
 
 
 class Answer(NamedTuple):
@@ -56,9 +55,8 @@ ABSENT_FEATURES: dict[str, str] = {
     "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
     "eigenvalue": to_come.COMPRESSION,
     "fp16.fp16_master_weights_and_grads": to_come.NARROW_MASTERS,
-    "weight_quantization": to_come.COMPRESSION,
+    "weight_quantization": 'init_inference(dtype="int8") holds weights in few bits',
     "zero_optimization.offload_optimizer.super_offload": to_come.SUPER_OFFLOAD,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": to_come.MUON,
     "zero_optimization.zenflow": to_come.ZENFLOW,
     "zero_optimization.zeropp_loco_param": to_come.LOCO,
 }
@@ -83,10 +81,10 @@ def answers() -> dict[str, Answer]:
     """Return the answers to all keys and tables that the drop-in knows, by dotted key."""
     found = {key.dotted: Answer(Outcome.WORKS, "") for key in walk_keys(Config)}
     for entry in ABSENT:
-        outcome = Outcome.NO_EFFECT if entry.is_tuning else Outcome.NEVER
+        outcome = Outcome.NO_EFFECT if entry.is_tuning else Outcome.NO
         hint = "" if entry.is_tuning or entry.hint == "leave the key out" else f"; {entry.hint}"
         found |= {key.removesuffix(BELOW): Answer(outcome, f"{entry.feature}{hint}") for key in entry.keys}
-    found |= {key: Answer(Outcome.NEVER, f"{feature}, which DeepSpeed has removed") for key, feature in REMOVED.items()}
+    found |= {key: Answer(Outcome.NO, f"{feature}, which DeepSpeed has removed") for key, feature in REMOVED.items()}
     found |= {alias: Answer(Outcome.WORKS, f"= {key}") for alias, key in _ALIASES.items()}
     found |= {key: Answer(Outcome.WORKS, why) for key, why in TRANSLATED.items()}
     for name in ROUTING:
@@ -95,11 +93,8 @@ def answers() -> dict[str, Answer]:
         found |= {f"{ignored.section}.{name}": Answer(Outcome.NO_EFFECT, ignored.why) for name in ignored.keys}
     for never in NEVER:
         why = f"{never.why}; {never.hint}"
-        found |= {f"{never.section}.{name}": Answer(Outcome.NEVER, why) for name in never.keys}
-    absent = {
-        key: Answer(Outcome.LATER if why in to_come.TO_COME else Outcome.NEVER, why)
-        for key, why in ABSENT_FEATURES.items()
-    }
+        found |= {f"{never.section}.{name}": Answer(Outcome.NO, why) for name in never.keys}
+    absent = {key: Answer(Outcome.NO, why) for key, why in ABSENT_FEATURES.items()}
     return {key: _covering(key, absent) or one for key, one in found.items()} | absent
 
 

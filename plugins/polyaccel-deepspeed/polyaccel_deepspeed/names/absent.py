@@ -13,34 +13,35 @@ from polyaccel import PolyaccelError
 
 
 class NotAvailable(PolyaccelError, NotImplementedError):
-    """A name of DeepSpeed's that polyaccel has nothing for, or not yet."""
+    """A name of DeepSpeed's that polyaccel has not."""
 
 
-def refusal(name: str, why: str, *, never: bool) -> NotAvailable:
+def refusal(name: str, why: str) -> NotAvailable:
     """The error of using the absent `name`; `why` is a clause on what there is or is not."""
-    when = "does not exist in polyaccel" if never else "does not exist in polyaccel yet"
-    return NotAvailable(f"{name} {when}: {why}", hint="see docs/compatibility.md for what there is", value=name)
+    return NotAvailable(
+        f"{name} does not exist in polyaccel: {why}", hint="see docs/compatibility.md for what there is", value=name
+    )
 
 
-def absent_class(name: str, why: str, *, never: bool) -> type:
+def absent_class(name: str, why: str) -> type:
     """A class called as the last part of `name`, which can be neither instantiated nor subclassed."""
 
     def make(cls: type, *args: Any, **named: Any) -> Any:
-        raise refusal(name, why, never=never)
+        raise refusal(name, why)
 
     def inherit(cls: type, /, **named: Any) -> None:
-        raise refusal(name, why, never=never)
+        raise refusal(name, why)
 
     module, _, last = name.rpartition(".")
     body = {"__new__": make, "__init_subclass__": classmethod(inherit), "__module__": module, "__doc__": why}
     return type(last, (), body)
 
 
-def absent_function(name: str, why: str, *, never: bool) -> Callable[..., Any]:
+def absent_function(name: str, why: str) -> Callable[..., Any]:
     """A function called as the last part of `name`, which raises."""
 
     def function(*args: Any, **named: Any) -> Any:
-        raise refusal(name, why, never=never)
+        raise refusal(name, why)
 
     function.__module__, _, function.__name__ = name.rpartition(".")
     function.__qualname__, function.__doc__ = function.__name__, why

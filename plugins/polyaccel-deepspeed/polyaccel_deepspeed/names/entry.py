@@ -14,9 +14,7 @@ class Status(Enum):
     """It does what it does in DeepSpeed."""
     ACCEPTED = "accepted"
     """It can be used, and has no effect; `why` has the reason."""
-    LATER = "not yet"
-    """Using it raises; `why` has what is missing."""
-    NEVER = "never"
+    NO = "no"
     """Using it raises; `why` has what there is instead."""
 
 
@@ -49,4 +47,4 @@ def accepted(why: str, home: str, *names: str, **renamed: str) -> dict[str, Name
 
 
 def never(why: str, *names: str) -> dict[str, Name]:
-    return {name: Name(Status.NEVER, why=why) for name in names}
+    return {name: Name(Status.NO, why=why) for name in names}

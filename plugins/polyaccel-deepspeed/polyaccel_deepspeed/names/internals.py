@@ -7,9 +7,8 @@ from __future__ import annotations
 from polyaccel_deepspeed import to_come
 from polyaccel_deepspeed.names.entry import Name, Status
 
-_TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
+_TABLE: tuple[tuple[str, dict[str, str]], ...] = (
     (
-        Status.NEVER,
         'a PipelineModule trains by this schedule where the config has "pipeline": {"schedule": "dualpipe-v"}',
         {
             "deepspeed": "DualPipeVEngine DualPipeVModule",
@@ -17,7 +16,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "every rank computes whole images; sequence_parallel_size cuts the tokens of the language model",
         {
             "deepspeed.sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter "
@@ -25,7 +23,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "tensor_parallel.vocab_parallel_lm_head cuts the vocabulary, and the model's own loss is computed over it",
         {
             "deepspeed.sequence": "VocabParallelCausalLMLoss VocabParallelCrossEntropyLoss "
@@ -33,7 +30,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "a step inside DeepSpeed's attention; DistributedAttention exchanges heads and tokens",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP",
@@ -41,7 +37,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "sizes and places of ranks are the mesh's; tensor_parallel.autotp_size cuts the weights",
         {
             "deepspeed": "merge_tp_model_init_into_config record_tp_model_init_args",
@@ -50,7 +45,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "layers that DeepSpeed puts in place of a model's; init_inference keeps the model's and takes a dict",
         {
             "deepspeed": "DeepSpeedInferenceConfig replace_transformer_layer",
@@ -59,21 +53,12 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.LATER,
         to_come.ZENFLOW,
         {
             "deepspeed.ops.adam": "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
         },
     ),
     (
-        Status.LATER,
-        to_come.MUON,
-        {
-            "deepspeed": "resolve_per_head_muon_after_sharding set_optimizer_flags",
-        },
-    ),
-    (
-        Status.NEVER,
         "a native part that polyaccel has no use for",
         {
             "deepspeed.ops.op_builder": "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder "
@@ -84,7 +69,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "parts of DeepSpeed's profiler; FlopsProfiler and get_model_profile count and print",
         {
             "deepspeed.profiling.flops_profiler": "MoE bytes_to_string duration_to_string flops_to_string "
@@ -96,7 +80,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "DeepSpeed's reading of its config; DeepSpeedConfig reads one",
         {
             "deepspeed": "load_ds_config",
@@ -106,7 +89,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "a part of DeepSpeed's launcher; the command `deepspeed` starts ranks",
         {
             "deepspeed.launcher.runner": "parse_args run_autotuning",
@@ -115,7 +97,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "the log of collectives by call; `comms_logger` in the config records the engine's",
         {
             "deepspeed.comm": "CommsLogger get_caller_func get_debug_log_name "
@@ -124,7 +105,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "schedules by command-line arguments",
         {
             "deepspeed.runtime.lr_schedules": "get_lr_from_config get_torch_optimizer override_1cycle_params "
@@ -133,7 +113,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "a part of DeepSpeed's communication; init_distributed reads every launcher's variables",
         {
             "deepspeed.comm": "CCLBackend TorchBackend enable_symm_mem_for_group in_aml in_aws_sm in_dlts "
@@ -145,7 +124,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "polyaccel's checkpoints do not have these files; get_fp32_state_dict_from_zero_checkpoint reads them",
         {
             "deepspeed.checkpoint.utils": "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank "
@@ -156,7 +134,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "a part of DeepSpeed's activation checkpointing; `checkpoint` is one function here",
         {
             "deepspeed.checkpointing": "CheckpointFunction Timers copy_to_device "
@@ -174,7 +151,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "pieces of DeepSpeed's flat buffers; the functions safe_get_* and safe_set_* read and write parameters",
         {
             "deepspeed.utils": "fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping "
@@ -186,7 +162,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         },
     ),
     (
-        Status.NEVER,
         "a part of DeepSpeed's engine without a counterpart",
         {
             "deepspeed.monitor.monitor": "Monitor",
@@ -222,9 +197,9 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
 )
 
 INTERNALS: dict[str, dict[str, Name]] = {}
-for _status, _why, _modules in _TABLE:
+for _why, _modules in _TABLE:
     for _module, _names in _modules.items():
-        INTERNALS.setdefault(_module, {}).update({name: Name(_status, why=_why) for name in _names.split()})
+        INTERNALS.setdefault(_module, {}).update({name: Name(Status.NO, why=_why) for name in _names.split()})
 
 _SPARSE = "a step inside DeepSpeed's engine; sparse gradients travel in their bucket, as dense ones"
 _COMPILE = "DeepCompile; engine.compile is torch.compile"
@@ -247,7 +222,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
     },
 }
 MEMBERS_ABSENT: dict[str, dict[str, Name]] = {
-    owner: {name: Name(Status.NEVER, why=why) for names, why in table.items() for name in names.split()}
+    owner: {name: Name(Status.NO, why=why) for names, why in table.items() for name in names.split()}
     for owner, table in _MEMBERS.items()
 }
 """Members of DeepSpeed's classes that ours have not: asking for one is an AttributeError."""

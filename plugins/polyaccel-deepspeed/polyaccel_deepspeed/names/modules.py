@@ -108,4 +108,4 @@ def resolve(module: str, name: str, entry: Name) -> Any:
     from polyaccel_deepspeed.names.absent import absent_class, absent_function
 
     make = absent_class if name[:1].isupper() else absent_function
-    return make(full, entry.why, never=entry.status is Status.NEVER)
+    return make(full, entry.why)

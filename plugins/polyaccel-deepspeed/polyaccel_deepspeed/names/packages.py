@@ -35,6 +35,8 @@ _NEVER = {
     "deepspeed.runtime.rollout": "engine.generate decodes as many sequences at a time as batch_size says",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with the device nvme",
     "deepspeed.runtime.tensor_parallel": "tensor_parallel in the config, or deepspeed.tp_model_init",
+    "deepspeed.runtime.weight_quantizer": 'init_inference(dtype="int8") holds weights in few bits',
+    "deepspeed.runtime.zero.muon": 'pieces of the update; MuonWithAuxAdam and the config\'s "Muon" train by it',
     "deepspeed.runtime.zero": "pieces of DeepSpeed's stages; deepspeed.zero has what scripts use",
     "deepspeed.sequence": "sequence_parallel_size cuts sequences; tiled_compute tiles losses",
     "deepspeed.utils": "a helper of DeepSpeed's own",
@@ -42,14 +44,12 @@ _NEVER = {
 """The reason for each package; the longest prefix counts."""
 _ABSENT = {
     "deepspeed.runtime.superoffload": to_come.SUPER_OFFLOAD,
-    "deepspeed.runtime.weight_quantizer": to_come.COMPRESSION,
     "deepspeed.runtime.zenflow": to_come.ZENFLOW,
-    "deepspeed.runtime.zero.muon": to_come.MUON,
 }
 """Packages whose feature is not here. This list only shrinks."""
 
-ABSENT_MODULES = {prefix: Name(Status.NEVER, why=why) for prefix, why in _NEVER.items()} | {
-    prefix: Name(Status.LATER if why in to_come.TO_COME else Status.NEVER, why=why) for prefix, why in _ABSENT.items()
+ABSENT_MODULES = {prefix: Name(Status.NO, why=why) for prefix, why in _NEVER.items()} | {
+    prefix: Name(Status.NO, why=why) for prefix, why in _ABSENT.items()
 }
 
 

@@ -18,6 +18,7 @@ from polyaccel_deepspeed.names.constants import (
 from polyaccel_deepspeed.names.devices import DEVICES
 from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, never, yes
 from polyaccel_deepspeed.names.internals import INTERNALS
+from polyaccel_deepspeed.names.layers import LAYERS
 from polyaccel_deepspeed.names.mixtures import MIXTURES
 from polyaccel_deepspeed.names.optimizers import DEEPSPEED_OPTIMIZER, STAGE_3_OPTIMIZER, WRAPPERS, ZERO_OPTIMIZER
 from polyaccel_deepspeed.names.rollouts import ROLLOUTS
@@ -58,6 +59,11 @@ _PUBLIC: dict[str, Module] = {
         | yes("polyaccel_deepspeed.pipeline.module", "PipelineModule")
         | yes("polyaccel_deepspeed.engine.hybrid", "DeepSpeedHybridEngine")
         | yes(sets.TENSORS, "set_autotp_mode", "tp_model_init")
+        | yes("polyaccel_deepspeed.muon", "set_optimizer_flags")
+        | accepted(
+            "a config with per_head_muon is refused, so no parameter has heads to count",
+            *("polyaccel_deepspeed.muon", "resolve_per_head_muon_after_sharding"),
+        )
         | yes(sets.UTILS, "OnDevice")
         | yes(sets.LOADER, "DeepSpeedDataLoader")
         | yes("polyaccel_deepspeed.inference", "InferenceEngine", "default_inference_config", "init_inference")
@@ -167,10 +173,7 @@ _PUBLIC: dict[str, Module] = {
     **MIXTURES,
     **ROLLOUTS,
     **WRAPPERS,
-    "deepspeed.module_inject": Module("Models cut over ranks.", yes(sets.TENSORS, "set_autotp_mode")),
-    "deepspeed.module_inject.layers": Module(
-        "Models cut over ranks.", yes(sets.TENSORS, "is_autotp_training_mode", "set_autotp_mode")
-    ),
+    **LAYERS,
     "deepspeed.monitor": Module("Figures of a run."),
     "deepspeed.monitor.monitor": Module(
         "Figures of a run.", yes("polyaccel_deepspeed.engine.monitor", "MonitorMaster")
