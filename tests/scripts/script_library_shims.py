@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -275,3 +276,36 @@ def stocks() -> None:
     import yfinance  # type: ignore[import-not-found]
 
     yfinance.download = download
+
+
+@shim
+def old_torch() -> None:
+    """Names of torch 2.2: `ProcessGroup.options`, and types that the module of convolutions had."""
+    import typing
+
+    from torch.nn.modules import conv
+
+    for name in ("Union", "Optional"):
+        setattr(conv, name, getattr(typing, name))
+    options = property(lambda group: group._get_backend(torch.device("cpu")).options)
+    torch.distributed.ProcessGroup.options = options  # type: ignore[attr-defined]
+
+
+@shim
+def sounds() -> None:
+    """torchaudio, librosa and langid: waves that are drawn by their names, and bands of their windows."""
+    for name in ("torchaudio", "librosa", "langid", "whisper"):
+        absent(name)
+    torchaudio, langid, kaldi = map(import_module, ("torchaudio", "langid.langid", "torchaudio.compliance.kaldi"))
+
+    def load(name: Any, **kwargs: Any) -> tuple[torch.Tensor, int]:
+        drawn = torch.Generator().manual_seed(sum(map(ord, str(name))))
+        return torch.rand(1, 16_000 * 2 // 5, generator=drawn) / 32_768, 16_000
+
+    def fbank(wave: torch.Tensor, num_mel_bins: int = 23, **kwargs: Any) -> torch.Tensor:
+        bands = torch.randn(400, num_mel_bins, generator=torch.Generator().manual_seed(1))
+        return (wave[0].unfold(0, 400, 160) @ bands).square().log1p()
+
+    torchaudio.load, kaldi.fbank = load, fbank  # type: ignore[attr-defined]
+    language = types.SimpleNamespace(set_languages=lambda names: None, classify=lambda text: ("en", 1.0))
+    langid.LanguageIdentifier = types.SimpleNamespace(from_modelstring=lambda *args, **kwargs: language)

@@ -23,7 +23,7 @@ def model(folder: Path, kind: str) -> None:
     """A model of transformers with a tokenizer, in the folder `stand_in_KIND`. `NAME=KIND` gives the folder's name."""
     import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     generator = random.Random(5)
     name, _, other = kind.partition("=")
@@ -38,15 +38,17 @@ def model(folder: Path, kind: str) -> None:
         vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     raw.train_from_iterator([sentence(generator) for _ in range(100)], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=64,
-    )
+    marks: dict[str, Any] = {
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+        "model_max_length": 64,
+    }
+    if name == "vicuna":  # as Llama's first tokenizer does it; FastChat counts on it
+        raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, **marks)
     if name == "llama3":
         tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(place)
@@ -58,10 +60,10 @@ def model(folder: Path, kind: str) -> None:
 
 def _config(transformers: Any, kind: str) -> Any:
     shared: dict[str, Any] = {"vocab_size": 320, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if kind in ("llama", "llama3"):
+    if kind in ("llama", "llama3", "vicuna"):
         return transformers.LlamaConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            max_position_embeddings=256, architectures=["LlamaForCausalLM"], **shared,
+            max_position_embeddings=512, architectures=["LlamaForCausalLM"], **shared,
         )  # fmt: skip
     if kind == "opt":
         return transformers.OPTConfig(
@@ -104,7 +106,7 @@ def _config(transformers: Any, kind: str) -> Any:
     if kind == "mixtral":
         return transformers.MixtralConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+            num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
             architectures=["MixtralForCausalLM"], **shared,
         )  # fmt: skip
     if kind in ("bert", "bert_quiet"):

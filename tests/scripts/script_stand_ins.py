@@ -314,4 +314,17 @@ def critic(folder: Path) -> None:
     torch.save(states, folder / "stand_in_critic" / "pytorch_model.bin")
 
 
+@stand_in
+def speech(folder: Path) -> None:
+    """WeNet's list of recordings, the characters of their texts, and a folder for the model."""
+    generator = random.Random(12)
+    (folder / "speech").mkdir()
+    (folder / "out").mkdir()
+    rows = [{"key": f"a{n}", "wav": f"a{n}.wav", "txt": sentence(generator, 2)} for n in range(16)]
+    (folder / "speech" / "data.list").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    symbols = ["<blank>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz", "<sos/eos>"]
+    lines = "".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols))
+    (folder / "speech" / "lang_char.txt").write_text(lines, encoding="utf-8")
+
+
 WITH_ARGUMENT: dict[str, Callable[[Path, str], None]] = {"model": model}
