@@ -196,7 +196,8 @@ def _for_cpus(start: Any) -> Any:
 @shim
 def one_share() -> None:
     """The same batches for all ranks, as ranks that share a model need them: samplers deal to one rank, and Accelerate
-    moves its schedule on once a step, not once for each rank that would have batches of its own."""
+    moves its schedule on once a step, not once for each rank that would have batches of its own. All ranks have one
+    seed, for trainers that sample completions."""
     import accelerate.data_loader
     from torch.utils.data import distributed
 
@@ -216,6 +217,8 @@ def one_share() -> None:
     accelerate.scheduler.AcceleratedScheduler.__init__ = (  # type: ignore[method-assign]
         lambda self, *args, **kwargs: schedule(self, *args, **{**kwargs, "split_batches": True})
     )
+    seed = accelerate.utils.set_seed
+    accelerate.utils.set_seed = lambda number, device_specific=False, **kwargs: seed(number, **kwargs)
 
 
 @shim
