@@ -269,10 +269,9 @@ class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine, StepsOfEngi
 
     def _move_rates(self, hyperparams: Hyperparameters) -> None:
         """Set the learning rates of groups with a name where they have changed."""
-        for group in self.optimizer.param_groups:
-            name, rate = group.get("name"), group.get("lr")
-            if name is not None and self._rates.get(name) != rate:
-                hyperparams[name] = self._rates[name] = rate
+        for group in (group for group in self.optimizer.param_groups if "name" in group):
+            if self._rates.get(name := group["name"]) != group["lr"]:
+                hyperparams[name] = self._rates[name] = group["lr"]
 
     def _keep_aux(self, aux: Any) -> None:
         """Let `aux` be the output of the last micro-batch, and a part of the step's mean."""

@@ -95,7 +95,7 @@ class MuonTransformation:
         scale = max(1.0, outputs / max(1, inputs)) ** 0.5
         if self._params["adjust_lr_fn"] == "match_rms_adamw":
             scale = 0.2 * max(inputs, outputs) ** 0.5
-        update = orthogonalize(wanted, self._params["ns_steps"]).reshape(param.shape)
+        update = orthogonalize(wanted, self._params["ns_steps"], self._params["ns_dtype"]).reshape(param.shape)
         return -rate * (scale * update + decay * param), momentum
 
     def _rest(self, param: Any, grad: Any, average: Any, square: Any, count: Any, rate: Any) -> tuple[Any, Any, Any]:
@@ -113,14 +113,16 @@ def transformation_of(config: ResolvedConfig) -> MuonTransformation | None:
     return MuonTransformation(section.params) if section is not None and section.type == MUON else None
 
 
-def orthogonalize(matrices: Any, steps: int) -> Any:
-    """Return the orthogonal factor of matrices, nearly: in float32 on the CPU, and in bfloat16 elsewhere."""
+def orthogonalize(matrices: Any, steps: int, chosen: str | None = None) -> Any:
+    """Return the orthogonal factor of matrices, nearly: in the `chosen` type, or in float32 on the CPU and in bfloat16
+    elsewhere."""
     a, b, c = _COEFFICIENTS
     given = matrices.dtype
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     if given != jnp.float64:
-        x = x.astype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+        usual = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        x = x.astype(usual if chosen is None else chosen)
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True)) + _EPS)
     for _ in range(steps):
         gram = x @ x.mT

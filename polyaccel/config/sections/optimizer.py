@@ -183,8 +183,11 @@ class MuonParams(Section):
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
     """Newton-Schulz steps of an update."""
     ns_method: Literal["gram", "standard"] = "gram"
-    """How the iteration is computed, in float32 on the CPU and in bfloat16 elsewhere. "gram" iterates on the product of
-    a matrix with itself where that takes fewer operations."""
+    """How the iteration is computed: "gram" iterates on the product of a matrix with itself where that takes fewer
+    operations."""
+    ns_dtype: Literal["float32", "bfloat16"] | None = None
+    """Element type of the iteration. null is float32 on the CPU and bfloat16 elsewhere. Weights of float64 have
+    float64."""
     per_head_muon: bool = False
     """Orthogonalise each attention head of the projections of queries, keys and values alone."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"

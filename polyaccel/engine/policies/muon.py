@@ -7,8 +7,10 @@ MUON = "Muon"
 """What a config calls it."""
 MUON_STATES = ("momentum_buffer",)
 """The states of its matrices. All else has AdamW's."""
-RESTART_STEP = 2
-"""Steps after which an iteration on a Gram matrix begins again."""
+_MOST_GRAM_STEPS = 6
+"""Steps of an iteration on a Gram matrix, whose rounding errors grow with each."""
+_HALF = 0.75
+"""What a symmetric product takes of another one."""
 _OF_ADAM = ("embed", "lm_head")
 """Parts of names of matrices that AdamW updates."""
 
@@ -19,23 +21,22 @@ def is_matrix(fqn: str, dimensions: int) -> bool:
 
 
 def gains_by_gram(wide: float, steps: int) -> bool:
-    """Whether a Gram iteration takes fewer operations for matrices that are `wide` times as long as high."""
-    return steps > RESTART_STEP and _gram_cost(wide, steps) < _standard_cost(wide, steps)
+    """Whether an iteration on the Gram matrix takes fewer operations, of matrices `wide` times as long as high."""
+    return steps <= _MOST_GRAM_STEPS and _gram_cost(wide, steps) < _standard_cost(wide, steps)
 
 
 def _standard_cost(wide: float, steps: int) -> float:
-    """Multiplications of one iteration, in cubes of the shorter side."""
-    return steps * (2 * wide + 1)
+    """Multiplications of one matrix, in cubes of the shorter side."""
+    return steps * (wide * (1 + _HALF) + _HALF)
 
 
 def _gram_cost(wide: float, steps: int) -> float:
-    updates = steps - 2 if steps > RESTART_STEP else steps - 1  # of XX', not before a restart and not at the end
-    return 4 * wide + steps + (steps - 2) + 2 * updates
+    return wide * (1 + _HALF) + _HALF * (steps + 3 * (steps - 1))
 
 
 def element_cost(rows: int, columns: int, steps: int) -> int:
     """Return the operations for each element of a matrix."""
     short, long = sorted((max(1, rows), max(1, columns)))
     wide = long / short
-    least = min(_standard_cost(wide, steps), _gram_cost(wide, steps) if gains_by_gram(wide, steps) else float("inf"))
-    return max(1, round(2 * least * short / wide))
+    cost = (_gram_cost if gains_by_gram(wide, steps) else _standard_cost)(wide, steps)
+    return max(1, round(2 * cost * short / wide))

@@ -251,6 +251,7 @@ class NativeEngine(ScanningEngine):
             call()
         self._last = None
         groups = self.optimizer.param_groups
+        self._move_rates(self.hyperparams)
         with self.timer("update"):
             losses, aux, result = self.zero.step(
                 cut, self.counters.micro_steps, self._loss_factor, groups, self._gradient_scale

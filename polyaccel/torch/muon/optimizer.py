@@ -190,5 +190,5 @@ class MuonOptimizer(SliceOptimizer):
                     target.add_(change.to(target.device, target.dtype), alpha=rate)
 
     def _orthogonalized(self, matrices: Tensor, group: Group) -> Tensor:
-        dtype = update_dtype(self._device, matrices.dtype)
+        dtype = update_dtype(self._device, matrices.dtype, group.get("ns_dtype"))
         return orthogonalize(matrices.to(self._device), group["ns_steps"], dtype, group["ns_method"])

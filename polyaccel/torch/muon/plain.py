@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
         momentum.lerp_(grad, 1 - group["momentum"])
         wanted = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         own = matrices_of(parameter.shape, self._heads.get(parameter, 0))
-        dtype = update_dtype(wanted.device, wanted.dtype)
+        dtype = update_dtype(wanted.device, wanted.dtype, group.get("ns_dtype"))
         each = wanted.reshape(own.count, own.rows, own.columns)
         update = orthogonalize(each, group["ns_steps"], dtype, group["ns_method"])
         scale = own.scale(rule_of(group))
