@@ -64,14 +64,16 @@ class TensorBlocks:
         ranks.all_to_all(
             wrap_torch(arrived), wrap_torch(source), counts=here, source_counts=there, label="blocks of matrices"
         )
-        parts = iter(arrived.split([blocks[at][rank].numel for rank in range(ranks.world_size) for at in mine]))
+        parts = iter(
+            arrived.split_with_sizes([blocks[at][rank].numel for rank in range(ranks.world_size) for at in mine])
+        )
         wholes = {at: arrived.new_zeros(blocks[at][0].shape) for at in mine}
         for rank in range(ranks.world_size):
             for at in mine:
                 _move(blocks[at][rank], next(parts), wholes[at], is_read=False)
         done = compute([(given[at][0], wholes[at]) for at in mine])
         back = torch.empty_like(arrived)
-        parts = iter(back.split([blocks[at][rank].numel for rank in range(ranks.world_size) for at in mine]))
+        parts = iter(back.split_with_sizes([blocks[at][rank].numel for rank in range(ranks.world_size) for at in mine]))
         for rank in range(ranks.world_size):
             for at, whole in zip(mine, done, strict=True):
                 _move(blocks[at][rank], next(parts), whole, is_read=True)
@@ -80,7 +82,7 @@ class TensorBlocks:
             wrap_torch(result), wrap_torch(back), counts=there, source_counts=here, label="orthogonal blocks"
         )
         order = [at for members in out for at in members]
-        pieces = result.split([blocks[at][ranks.rank].numel for at in order])
+        pieces = result.split_with_sizes([blocks[at][ranks.rank].numel for at in order])
         found = dict(zip(order, pieces, strict=True))
         return [found[at] for at in range(len(given))]
 

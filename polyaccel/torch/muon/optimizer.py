@@ -173,8 +173,8 @@ class MuonOptimizer(SliceOptimizer):
         by_shape: dict[tuple[int, int, float], list[tuple[Tensor, Tensor]]] = {}
         for each in updates:
             sides = each.shape.rows, each.shape.columns
-            pairs = zip(each.wanted.view(-1, *sides), each.target.view(-1, *sides), strict=True)
-            by_shape.setdefault((*sides, each.rate), []).extend(pairs)
+            found = zip(each.wanted.view(-1, *sides), each.target.view(-1, *sides), strict=True)
+            by_shape.setdefault((*sides, each.rate), []).extend(found)
         for (rows, columns, rate), pairs in by_shape.items():
             numel = max(1, rows * columns)
             if self._device.type == "cpu" and numel > _SMALL_NUMEL:
@@ -184,9 +184,9 @@ class MuonOptimizer(SliceOptimizer):
                 continue
             most = max(1, _BATCH_NUMEL // numel)
             for first in range(0, len(pairs), most):
-                batch = pairs[first : first + most]
-                changes = self._orthogonalized(torch.stack([wanted for wanted, _ in batch]), group)
-                for (_, target), change in zip(batch, changes, strict=True):
+                part = pairs[first : first + most]
+                changes = self._orthogonalized(torch.stack([wanted for wanted, _ in part]), group)
+                for (_, target), change in zip(part, changes, strict=True):
                     target.add_(change.to(target.device, target.dtype), alpha=rate)
 
     def _orthogonalized(self, matrices: Tensor, group: Group) -> Tensor:
