@@ -62,7 +62,7 @@ class MuonOptimizer(SliceOptimizer):
 
     @property
     def kind(self) -> str:
-        return MUON
+        return f"polyaccel.{MUON}"  # torch has one of that name, with other settings
 
     @property
     def state_names(self) -> tuple[str, ...]:

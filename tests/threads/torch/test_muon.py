@@ -176,7 +176,7 @@ def test_momentum_goes_along_by_name(tmp_path, first, second):
     wanted = run_threads(first[0], begin)[0]
     for found in run_threads(second[0], resume):
         for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=5e-5)
 
 
 def test_attributes_and_groups_say_what_gets_muon():

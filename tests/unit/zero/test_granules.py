@@ -93,3 +93,38 @@ def test_each_rank_plans_its_own_shards():
     assert plan_step(layout, zero, StepPolicy()).trained[0].params.numel == max(bucket.counts)
     with pytest.raises(ShardingError):
         plan_step(layout, zero, StepPolicy(), traffic=TrafficPolicy(gradient_bits=4))
+
+
+def test_owners_are_balanced_by_what_an_update_costs():
+    shapes = [(64,), (64,), (64,), (64,)]
+    params = [ParamSpec(f"p{at}", shape, DType.FLOAT32, 0, True) for at, shape in enumerate(shapes)]
+    given = {
+        "mesh": Mesh.flat(2),
+        "max_bucket_numel": 1 << 20,
+        "granules": dict.fromkeys(["p0", "p1", "p2", "p3"], WHOLE),
+    }
+    assert plan_layout(params, **given).buckets[0].counts == (128, 128)
+    assert plan_layout(params, costs={"p0": 300, "p1": 100, "p2": 100, "p3": 100}, **given).buckets[0].counts == (
+        64,
+        192,
+    )
+
+
+@pytest.mark.parametrize("granule", [WHOLE, ROW, BLOCK, Granule()])
+def test_shards_are_as_long_as_ranks_are_able(granule):
+    params = [ParamSpec(f"p{at}", (4, 256), DType.FLOAT32, 0, True) for at in range(6)]
+    granules = {param.fqn: granule for param in params}
+    given = {"mesh": Mesh.flat(3), "max_bucket_numel": 1 << 20, "granules": granules}
+    (bucket,) = plan_layout(params, capacities=[1, 0.5, 1.5], **given).buckets
+    assert bucket.counts is not None
+    assert sum(bucket.counts) == bucket.numel == 6 * 1024
+    assert bucket.counts == (2048, 1024, 3072)
+
+
+@pytest.mark.parametrize("capacities", [[1.0], [1.0, 0.0], [1.0, float("inf")], [1.0, -1.0]], ids=str)
+def test_capacities_are_positive_numbers_one_a_rank(capacities):
+    with pytest.raises(ShardingError) as caught:
+        plan_layout(
+            [ParamSpec("p", (8,), DType.FLOAT32)], mesh=Mesh.flat(2), max_bucket_numel=99, capacities=capacities
+        )
+    assert caught.value.value == tuple(capacities)
