@@ -16,12 +16,13 @@ from polyaccel.config.sections.activation_checkpointing import ActivationCheckpo
 from polyaccel.config.sections.autotuning import AutotuningConfig
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
-from polyaccel.config.sections.compression import CompressionConfig
+from polyaccel.config.sections.compression import CompressionConfig, EigenvalueConfig
 from polyaccel.config.sections.curriculum import CurriculumLearningConfig, ProgressiveLayerDropConfig
 from polyaccel.config.sections.data_efficiency import DataEfficiencyConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.generation import GenerationConfig
 from polyaccel.config.sections.hybrid_engine import HybridEngineConfig
+from polyaccel.config.sections.low_precision import LowPrecisionLinearConfig
 from polyaccel.config.sections.mesh import (
     ExpertParallelConfig,
     MeshConfig,
@@ -199,12 +200,16 @@ class Config(Section):
 
     compression_training: CompressionConfig = CompressionConfig()
     """Quantisation and pruning while training."""
+    eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    """Curvature of blocks, which decides when weights lose bits."""
     curriculum_learning: CurriculumLearningConfig = CurriculumLearningConfig()
     """Sequences that grow while training."""
     data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
     """Samples by difficulty."""
     progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
     """Layers that are skipped more often while training continues."""
+    low_precision_linear: LowPrecisionLinearConfig = LowPrecisionLinearConfig()
+    """polyaccel's own: products of linear layers in 8 or 4 bits."""
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     """Generation from the engine that trains."""
     generation: GenerationConfig = GenerationConfig()

@@ -15,6 +15,7 @@ from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.engine.policies.compression import CompressionPolicy, compression_policy_of
+from polyaccel.engine.policies.low_precision import low_precision_policy_of
 from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, Problem, ShardingError
 from polyaccel.jax.carried_state import Reduction
@@ -209,6 +210,8 @@ def _check_config(runtime: EngineBuilder) -> None:
         "data_efficiency.enabled": config.data_efficiency.enabled,
         "compression_training": compression_policy_of(config) != CompressionPolicy(),
     }
+    if low_precision_policy_of(config) is not None:
+        of_torch["low_precision_linear.recipe"] = True
     problems += [Problem(key, True, "is for torch modules", "leave it out") for key, on in of_torch.items() if on]
     if problems:
         raise ConfigError(problems, source="initialize")

@@ -3,8 +3,9 @@
 [Note: Order of rewrites]
 Layers are cut over stages first where a model is a list of them. A model with one list of blocks is cut over tensor and
 expert ranks while it is whole, and over stages afterwards. Only then do the parameters that this rank keeps go to the
-device. What wraps forward functions follows: sequences, then tiles inside of them. The optimizer and ZeRO come last,
-because they see the parameters that are left.
+device. Linear layers know by then whether ranks share them, and take their products in few bits. What wraps forward
+functions follows: sequences, then tiles inside of them. The optimizer and ZeRO come last, because they see the
+parameters that are left.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from polyaccel.torch.rewrites.engine import (
     ZeroShards,
 )
 from polyaccel.torch.rewrites.forwards import BufferTypes, SequenceParallel, TiledCompute
+from polyaccel.torch.rewrites.low_precision import LowPrecisionLayers
 from polyaccel.torch.rewrites.placement import DevicePlacement, ReadyModel
 from polyaccel.torch.rewrites.quantized import QuantizedWeights
 from polyaccel.torch.rewrites.stages import PipelineBlocks, PipelineLayers
@@ -36,6 +38,7 @@ REWRITES: tuple[Rewrite, ...] = (
     TensorParallel(),
     ExpertParallel(),
     PipelineBlocks(),
+    LowPrecisionLayers(),
     DevicePlacement(),
     BufferTypes(),
     SequenceParallel(),

@@ -22,6 +22,7 @@ from torch.nn import functional
 from polyaccel.core.block import Run
 from polyaccel.errors import ShardingError
 from polyaccel.torch.graph_breaks import outside_graphs
+from polyaccel.torch.low_precision.products import LowPrecision
 from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
 from polyaccel.torch.tensor_parallel.functions import gathered, part_of, shared_weight, summed_, to_shared
@@ -79,6 +80,8 @@ class ShardSpec:
     """Of whole weights whose gradients have parts: their names."""
     tokens: TokenStream | None = None
     """What passes between blocks, where ranks share its tokens."""
+    low_precision: LowPrecision | None = None
+    """How a layer multiplies in 8 or 4 bits; None in the type of its operands."""
 
     @property
     def shared_tokens(self) -> TokenStream | None:
@@ -109,12 +112,21 @@ class ColumnLayer(SharedModule):
         if (tokens := share.shared_tokens) is not None:
             return tokens.column(*as_autocast(x, weight, bias), transposed=share.is_transposed)
         passed = share.input.passed(x)
+        if share.low_precision is not None:
+            if passed is None:
+                share.input.give(x, passed := to_shared(x, share.ranks))
+            out = share.low_precision.apply(passed, weight.t() if share.is_transposed else weight, bias)
+            return self._left(out)
         source, weight, bias = as_autocast(x if passed is None else passed, weight, bias)
         if passed is not None:
             out = functional.linear(source, weight.t() if share.is_transposed else weight, bias)
         else:
             out, passed = column_product(source, weight, bias, share.ranks, transposed=share.is_transposed)
             share.input.give(x, passed)
+        return self._left(out)
+
+    def _left(self, out: Tensor) -> Tensor:
+        share = self.share
         if share.sizes is not None:
             return gathered(out, share.ranks, -1, share.sizes)
         if self.training:
@@ -139,6 +151,10 @@ class RowLayer(SharedModule):
         share.regions.leave()
         if share.sizes is not None:
             x = part_of(x, share.ranks, -1, share.sizes)
+        if (how := share.low_precision) is not None:
+            weight, bias = present(self.weight), present(self.bias)
+            out = summed_(how.apply(x, weight.t() if share.is_transposed else weight, None), share.ranks)
+            return out if bias is None else out + bias.to(out.dtype)
         x, weight, bias = as_autocast(x, present(self.weight), present(self.bias))
         return row_product(x, weight, bias, share.ranks, transposed=share.is_transposed)
 

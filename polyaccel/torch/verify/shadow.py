@@ -70,6 +70,7 @@ def shadow_config(config: Config, model: nn.Module) -> Config:
         "fp16": type(config.fp16)(),
         "bf16": type(config.bf16)(),
         "torch_autocast": type(config.torch_autocast)(),
+        "low_precision_linear": type(config.low_precision_linear)(),
         "data_types": type(config.data_types)(),
         "communication_data_type": None,
         "zero_optimization": zero.model_copy(
