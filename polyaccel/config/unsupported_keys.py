@@ -15,7 +15,7 @@ from typing import Any
 BELOW = ".**"
 """Ends a pattern that stands for a key and for everything below it."""
 DROP_IN_KEYS = (
-    *("amp", "eigenvalue", "graph_harvesting", "nebula"),
+    *("amp", "graph_harvesting", "nebula"),
     "quantize_training",
     *("zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather"),
     "zero_optimization.zeropp_loco_param",

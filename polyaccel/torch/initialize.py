@@ -17,6 +17,7 @@ from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
+from polyaccel.engine.policies.compression import compression_policy_of
 from polyaccel.engine.policies.data_sampling import sampling_policy_of, token_drop_policy_of
 from polyaccel.engine.policies.generation import generation_policy_of
 from polyaccel.engine.policies.modules import RecomputePolicy, module_rules_of, recompute_policy_of
@@ -26,7 +27,9 @@ from polyaccel.engine.runtime import EngineBuilder, build
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import schedule_class
+from polyaccel.torch.compression.bits_by_curvature import BitsByCurvature
 from polyaccel.torch.compression.in_step import CompressedStep
+from polyaccel.torch.compression.layers import CompressedLayer
 from polyaccel.torch.data import is_own_loader, require_dataset
 from polyaccel.torch.deferred_init.init import outside_construction
 from polyaccel.torch.engine.pipeline_engine import PipelineEngine
@@ -196,6 +199,39 @@ def _attend_compression(runtime: EngineBuilder, model: nn.Module, engine: TorchE
         engine.before_update.append(step.before_update)
         engine.after_step.append(step.after_step)
         runtime.cleanup_callbacks.append(step.release)
+        _attend_curvature(runtime, model, engine)
+
+
+def _attend_curvature(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine) -> None:
+    """Let weights lose bits by the curvature of their blocks, where the config asks. Raises ConfigError for what cannot
+    be differentiated twice."""
+    policy = compression_policy_of(runtime.config).curvature
+    layers = [part for part in model.modules() if isinstance(part, CompressedLayer)]
+    paces = [part.compression.pace for part in layers if part.compression.pace is not None]
+    if policy is None or not paces:
+        return
+    recomputes = recompute_policy_of(runtime.config) != RecomputePolicy()
+    wrong = {
+        "needs whole parameters between forward and backward: stages 0 to 2": runtime.policy.params
+        is Placement.SHARDED,
+        "needs whole sequences on each rank": runtime.mesh.has_several("sequence"),
+        "cannot differentiate what is recomputed": recomputes,
+    }
+    if reasons := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise ConfigError([Problem("eigenvalue.enabled", True, reasons[0], "leave it out there")])
+    blocks = model.get_submodule(policy.blocks)
+    counters = engine.counters
+    bits = BitsByCurvature(
+        paces,
+        [blocks[index] for index in range(policy.count)],  # type: ignore[index]
+        policy,
+        steps=lambda: counters.global_steps,
+        ends_step=engine.is_gradient_accumulation_boundary,
+        ranks=runtime.process_group_for(("data",)),
+    )
+    engine.before_forward.append(bits.before_forward)
+    engine.before_backward.append(bits.before_backward)
+    engine.after_step.append(bits.after_step)
 
 
 def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine, *, is_verified: bool) -> None:

@@ -13,10 +13,9 @@ from polyaccel_deepspeed.change import Change, Tree
 
 REMOVED = {
     "amp": "Apex mixed precision",
-    "eigenvalue": "eigenvalues for quantisation",
     "graph_harvesting": "graph harvesting",
     "nebula": "the Nebula checkpoint writer",
-    "quantize_training": "quantisation by eigenvalues, or together with compression_training.weight_quantization",
+    "quantize_training": "quantisation together with compression_training.weight_quantization",
     "zero_optimization.mics_shard_size": "MiCS",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS",
     "zero_optimization.zeropp_loco_param": "LoCo",

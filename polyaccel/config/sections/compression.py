@@ -281,6 +281,27 @@ class HeadPruningConfig(Section):
         return self
 
 
+class EigenvalueConfig(Section):
+    """Largest eigenvalues of blocks' Hessians, by which weights with `period_doubling` lose bits later (MoQ)."""
+
+    enabled: bool = False
+    """Compute them in steps in which weights are about to lose a bit."""
+    verbose: bool = False
+    """Log them."""
+    max_iter: PositiveInt = 100
+    """Products with a Hessian at most."""
+    tol: Annotated[float, Field(gt=0)] = 1e-2
+    """Relative change between two products at which it ends."""
+    stability: Annotated[float, Field(ge=0)] = 1e-6
+    """What is added to the norm that vectors are divided by."""
+    gas_boundary_resolution: PositiveInt = 1
+    """Optimizer steps between computations at least."""
+    layer_name: str = "bert.encoder.layer"
+    """Full name of the list of blocks."""
+    layer_num: PositiveInt = 12
+    """Blocks of the list, from its beginning."""
+
+
 class CompressionConfig(Section):
     """Quantisation and pruning while training, and students of fewer layers. Torch only."""
 

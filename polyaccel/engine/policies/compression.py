@@ -114,6 +114,19 @@ class LayerReduction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Curvature:
+    """Eigenvalues of the first `count` blocks of the list `blocks`, every `every` steps at most."""
+
+    blocks: str
+    count: int
+    iterations: int
+    tolerance: float
+    stability: float
+    every: int
+    is_logged: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionPolicy:
     """All rules of a config."""
 
@@ -121,6 +134,8 @@ class CompressionPolicy:
     inputs: tuple[InputRule, ...] = ()
     pruning: tuple[PruningRule, ...] = ()
     reduction: LayerReduction | None = None
+    curvature: Curvature | None = None
+    """What delays the loss of bits of `weights` that double their periods."""
 
     @property
     def has_rules(self) -> bool:
@@ -154,6 +169,22 @@ def compression_policy_of(config: Config) -> CompressionPolicy:
         inputs=tuple(_input_rules(config)),
         pruning=tuple(rule for kind, one in kinds.items() for rule in _pruning_rules(kind, one)),
         reduction=reduction,
+        curvature=_curvature_of(config),
+    )
+
+
+def _curvature_of(config: Config) -> Curvature | None:
+    section = config.eigenvalue
+    if not section.enabled:
+        return None
+    return Curvature(
+        blocks=section.layer_name,
+        count=section.layer_num,
+        iterations=section.max_iter,
+        tolerance=section.tol,
+        stability=section.stability,
+        every=section.gas_boundary_resolution,
+        is_logged=section.verbose,
     )
 
 

@@ -125,7 +125,7 @@ def _plain(layer: CompressedLayer) -> None:
     for mask in layer.compression.masks:
         layer._buffers.pop(f"{mask.name}_mask", None)
         layer._parameters.pop(f"{mask.name}_scores", None)
-    for name in ("input_range", "snip_scores"):
+    for name in ("input_range", "snip_scores", "bit_pace"):
         layer._buffers.pop(name, None)
     release_calls(layer)
     del layer.__dict__["compression"]

@@ -34,13 +34,12 @@ from polyaccel.torch.compression.formulas import (
     quantized_tokens,
     quantized_weight,
 )
+from polyaccel.torch.compression.pace import END, BitPace
 from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
 
 _ABSENT = (ShardedParameter, PendingParameter)
-_END = 2**48
-"""More steps than any schedule has."""
 _INPUTS = ("input", "x")
 """The names of the input of layers that are called by name: torch's and transformers'."""
 
@@ -63,7 +62,7 @@ class Clock:
 
     def finish(self) -> None:
         """Go to the end of every schedule."""
-        self._own, self._source = _END, None
+        self._own, self._source = END, None
 
     def follow(self, source: Callable[[], int] | None) -> None:
         """Take the number from `source` from now on; None keeps the present one."""
@@ -147,6 +146,8 @@ class Compression:
         self.masks: list[Mask] = []
         self.followed: list[tuple[Mask, int]] = []
         """Masks of layers before it, each with the dimension of this layer's weight that they prune."""
+        self.pace: BitPace | None = None
+        """When the weight loses bits, where that follows the curvature of its block."""
         self.seen: tuple[Tensor, Tensor] | None = None
         """The least and the largest input since the last step, for a static range."""
 
@@ -174,7 +175,7 @@ class Compression:
     def quantized(self, weight: Tensor) -> Tensor:
         """Return the values of `weight` in the bits of this step, without a graph."""
         rule, step = self.weights, self.clock.step
-        bits = 0 if rule is None else rule.bits_at(step)
+        bits = 0 if rule is None else (self.pace or rule).bits_at(step)
         if rule is None or not bits:
             return weight
         with torch.no_grad():

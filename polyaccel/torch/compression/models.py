@@ -15,6 +15,7 @@ from polyaccel.engine.policies.compression import (
     compression_policy_of,
 )
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.torch.compression.bits_by_curvature import curvature_problems, pace_of
 from polyaccel.torch.compression.export import make_plain
 from polyaccel.torch.compression.fast_paths import keep_calls
 from polyaccel.torch.compression.finding import (
@@ -149,7 +150,7 @@ def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
 
     Raises ConfigError naming every rule that fits no layer, and PolyaccelError for a model of an engine.
     """
-    if not policy.has_rules or any(compressed_layers(model)):
+    if not (policy.has_rules or policy.curvature) or any(compressed_layers(model)):
         return ()
     clock, layers, problems = Clock(), dict(model.named_modules()), list[Problem]()
     found: dict[str, Compression] = {}
@@ -164,6 +165,7 @@ def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
             problems += groups_problem(rule, name, layers[name])
             problems += twice(rule.key, name, layer_named(name).weights)
             found[name].weights = rule
+    problems += curvature_problems(policy, layers)
     for of_inputs in policy.inputs:
         names = [
             name for name in matching(layers, of_inputs.modules) if has_weight(layers[name], allows_embedding=False)
@@ -182,6 +184,7 @@ def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
     _require_free({name: layers[name] for name in found})
     for name, how in found.items():
         _convert(layers[name], how)
+        how.pace = pace_of(name, layers[name], how.weights, policy)
     for row in pruning:
         _prune(layers, row)
     keep_calls(model)

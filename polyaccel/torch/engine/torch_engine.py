@@ -60,6 +60,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
     """The layers that see a part of the tokens; None where all see all."""
     before_forward: list[Callable[[], None]]
     """What is called before each forward pass of a training step, on all ranks."""
+    before_backward: list[Callable[[Tensor], None]]
+    """What is called with each loss before its backward pass."""
     _autocast: ForwardAutocast
     _warned_of_16_bits = _is_closed = False
 
@@ -72,7 +74,7 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         self._module_settings = settings = rewrites.settings
         self._autocast = ForwardAutocast(self.device.type, settings.autocast_dtype)
         self._losses: list[Tensor] = []
-        self.before_forward = []
+        self.before_forward, self.before_backward = [], []
         self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
         self.recomputation: Recomputation | None = None
         self._rewrites = rewrites
@@ -187,6 +189,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
             raise PolyaccelError(
                 f"backward needs a scalar loss, not {shape}", hint="reduce it: loss.mean()", value=shape
             )
+        for call in self.before_backward:
+            call(loss)
         shared = self._passes.run(loss, retain_graph=retain_graph, accumulates=scale_wrt_gas)
         self._losses.append(loss.detach())
         return shared

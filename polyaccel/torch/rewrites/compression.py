@@ -60,7 +60,7 @@ def compress_first(
     """Compress what the config names, unless the script has done so. Raises as `compress` and `require_uncut`, and
     PolyaccelError where scores would be parameters that the script's optimizer does not have."""
     policy = compression_policy_of(runtime.config)
-    if not policy.has_rules or is_compressed(model):
+    if not (policy.has_rules or policy.curvature) or is_compressed(model):
         return
     require_uncut(runtime)
     is_chosen = isinstance(client, torch.optim.Optimizer) or model_parameters is not None

@@ -211,11 +211,24 @@ def test_moq_loses_bits_after_periods_that_double() -> None:
     assert losses[0] != losses[-1]
 
 
+def test_moq_follows_eigenvalues() -> None:
+    """As its tutorial writes them: blocks lose bits at their own times, behind one bit that all lose at once."""
+    eigenvalue = {"enabled": True, "verbose": True, "max_iter": 50, "tol": 1e-2, "stability": 0, "layer_num": 2}
+    section = {**MOQ, "eigenvalue": {**eigenvalue, "gas_boundary_resolution": 1, "layer_name": "transformer.h"}}
+    tree, changes = normalise({"train_batch_size": 4, "quantize_training": section})
+    assert "quantize_training.eigenvalue" in [change.key for change in changes]
+    curvature = compression_policy_of(load_config(tree)).curvature
+    assert curvature is not None
+    assert (curvature.blocks, curvature.count, curvature.iterations) == ("transformer.h", 2, 50)
+    losses = train(gpt2(), {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "quantize_training": section})
+    assert losses[0] != losses[-1]
+
+
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        ({"quantize_eigenvalue": True}, "quantize_training"),
-        ({"eigenvalue": {"enabled": True}}, "quantize_training"),
+        ({"quantize_eigenvalue": True}, "eigenvalue.layer_name"),  # DeepSpeed's default is of BERT
+        ({"eigenvalue": {"enabled": True, "layer_name": "transformer.h"}}, "eigenvalue.layer_num"),
         ({"quantize_bits": {"start_bits": 3, "target_bits": 8}}, "params"),
         ({"quantise_groups": 8}, "quantise_groups"),
         ({"enabled": "perhaps"}, "shared_parameters.enabled"),  # it was read as off
@@ -229,3 +242,4 @@ def test_what_moq_cannot_be_is_named(changed: dict[str, Any], key: str) -> None:
     off = normalise({"quantize_training": {**MOQ, **changed, "enabled": False}})[0]
     assert "quantize_training" not in off
     assert not off.get("compression_training")
+    assert not off.get("eigenvalue")

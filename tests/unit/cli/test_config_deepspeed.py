@@ -45,11 +45,11 @@ def test_it_shows_what_the_drop_in_reads(tmp_path, capsys, reader):
 
 def test_it_refuses_what_deepspeed_removed(tmp_path, capsys, reader):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({**CONFIG, "train_batch_size": 4, "eigenvalue": {"enabled": True}}))
+    path.write_text(json.dumps({**CONFIG, "train_batch_size": 4, "graph_harvesting": True}))
     assert main(["config", "check", str(path), "--deepspeed"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith(f"{path}: 1 problem")
-    assert "eigenvalue" in shown
+    assert "graph_harvesting" in shown
 
 
 def test_without_the_drop_in_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):

@@ -163,7 +163,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "zero_optimization.cpu_offload",
         "contradicts zero_optimization.offload_optimizer.device",
     ),
-    ({"eigenvalue": {}}, "eigenvalue", "is not a known key"),
+    ({"amp": {}}, "amp", "is not a known key"),
     (
         {"elasticity": {"enabled": True, "max_train_batch_size": 8}} | {"gradient_accumulation_steps": 3},
         "gradient_accumulation_steps",

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "monitors": ({"tensorboard": {"enabled": True, "output_path": "x"}, "wandb": {"enabled": False}},
                  {"tensorboard": {"output_path": "x", "job_name": "DeepSpeedJobName", "enabled": True},
                   "wandb": {"enabled": False}}, []),
-    "removed and off": ({"amp": {"enabled": False}, "eigenvalue": {}}, {}, ["amp", "eigenvalue"]),
+    "removed and off": ({"amp": {"enabled": False}, "graph_harvesting": False}, {}, ["amp", "graph_harvesting"]),
     "parameters at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 2}},

@@ -12,8 +12,8 @@ from polyaccel.config import load_config
 from polyaccel.errors import ConfigError
 
 BASE = {"gradient_clipping": 0.0}
-EIGENVALUES = {"quantize_eigenvalue": True}
-"""What is refused of `quantize_training`; the rest is translated."""
+BOTH = {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}
+"""With it `quantize_training` is refused; alone it is translated."""
 
 
 def _tree(key: str, value: Any) -> dict[str, Any]:
@@ -31,8 +31,9 @@ def _problems(config: dict[str, Any]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_is_refused_or_dropped_and_polyaccel_has_none(key: str) -> None:
-    left = EIGENVALUES if key == "quantize_training" else {"a": 1}
-    assert _problems(_tree(key, {"enabled": True, **left} if left is EIGENVALUES else left)) == [(key, left)]
+    is_translated = key == "quantize_training"
+    left = {"enabled": True} if is_translated else {"a": 1}
+    assert _problems(_tree(key, left) | (BOTH if is_translated else {})) == [(key, left)]
     for off in ({}, False, {"enabled": False, "a": 1}):
         tree, (change,) = normalise(_tree(key, off))
         assert change.key == key

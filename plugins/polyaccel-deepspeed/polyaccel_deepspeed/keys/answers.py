@@ -39,7 +39,7 @@ TRANSLATED = {
     "datastates_ckpt": "= checkpoint.async",
     "managed_gradient_accumulation": "false: each engine.step() updates",
     "nebula": "= checkpoint.async, and checkpoint.keep_last for its retention",
-    "quantize_training": "= compression_training.weight_quantization, with period_doubling; eigenvalues are refused",
+    "quantize_training": "= compression_training.weight_quantization, doubled periods; eigenvalue = eigenvalue",
     "seq_parallel_communication_data_type": "= communication_data_type, where ranks share sequences",
     "sparse_attention": "checked; the model's layers read it, as in DeepSpeed",
     "tensor_parallel.partition_config.layer_specs[].model_types": "specs of other types of models are left out",
@@ -53,7 +53,6 @@ TRANSLATED = {
 ABSENT_FEATURES: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
-    "eigenvalue": to_come.COMPRESSION,
     "fp16.fp16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "weight_quantization": 'init_inference(dtype="int8") holds weights in few bits',
     "zero_optimization.offload_optimizer.super_offload": to_come.SUPER_OFFLOAD,

@@ -185,15 +185,13 @@ def _strict_specs(tree: Tree) -> Iterator[Change]:
 def _mixture_of_quantisation(tree: Tree) -> Iterator[Change]:
     """MoQ, as of DeepSpeed 0.3.16 to 0.5: weights that lose a bit after 1, 2, 4, 8 periods.
 
-    Keys of eigenvalues stay, and are dropped or refused with those that DeepSpeed has removed.
+    Its eigenvalues become the section `eigenvalue`; `quantize_eigenvalue` switches them on too.
     """
     key, section = "quantize_training", tree.get("quantize_training")
     if not isinstance(section, dict):
         return
     eigenvalues = {name: section.pop(name) for name in ("eigenvalue", "quantize_eigenvalue") if name in section}
     del tree[key]
-    if any(_is_on(value) for value in eigenvalues.values()):
-        tree[key] = eigenvalues
     if not (enabled := section.pop("enabled", False)):
         tree.pop(key, None)
         yield Change(key, "was dropped: it is off")
@@ -222,8 +220,12 @@ def _mixture_of_quantisation(tree: Tree) -> Iterator[Change]:
         groups = {"quantize_training": {"params": params, "modules": ["*"]}}
         compression["weight_quantization"] = {"shared_parameters": shared, "different_groups": groups}
         yield Change(key, "was read as compression_training.weight_quantization with period_doubling")
+        if any(_is_on(value) for value in eigenvalues.values()):
+            given = eigenvalues.get("eigenvalue")
+            tree.setdefault("eigenvalue", {**(given if isinstance(given, dict) else {}), "enabled": True})
+            yield Change(f"{key}.eigenvalue", "was read as the section eigenvalue")
     else:
-        tree[key] = section  # both cannot be: the core names the key that it does not know
+        tree[key] = {"enabled": enabled, **section}  # both cannot be
 
 
 def _is_on(value: Any) -> bool:
