@@ -6,6 +6,7 @@ from polyaccel_deepspeed.names.entry import Module, never, yes
 
 _WRAPPERS = "polyaccel_deepspeed.engine.wrappers"
 _HELPERS = yes("polyaccel_deepspeed.utils", "recursive_getattr", "recursive_setattr")
+_CURRICULA = "polyaccel_deepspeed.curricula"
 _COMPRESS = "polyaccel_deepspeed.compression"
 _COMPRESSION = yes(_COMPRESS, "init_compression", "redundancy_clean")
 
@@ -31,7 +32,16 @@ WRAPPERS: dict[str, Module] = {
             *("convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd"),
         ),
     ),
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": Module(
+        "The difficulty of each step.", yes(_CURRICULA, "CurriculumScheduler")
+    ),
     "deepspeed.runtime.data_pipeline.data_sampling": Module("Samples by difficulty."),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": Module(
+        "Metrics of a dataset.", yes(_CURRICULA, "DataAnalyzer", "DistributedDataAnalyzer")
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": Module(
+        "Samples by difficulty.", yes(_CURRICULA, "DeepSpeedDataSampler")
+    ),
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": Module(
         "Token files.", yes("polyaccel_deepspeed.data_pipeline", "MMapIndexedDataset", "MMapIndexedDatasetBuilder")
     ),
