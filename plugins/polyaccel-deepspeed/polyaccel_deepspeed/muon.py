@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from polyaccel.engine.policies.muon import MUON
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.api.muon import MUON, Muon
+from polyaccel.torch.muon.groups import MuonGroups
+from polyaccel.torch.muon.plain import Muon
 
-_OF_MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5}
+_OF_MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5, "ns_method": "gram"}
 _OF_ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 _NOT_MUONS = ("embed", "lm_head")
 
@@ -59,4 +61,4 @@ class MuonWithAuxAdam(Muon):
                     hint="set it to True for matrices, and to False for all else",
                     value=sorted(group),
                 )
-        return Muon([{**(_OF_MUON if group["use_muon"] else _OF_ADAM), **group} for group in groups])
+        return Muon(MuonGroups([{**(_OF_MUON if group["use_muon"] else _OF_ADAM), **group} for group in groups]))

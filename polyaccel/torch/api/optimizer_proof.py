@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.api.whole_optimizers import WHOLE_OPTIMIZERS
+from polyaccel.torch.muon.plain import Muon
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ ELEMENTWISE = frozenset(
 
 TENSORWISE = frozenset(
     (
-        *WHOLE_OPTIMIZERS.values(),
+        *(Muon, *WHOLE_OPTIMIZERS.values()),
         *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
     )
 )
