@@ -68,6 +68,8 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
+        for table in (self.tokens, self.positions):
+            setattr(table.weight, "use_muon", False)  # noqa: B010 - read where a config chooses Muon
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

@@ -37,9 +37,14 @@ class MuonTransformation:
     """Muon and AdamW with the config's arguments `params`. Raises ConfigError for those that JAX has no form of."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        if params["per_head_muon"]:
-            expected = "is not available for JAX, whose functions state no heads"
-            raise ConfigError([Problem("optimizer.params.per_head_muon", True, expected, "leave it out")])
+        wrong = {
+            "per_head_muon": (False, "is not available for JAX, whose functions state no heads"),
+            "tp_mode": ("gathered", "is not available for JAX, where XLA exchanges what a matrix needs"),
+        }
+        found = [(key, what) for key, (only, what) in wrong.items() if params[key] != only]
+        if found:
+            given = [Problem(f"optimizer.params.{key}", params[key], what, "leave it out") for key, what in found]
+            raise ConfigError(given)
         self._params = params
         rates = {"muon_lr": 0.02, "adam_lr": 3e-4}
         for name in rates:

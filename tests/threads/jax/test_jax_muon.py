@@ -116,7 +116,8 @@ def test_schedules_move_both_rates(native):
     compare(run_threads(1, go), in_float64(1, rates))
 
 
-def test_heads_are_refused():
+@pytest.mark.parametrize(("key", "value"), [("per_head_muon", True), ("tp_mode", "blockwise")])
+def test_what_jax_has_no_form_of_is_refused(key, value):
     with pytest.raises(ConfigError) as caught:
-        engine_at(0, False, params={"per_head_muon": True})
-    assert caught.value.problems[0].key == "optimizer.params.per_head_muon"
+        engine_at(0, False, params={key: value})
+    assert caught.value.problems[0].key == f"optimizer.params.{key}"
