@@ -96,6 +96,8 @@ class BlockFunction:
     def __init__(self, blocks: BlockRunner, name: str) -> None:
         self._blocks = blocks
         self._name = name
+        self._compiled: tuple[Any, Any] = (None, None)
+        """The layer's function, and the same compiled."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -103,6 +105,11 @@ class BlockFunction:
         return self._blocks.run(self._name, function, args, named)
 
     def _run(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        options = self._blocks.compile_options
+        if options is not None and isinstance(function, partial):  # a new one in each call, of the same function
+            if self._compiled[0] is not function.func:
+                self._compiled = function.func, torch.compile(function.func, *options[0], **options[1])
+            function = partial(self._compiled[1], *function.args, **function.keywords)
         return self._blocks.run(self._name, function, args, named, is_observed=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

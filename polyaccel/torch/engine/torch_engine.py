@@ -35,6 +35,7 @@ from polyaccel.torch.loaders import TrainingLoader, make_loader
 from polyaccel.torch.profiling.forward_work import ForwardWork
 from polyaccel.torch.rewrites import REWRITES, RewriteContext
 from polyaccel.torch.sharding.backward import BackwardRunner
+from polyaccel.torch.sharding.compiled_units import CompiledUnits
 from polyaccel.torch.sharding.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.tensor_parallel.same_inputs import require_same_inputs
 from polyaccel.torch.weight_transfer.sends import SendsWeights
@@ -77,6 +78,7 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         self.before_forward, self.before_backward = [], []
         self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
         self.recomputation: Recomputation | None = None
+        self._compiled_units: CompiledUnits | None = None
         self._rewrites = rewrites
         rewrites.engine = self
         rewrites.apply([one for one in REWRITES if one.needs_engine])
@@ -156,13 +158,21 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         return outputs
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module, not the engine around it. Graphs end where parameters are gathered and ranks communicate.
+        """Compile the module, not the engine around it.
+
+        Where parameters are gathered around units, each unit is compiled by itself, and what is between them is not.
+        Graphs also end where ranks communicate.
 
         Args:
             *args: Arguments of `torch.compile` after the module.
             **kwargs: Named arguments of `torch.compile`.
         """
-        self._own_module.compile(*args, **kwargs)
+        units = self.adapter.sharding.units_to_compile()
+        if self._compiled_units is not None:
+            self._compiled_units.release()
+        self._compiled_units = CompiledUnits(units, args, kwargs) if units else None
+        if not units:
+            self._own_module.compile(*args, **kwargs)
         if self.recomputation is not None:
             self.recomputation.compile(*args, **kwargs)
 
@@ -383,6 +393,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
         if self.adapter.residency.away:
             self.reload_states()
         self.zero.params.wait_all_gathers()
+        if self._compiled_units is not None:
+            self._compiled_units.release()
         self._rewrites.remove()
         self.leave_receivers()
         self.runtime.leave_groups()

@@ -155,6 +155,11 @@ class UnshardHooks:
                 site.buckets.remove(index)
                 self._of_bucket[index].remove(site)
 
+    def innermost(self) -> list[nn.Module]:
+        """The modules around which buckets are gathered, and inside of which none are."""
+        used = [site for site in self._sites.values() if site.buckets]
+        return [site.module for site in used if not any(site is not other and site.is_around(other) for other in used)]
+
     def release(self) -> None:
         """Take all hooks off."""
         for handle in self._handles:

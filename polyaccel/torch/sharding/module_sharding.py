@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.core.buffer import Buffer
 from polyaccel.errors import ShardingError
+from polyaccel.torch.sharding.compiled_units import suits_units
 from polyaccel.torch.sharding.hooks import UnshardHooks
 from polyaccel.torch.sharding.sharded import takes_hooks
 from polyaccel.torch.sharding.state_dicts import StateDicts
@@ -74,6 +75,10 @@ class ModuleSharding:
             for name, module in self._module.named_modules()
             if any(own is parameter for own in module._parameters.values())
         ]
+
+    def units_to_compile(self) -> list[nn.Module]:
+        """The modules to compile one by one, because parameters are gathered around them; none where none are."""
+        return [] if self._hooks is None else [one for one in self._hooks.innermost() if suits_units(one)]
 
     def release(self) -> None:
         """Take all hooks off."""
