@@ -148,7 +148,7 @@ class EngineBuilder(MeshGroups):
         return ZeroEngine(plan, parts, adapter, optimizer, groups, timer)
 
     def _require_parts_of_batches(self) -> None:
-        """Raise ConfigError where the noise scale is wanted, and ranks have no samples of their own."""
+        """Raise ConfigError where the noise scale is wanted, and ranks share samples."""
         names = [name for name in ("sequence", "expert") if self.mesh.has_several(name)]
         names += [] if self.model_parallel_group is None else ["pipe"]
         if self.config.gradient_noise_scale is not None and names:

@@ -1,6 +1,6 @@
 """Formulas of optimizers after 2022, as rows of `polyaccel.ops.optimizers` use them.
 
-They are run on arrays on every device; csrc and Triton have no kernels of their own for them.
+They are run on arrays on every device; csrc and Triton have no kernels for them.
 """
 
 from __future__ import annotations

@@ -116,12 +116,11 @@ class Soap(_OnMatrices):
         super().__init__(params, defaults)
 
     def _step_of(self, state: dict[str, Any], grad: Tensor, group: Mapping[str, Any]) -> Tensor | None:
-        is_first = not state
-        if is_first:
+        if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
-        if is_first and grad.dim() >= 2:
-            self._learn(state, grad, group)
+            if grad.dim() >= 2:
+                self._learn(state, grad, group)
             return None
         beta1, beta2 = group["betas"]
         state["step"] += 1

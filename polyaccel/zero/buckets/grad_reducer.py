@@ -174,7 +174,7 @@ class GradReducer:
                 if not gradients.is_launched:
                     self._launch(gradients)
         if counts and self.meter is not None:
-            self.meter.count_pass([gradients.unreduced_parts() for gradients in self.buckets])
+            self.meter.count_pass([gradients.sums.parts() for gradients in self.buckets])
         for gradients in self.buckets:
             gradients.end_backward()
         self._state = TrainingState.IDLE

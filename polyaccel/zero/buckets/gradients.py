@@ -1,5 +1,4 @@
-"""The life of a bucket's gradients: they appear one by one, fill the bucket, are reduced, and rest where the update
-reads.
+"""The life of a bucket's gradients: they arrive, fill the bucket, are reduced, and rest for the update.
 
 [Note: Gradient arrival and launch]
 Reductions are launched in bucket order on every rank, whatever the order in which gradients appear, for a collective
@@ -72,7 +71,7 @@ class GradientBucket:
         self.is_launched = False
         """This pass takes no more gradients for the bucket: its reduction was launched, or no rank has any."""
         self._arrivals = PassArrivals(len(bucket.slots))
-        self._sums = GradAccumulator(bucket, self._kernels)
+        self.sums = GradAccumulator(bucket, self._kernels)
         self._late: GradAccumulator | None = None
         self.meter: Callable[[Buffer], None] | None = None
         """Is called with what this rank gives to each reduction, before it."""
@@ -82,7 +81,7 @@ class GradientBucket:
         """Slots with a gradient on this rank since the last update."""
 
         if self._keeps_full:
-            self._sums.use(self._allocate_full(), borrowed=False)
+            self.sums.use(self._allocate_full(), borrowed=False)
         else:
             allocate = self._tier.stage if is_off_device else parts.accelerator.allocate
             self._own = allocate(plan.gradient.numel, plan.gradient.dtype)
@@ -118,11 +117,11 @@ class GradientBucket:
 
     def needs_staging(self) -> bool:
         """Whether the next arrival of a reducing pass must borrow a buffer."""
-        return self._sums.buffer is None and not self.is_launched
+        return self.sums.buffer is None and not self.is_launched
 
     def needs_recasting(self) -> bool:
         """Whether the launch must borrow a buffer, for gradients that travel in another type than they rest in."""
-        full = self._sums.buffer
+        full = self.sums.buffer
         return full is not None and full.dtype is not self._plan.travelling.dtype
 
     def add(
@@ -132,7 +131,7 @@ class GradientBucket:
         reduction."""
         self.touched[slot_index] = True
         self._arrivals.count(slot_index)
-        sums = self._sums
+        sums = self.sums
         if self.is_launched:
             sums = self._late = self._late or self._late_sums()
         elif sums.buffer is None:
@@ -152,18 +151,16 @@ class GradientBucket:
         sums.use(self._allocate_full(), borrowed=False)
         return sums
 
-    # The reduction.
-
     def launch(self) -> None:
         """Start reducing what accumulated, zeros for the missing. Raises InvariantError if launched."""
         if self.is_launched:
             raise InvariantError("a bucket's reduction was launched twice in a pass", value=self.bucket.index)
         self.is_launched = True
         self.finish()
-        if self._sums.buffer is None:
-            self._sums.use(self._borrow(), borrowed=True)
-        borrowed, rows = self._sums.is_borrowed, self._sums.rows
-        source = self._sums.take(keep=self._keeps_full)
+        if self.sums.buffer is None:
+            self.sums.use(self._borrow(), borrowed=True)
+        borrowed, rows = self.sums.is_borrowed, self.sums.rows
+        source = self.sums.take(keep=self._keeps_full)
         if self.meter is not None:
             self.meter(source)
         self._pending = self._reduce(source, rows, is_late=False, borrowed=borrowed)
@@ -207,7 +204,7 @@ class GradientBucket:
     def _result(self) -> Buffer:
         """The same memory in every step."""
         if self._keeps_full:
-            full = self._sums.buffer
+            full = self.sums.buffer
             assert full is not None  # allocated for good
             low, high = self._own_bounds() if self._plan.updates_shard else (0, self.bucket.numel)
             return full.view(low, high - low)
@@ -254,25 +251,19 @@ class GradientBucket:
 
     def resident(self) -> Iterator[Buffer]:
         """The buffers that this bucket holds now, apart from borrowed ones."""
-        own = None if self._sums.is_borrowed else self._sums.buffer
+        own = None if self.sums.is_borrowed else self.sums.buffer
         for buffer in (self._own, own, None if self._late is None else self._late.buffer):
             if buffer is not None:
                 yield buffer
 
-    # By hand.
-
     @property
     def holds_unreduced(self) -> bool:
         """Gradients of this rank have accumulated, and no reduction of them was launched."""
-        return bool(self._sums.filled)
-
-    def unreduced_parts(self) -> Sequence[Buffer]:
-        """The sums that have accumulated on this rank, to be read."""
-        return self._sums.parts()
+        return bool(self.sums.filled)
 
     def unreduced(self, slot_index: int) -> Buffer | None:
         """The sum that has accumulated on this rank for a slot; None if nothing has."""
-        return self._sums.at(slot_index)
+        return self.sums.at(slot_index)
 
     def provide_result(self) -> None:
         """Let there be a reduced gradient to write to: zeros, if nothing of the bucket was reduced or accumulated."""
@@ -287,19 +278,19 @@ class GradientBucket:
         """Forget what arrived for a slot. A reduced gradient stays where it is, to be overwritten."""
         self.finish()
         self.touched[slot_index] = False
-        self._sums.filled.discard(slot_index)
+        self.sums.filled.discard(slot_index)
         if self._late is not None:
             self._late.filled.discard(slot_index)
 
     def discard(self) -> None:
         """Forget all gradients, reduced or not. The buffers stay."""
         self.finish()
-        full = self._sums.buffer
+        full = self.sums.buffer
         if full is not None and not self._keeps_full:
-            if self._sums.is_borrowed:
+            if self.sums.is_borrowed:
                 self._pool.release(full)
-            self._sums.forget_buffer()
-        self._sums.forget_sums()
+            self.sums.forget_buffer()
+        self.sums.forget_sums()
         self._late, self._row_sets = None, []
         self._state, self.is_launched = GradState.EMPTY, False
         self.touched = [False] * len(self.touched)

@@ -1,4 +1,4 @@
-"""The exponential moving average of weights (Polyak & Juditsky 1992; "EMA"), kept beside the optimizer's states.
+"""The exponential moving average of weights (Polyak & Juditsky 1992; "EMA"), kept with the optimizer's states.
 
 Each rank averages the elements that it updates, in float32, after their update. A parameter's average begins at its
 weights after its first update, as in `torch.optim.swa_utils.AveragedModel`. Steps that are skipped change nothing.

@@ -25,7 +25,7 @@ from polyaccel.zero.update.grad_norm import SquareSums, allocate_sums, read_sums
 
 
 class NoiseMeter:
-    """Measures what ranks give to reductions. `replicas` ranks have samples of their own; `decay` smooths."""
+    """Measures what ranks give to reductions. `replicas` ranks have other samples than the rest; `decay` smooths."""
 
     def __init__(
         self, reducer: GradReducer, accelerator: Accelerator, communicator: Communicator, replicas: int, decay: float
@@ -42,7 +42,7 @@ class NoiseMeter:
         reducer.meter = self
 
     def forget(self) -> None:
-        """Begin a step anew."""
+        """Begin a step."""
         self._sums = SquareSums(len(self._holders))
         self._first = SquareSums(len(self._holders))
         self._launches = [0] * len(self._holders)

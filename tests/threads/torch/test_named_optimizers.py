@@ -123,7 +123,9 @@ def soap(s, p, grads, is_matrix):
     count = 0
     for at in range(STEPS):
         g = grads(p)
-        if is_matrix and at == 0:
+        if at == 0 and not is_matrix:
+            continue
+        if at == 0:
             left, right = (1 - b2) * g @ g.T, (1 - b2) * g.T @ g
             ql, qr = (np.linalg.eigh(each + 1e-30 * np.eye(len(each)))[1][:, ::-1] for each in (left, right))
             continue
