@@ -172,8 +172,7 @@ def test_changes_that_a_slice_cannot_do_are_refused_by_name(stage, ask):
         with pytest.raises(ShardingError) as caught:
             model.twice.bias.grad.add_(model.narrow.bias.grad)
         assert caught.value.value == ("narrow.bias", "twice.bias")
-        with pytest.raises(ValueError, match="read-only"):
-            model.wide.weight.grad.numpy()[0] = 0.0
+        assert not model.wide.weight.grad.numpy().flags.writeable
 
     on_threads(2, refused, parity_model)
 
