@@ -68,14 +68,12 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
-        for table in (self.tokens, self.positions):
-            setattr(table.weight, "use_muon", False)  # noqa: B010 - read where a config chooses Muon
         for name, parameter in self.named_parameters():
+            setattr(parameter, "use_muon", name.startswith("blocks.") and parameter.dim() > 1)  # noqa: B010
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
-                # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
-                starts_smaller = name.endswith(self.into_residual)
+                starts_smaller = name.endswith(self.into_residual)  # lest the residual stream grow with depth
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if starts_smaller else 0.02)
 
     @property

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from polyaccel.config import ResolvedConfig
 from polyaccel.engine.policies.muon import MUON, is_matrix
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.jax.pytree import path_name
@@ -112,9 +111,8 @@ class MuonTransformation:
         return -rate * (direction + self._params["weight_decay"] * param), average, square
 
 
-def transformation_of(config: ResolvedConfig) -> MuonTransformation | None:
-    """Return the transformation of the config's optimizer; None for one that is none."""
-    section = config.optimizer
+def transformation_of(section: Any) -> MuonTransformation | None:
+    """Return the transformation of the config's section of an optimizer; None for one that is none."""
     return MuonTransformation(section.params) if section is not None and section.type == MUON else None
 
 

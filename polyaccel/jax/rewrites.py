@@ -342,7 +342,7 @@ def _make_optimizer(context: RewriteContext) -> None:
     """Set the optimizer on shards and its hyperparameters: the caller's, else the config's."""
     runtime, client = context.runtime, context.client
     section = runtime.config.optimizer
-    if client is None and (client := transformation_of(runtime.config)) is not None:
+    if client is None and (client := transformation_of(section)) is not None:
         context.groups = [{"lr": client.rates[name], "name": name} for name in MUON_RATES]
     if client is not None:
         if not (callable(getattr(client, "init", None)) and callable(getattr(client, "update", None))):

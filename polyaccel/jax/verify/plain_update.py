@@ -34,7 +34,7 @@ class PlainUpdate:
     def __init__(
         self, client: Any, runtime: EngineBuilder, structure: Any, names: list[str], compiled: Callable[..., Any]
     ) -> None:
-        client = transformation_of(runtime.config) if client is None else client
+        client = transformation_of(runtime.config.optimizer) if client is None else client
         self._client, self._structure, self._names = client, structure, names
         self.group: dict[str, Any] = {}
         """Hyperparameters of the config's optimizer."""

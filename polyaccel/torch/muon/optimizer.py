@@ -25,7 +25,7 @@ from polyaccel.zero.update.optimizers import ElementwiseOptimizer, Group, Run, S
 _BATCH_NUMEL = 2**24
 """Elements of a batch of matrices at most, and one matrix at least."""
 _SMALL_NUMEL = 2**12
-"""Matrices of more elements are products of their own on the CPU, where a batch gains nothing."""
+"""Matrices of more elements are no batch on the CPU, where one gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
