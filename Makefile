@@ -14,7 +14,7 @@ SHARDS ?= 54
 GROUP ?=
 MIRROR ?=
 # What the scripts of tests/scripts import. Newer versions than those of the page may need other shims.
-SCRIPT_PACKAGES := setuptools accelerate transformers trl peft datasets torchvision timm einops sentencepiece local-attention axial-positional-embedding product-key-memory mixture-of-experts linformer rotary-embedding-torch webdataset hydra-core omegaconf loguru pytz fire tensorboard tensorboardX matplotlib scikit-learn pandas ftfy shortuuid
+SCRIPT_PACKAGES := setuptools accelerate transformers trl peft datasets torchvision timm einops sentencepiece local-attention axial-positional-embedding product-key-memory mixture-of-experts linformer rotary-embedding-torch webdataset hydra-core omegaconf loguru pytz fire tensorboard tensorboardX matplotlib scikit-learn pandas ftfy shortuuid lightning
 DEVICE ?= cuda
 DEVICE_PYTHON ?= 3.12
 # A worker that dies, of want of memory for one, ends the run, which names its test: with another worker in its place

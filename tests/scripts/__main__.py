@@ -18,7 +18,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from script_page import page
+from script_page import counts, page, put
 from script_runs import HERE, MESHES, ROOT, Failed, Losses, apart, on_mesh, run, scripts
 from script_shims import torchvision_without_operators
 
@@ -26,6 +26,7 @@ EXPECTED = HERE / "expected.json"
 RESULTS = HERE / "results.json"
 OF_MESHES = HERE / "meshes.json"
 PAGE = ROOT / "docs" / "reference" / "public_scripts.md"
+COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -94,6 +95,14 @@ def walk_meshes(sources: list[Path], only: list[str], meshes: list[str]) -> int:
     return failures
 
 
+def write_pages(expected: dict[str, Any]) -> None:
+    """Write the page of scripts, and their counts in the page about compatibility."""
+    rows, results, meshes = scripts(), load(RESULTS), load(OF_MESHES)
+    PAGE.write_text(page(rows, expected, results, meshes), encoding="utf-8")
+    text = COMPATIBILITY.read_text(encoding="utf-8")
+    COMPATIBILITY.write_text(put(text, counts(rows, results, meshes)), encoding="utf-8")
+
+
 def main() -> int:
     """Run the rows, and give how many failed."""
     parser = ArgumentParser(description="Run public training scripts over the drop-in.")
@@ -141,7 +150,7 @@ def main() -> int:
         store(RESULTS, {**load(RESULTS), name: row})
         print(f"{name}: {result}, {shown}, apart {distance:.1e}", flush=True)
     if arguments.page or not arguments.only:
-        PAGE.write_text(page(scripts(), expected, load(RESULTS), load(OF_MESHES)), encoding="utf-8")
+        write_pages(expected)
     return failures
 
 

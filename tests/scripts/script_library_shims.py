@@ -312,3 +312,15 @@ def sounds() -> None:
     torchaudio.load, kaldi.fbank = load, fbank  # type: ignore[attr-defined]
     language = types.SimpleNamespace(set_languages=lambda names: None, classify=lambda text: ("en", 1.0))
     langid.LanguageIdentifier = types.SimpleNamespace(from_modelstring=lambda *args, **kwargs: language)
+
+
+@shim
+def lightning_on_cpus() -> None:
+    """Lightning's strategy asks twice for CUDA devices, and for the number of one."""
+    accelerators = import_module("lightning.fabric.accelerators")
+    accelerators.CPUAccelerator.get_parallel_devices = staticmethod(  # type: ignore[attr-defined]
+        lambda devices: [torch.device("cpu", 0)] * devices
+    )
+    strategies = import_module("lightning.fabric.strategies.deepspeed")
+    strategies.CUDAAccelerator = accelerators.Accelerator  # type: ignore[attr-defined]
+    strategies._validate_device_index_selection = lambda devices: None  # type: ignore[attr-defined]

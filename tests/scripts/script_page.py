@@ -36,6 +36,7 @@ SHIMS = {
     "old_torch": "names of torch 2.2",
     "on_cpus": "`use_cpu` and gloo in the arguments of the Trainer",
     "accelerate_on_cpus": "gloo in Accelerate's arguments",
+    "lightning_on_cpus": "Lightning takes CPUs where it asks for CUDA devices",
     "streamed": "mosaicml-streaming, whose data are drawn",
     "sounds": "torchaudio and langid, whose waves are drawn",
     "videos": "decord, whose frames are drawn",
@@ -60,11 +61,44 @@ from the weight of `lm_head`, so tensor ranks keep words whole in its scripts. T
 from sums of log-probabilities that TRL adds up in fp32. One unit in the last place of such a sum is 1.1e-6 of the loss,
 so 1e-5 is equal there.
 
-In trl/grpo and trl/rloo each rank samples completions by a seed that follows from its rank.
-Ranks that share experts have batches each, so the losses are not those of one rank's samples.
-*Not finite*: the drawn data leave no label, so the losses show nothing.
+In trl/grpo and trl/rloo each rank samples completions by a seed that follows from its rank. Here all ranks have the
+seed of the first one, for their prompts are the same.
 
 """
+BEGIN, END = "<!-- tests/scripts: begin -->", "<!-- tests/scripts: end -->"
+
+
+def counts(rows: list[dict[str, Any]], results: dict[str, Any], meshes: dict[str, Any]) -> str:
+    """The part of docs/compatibility.md: public scripts, and trainers over meshes, by result.
+
+    Args:
+        rows: The table.
+        results: What became of scripts.
+        meshes: What became of trainers over meshes.
+
+    Returns:
+        Markdown, between its marks.
+    """
+    run = {row["name"]: row["repository"] for row in rows if row["name"] in results}
+    newest = max((one["date"] for one in (*results.values(), *meshes.values()) if "date" in one), default="")
+    lines = [
+        f"{newest}: {len(run)} scripts of {len(set(run.values()))} projects, and {len(meshes)} runs of trainers on two",
+        "ranks that share a model.",
+        "",
+        "| | all | equal | other losses | not finite | refused | failed |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for what, found in (("scripts", [results[name] for name in run]), ("trainers over meshes", [*meshes.values()])):
+        kinds = [one["result"] for one in found]
+        cells = [str(kinds.count(kind)) for kind in ("equal", "other losses", "not finite", "refused", "failed")]
+        lines.append(f"| {what} | {len(kinds)} | " + " | ".join(cells) + " |")
+    return "\n".join([BEGIN, *lines, END])
+
+
+def put(text: str, part: str) -> str:
+    """Return `text` with `part` between the marks."""
+    before, _, rest = text.partition(BEGIN)
+    return before + part + rest.partition(END)[2]
 
 
 def page(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import script_library_shims
+from script_page import BEGIN, END, counts, page, put
 from script_page import SHIMS as EXPLAINED
-from script_page import page
 from script_runs import ABOUT_DEEPSPEED, apart, prepare, scripts
 from script_shims import SHIMS
 
@@ -93,6 +93,15 @@ def test_the_page_has_a_column_for_each_mesh() -> None:
     assert "| one | equal, to the bit | not run | refused (1) | refused (2) |" in text
     assert "| two | not run | not run | not run | refused (2) |" in text
     assert "1. no stages\n2. no experts\n" in text
+
+
+def test_counts_stand_between_their_marks() -> None:
+    row = {**ROWS[0], "name": "one"}
+    meshes = {"one, tensor 2": {"result": "equal", "date": "2026-11-30"}, "one, expert 2": {"result": "refused"}}
+    part = counts([row], {"one": {"result": "failed", "date": "2026-11-29"}}, meshes)
+    assert "2026-11-30: 1 scripts of 1 projects, and 2 runs" in part
+    assert "| scripts | 1 | 0 | 0 | 0 | 0 | 1 |\n| trainers over meshes | 2 | 1 | 0 | 0 | 1 | 0 |" in part
+    assert put(f"before\n{BEGIN}\nold\n{END}\nafter", part) == f"before\n{part}\nafter"
 
 
 def test_shims_of_devices_leave_the_meta_device_alone() -> None:
