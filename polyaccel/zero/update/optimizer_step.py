@@ -82,6 +82,8 @@ class OptimizerState:
         """Parts of replicated gradients that are on their way to the kernels, by bucket."""
         self._written: dict[PlannedBuffer, Copies] = {}
         """The last copies of new parameters to the device, by the memory that they are from."""
+        self._is_arriving = False
+        """New parameters are on their way from the device to host memory."""
         self._accelerator = parts.accelerator
         if optimizer is not None:
             for each in plan.trained:
@@ -169,16 +171,24 @@ class OptimizerState:
             return
         plan = self._plans[lent.bucket.index]
         departs = plan.place is not Place.DEVICE and plan.params.place is Place.DEVICE
+        arrives = plan.place is Place.DEVICE and plan.params.place is Place.HOST
         for piece in lent.slices:  # and not the padding between them, which was not written
             if lent.updates(piece):
                 window = (piece.shard_offset, piece.length)
                 there, new = target.view(*window), lent.out.view(*window)
-                if departs:
+                if departs or arrives:
                     there.start_copy(new)
                 else:
                     there.copy_from(new)
         if departs and plan.staged_params is not None:
             self._written[plan.staged_params] = self._staging.mark_departures()
+        self._is_arriving |= arrives
+
+    def wait_for_writes(self) -> None:
+        """Return when new parameters have arrived in host memory, which the host and other streams read."""
+        if self._is_arriving:
+            self._is_arriving = False
+            self._accelerator.current_stream().record().synchronize()
 
     def forget_gradients(self) -> None:
         for shard in self.shards:
@@ -320,6 +330,7 @@ class OptimizerStep:
                     self._params.all_gather_updated(shard.bucket.index)
                     self._updated += 1
                     self._mark()
+                self._states.wait_for_writes()
         except BaseException as error:
             if self._updated < len(self._states.shards) or not isinstance(error, OffloadError):
                 self._steps.update(before)
