@@ -82,6 +82,7 @@ class ZeroEngine:
             communicator,
             is_active=self.params.is_any_sharded,
             warn=plan.policy.gathering.warn_of_deviations,
+            is_fixed=plan.policy.gathering.is_fixed,
         )
         self._states = OptimizerState(plan, parts, self.params, optimizer, groups, self._staging)
         self.memory = StepMemory(plan, self.params, self.reducer, self._states, self._staging)

@@ -95,6 +95,10 @@ class ZeroConfig(Section):
     log_trace_cache_warnings: bool = False
     """Stage 3: warn in every step whose order of modules is another one than before; otherwise that is logged once, as
     information."""
+    fixed_order: bool = Field(False, alias="stage3_fixed_order")
+    """polyaccel's own. Stage 3: all ranks use the same parameters in the same order in each step, as models do that do
+    not branch on their data. After the third step ranks no longer wait for each other at the end of forward and of
+    backward. A rank that needs anything else ends the job with an error."""
     enable_sanity_checks: bool = False
     """Stage 3: `zero.GatheredParameters` compares values when it is left, and so finds changes that version counters do
     not show (those through `.data`)."""

@@ -121,6 +121,7 @@ def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPoli
         prefetch_numel=bound("prefetch_bucket_size", zero.prefetch_bucket_size, unit),
         max_reuse_numel=bound("max_reuse_distance", zero.max_reuse_distance, unit),
         warn_of_deviations=zero.log_trace_cache_warnings,
+        is_fixed=zero.fixed_order,
     )
 
 

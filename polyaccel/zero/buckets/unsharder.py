@@ -20,7 +20,14 @@ meeting is over. A rank votes only when it has nothing of the schedule left to d
 have gathered and freed the same. Where no schedule is known (the first step, evaluation, passes in another order than
 before), all is got by voting.
 
-The price is one vote a meeting, the size of two numbers, which waits for the slowest rank.
+The price is one vote a meeting, the size of two numbers, which waits for the slowest rank. Neither vote of a step can
+be left out by itself. One rank may need more in its forward pass, and the others must not have begun to reduce
+gradients then: it could not take part. After the backward pass they must not have begun to agree on the norm.
+
+[Note: Fixed order]
+Where users promise that all ranks do the same in each step (`GatherPolicy.is_fixed`), ranks meet without a vote as soon
+as a step has gone by its schedule on all of them. Each checks its own uses: more than the schedule has is an error of
+this rank, which ends the job, and less makes the next step vote again, for that is known to all ranks from the update.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from logging import INFO, WARNING, getLogger
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
-from polyaccel.errors import CommError
+from polyaccel.errors import CommError, ShardingError
 from polyaccel.zero.buckets.gathered_buckets import GatheredBuckets
 from polyaccel.zero.buckets.grad_reducer import GradReducer
 from polyaccel.zero.plan.gather_schedule import (
@@ -126,6 +133,7 @@ class Unsharder:
         *,
         is_active: bool,
         warn: bool,
+        is_fixed: bool = False,
     ) -> None:
         self.gathered = gathered
         self.learns = True
@@ -133,6 +141,9 @@ class Unsharder:
         self._reducer = reducer
         self._communicator = communicator
         self._is_active = is_active
+        self._is_fixed = is_fixed
+        self._is_settled = False
+        """The last step went by its schedule on all ranks."""
         self._votes = GatherConsensus(communicator)
         self._order = OrderChangeLog(warn=warn)
         self._record: list[Record] | None = []
@@ -265,6 +276,7 @@ class Unsharder:
     def end_step(self, *, learn: bool) -> None:
         """End the optimizer step; `learn` makes a schedule, collectively."""
         segments = self._learned() if learn else self._schedule.segments
+        self._is_settled = not learn
         self.require_idle()
         self.gathered.end_step()
         self._schedule.begin_step(segments)
@@ -326,6 +338,9 @@ class Unsharder:
 
     def _vote(self, wanted: int) -> None:
         """Vote until `wanted`, an event or -1 - an end, has come about. See [Note: Unshard votes]."""
+        if self._is_fixed and self._is_settled and self.learns:
+            self._require_scheduled(wanted)
+            return
         self.is_voting = True
         while True:
             votes, apart_numel = self._votes.exchange(wanted, self.gathered.kept_numel)
@@ -342,6 +357,17 @@ class Unsharder:
             if wanted in done:
                 self.is_voting = False
                 return
+
+    def _require_scheduled(self, wanted: int) -> None:
+        """Raise ShardingError unless `wanted` is the end that comes next. See [Note: Fixed order]."""
+        if wanted == -1 - self._schedule.end:
+            return
+        what = f"bucket {wanted // 3}" if wanted >= 0 else f"the end of {SyncPoint(-1 - wanted)}"
+        raise ShardingError(
+            f"this rank came to {what}, which the steps before had not there",
+            hint='set "stage3_fixed_order": false: the model does not do the same in every step',
+            value=wanted,
+        )
 
     def _require_one_end(self, votes: list[int]) -> None:
         """Raise CommError, on all ranks, if they do not meet at the end of the same."""

@@ -229,6 +229,11 @@ class GatherSchedule:
         """Whether it says what the ranks do until they meet next."""
         return not self._is_left and self._segment < len(self.segments)
 
+    @property
+    def end(self) -> int:
+        """The `SyncPoint` at which the ranks meet next; -1 where that is not known."""
+        return self.segments[self._segment].end if self.is_known else -1
+
     def begin_step(self, segments: Sequence[SchedulePhase]) -> None:
         """A step begins, and follows `segments`."""
         if segments is not self.segments:

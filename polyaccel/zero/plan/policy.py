@@ -167,12 +167,14 @@ class GatherPolicy:
     `max_live_numel`: gathered at any time, as long as what is held at once allows it. `prefetch_numel`: gathered ahead
     of their use. `max_reuse_numel`: an idle bucket whose next use comes within so many elements is kept.
     `warn_of_deviations`: warn in every step whose order of uses was not that of the step before, instead of once.
+    `is_fixed`: all ranks use the same in the same order, in every step.
     """
 
     max_live_numel: int = 1_000_000_000
     prefetch_numel: int = 50_000_000
     max_reuse_numel: int = 1_000_000_000
     warn_of_deviations: bool = False
+    is_fixed: bool = False
 
 
 Bits = Literal[4, 8]

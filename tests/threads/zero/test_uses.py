@@ -62,6 +62,7 @@ class Rank:
             *(self.gathering, self, communicator),
             is_active=True,
             warn=False,
+            is_fixed=policy.is_fixed,
         )
         real = communicator.all_gather
 
@@ -173,6 +174,33 @@ def test_a_surprise_is_asked_for_and_known_the_next_time():
         return votes
 
     assert on_ranks(2, work)[0][1:] == [2, 3 + 4, 2]  # in backward for all that follows, too
+
+
+def test_ranks_of_a_fixed_order_meet_without_a_vote_once_a_step_went_by_its_schedule():
+    def work(rank: Rank) -> list[int]:
+        votes = []
+        for step in range(6):
+            fewer = (0, 1) if step == 3 and rank.communicator.rank else (0, 1, 2)
+            votes.append(Counter(rank.step(of(*fewer), back(*fewer)))["vote"])
+            rank.evaluate(of(3))
+        return votes
+
+    assert on_ranks(2, work, is_fixed=True)[0][1:] == [2, 0, 0, 2, 0]
+
+
+def test_a_rank_that_leaves_a_fixed_order_is_told():
+    def work(rank: Rank) -> None:
+        for _ in range(3):
+            rank.step(of(0, 1, 2), back(0, 1, 2))
+        with pytest.raises(ShardingError) as caught:
+            rank.play(of(0, 1, 3))
+        assert caught.value.value == 9
+        rank.uses.abandon()
+        with pytest.raises(ShardingError) as caught:
+            rank.uses.sync(SyncPoint.BACKWARD)
+        assert caught.value.value == -1 - SyncPoint.BACKWARD
+
+    on_ranks(2, work, is_fixed=True)
 
 
 def test_what_the_ranks_free_stays_with_the_one_that_uses_it():
