@@ -32,6 +32,7 @@ class Capabilities:
         mutable_buffers: Kernels write in place. False for PJRT devices.
         host_pinning: `allocate(pinned=True)` returns memory that copies asynchronously.
         symmetric_memory: Peers can map every rank's buffers.
+        graphs: `record_work` records queued work, which the device plays without launching it piece by piece.
         notes: Sentences for people about abilities that the device lacks.
     """
 
@@ -41,6 +42,7 @@ class Capabilities:
     mutable_buffers: bool = True
     host_pinning: bool = False
     symmetric_memory: bool = False
+    graphs: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -113,7 +115,7 @@ class Stream(ABC):
 class Accelerator(ABC):
     """One kind of device. Constructing it must be cheap and must not initialise the device."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (3, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 2)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name, which is also the value of `DS_ACCELERATOR`."""
@@ -301,6 +303,26 @@ class Accelerator(ABC):
         """Return kernels of `DECODE_OPS` by which generation decodes; the framework computes what is not among them."""
         return KernelTable(self.name, {})
 
+    def record_work(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record the work that a function queues on the device, without running it.
+
+        A recording has addresses and numbers as they are now, so what changes between plays is read from memory of the
+        device. The host cannot wait for the device inside, and memory that is allocated there belongs to the recording.
+
+        Args:
+            work: Queues kernels and copies on the current stream, and on others that wait for it. Called once.
+
+        Returns:
+            A function that queues the recorded work on the current stream, as often as it is called. The caller keeps
+            the memory that the work reads and writes.
+
+        Raises:
+            PluginContractError: `graphs` is not claimed. The default raises it always.
+        """
+        raise PluginContractError(
+            f"accelerator {self.name!r} records no work", hint='leave "graphs" out of the config', value=self.name
+        )
+
     def supported_dtypes(self) -> frozenset[DType]:
         """Return the element types that the device computes with."""
         return self.capabilities().dtypes
@@ -435,7 +457,7 @@ def describe(capabilities: Capabilities) -> Mapping[str, str]:
     Returns:
         The flags as "yes" or "no", the element types and the default comm backend, by their labels.
     """
-    flags = ("streams", "mutable_buffers", "host_pinning", "symmetric_memory")
+    flags = ("streams", "mutable_buffers", "host_pinning", "symmetric_memory", "graphs")
     yes = {flag: "yes" if getattr(capabilities, flag) else "no" for flag in flags}
     dtypes = ", ".join(sorted(dtype.value for dtype in capabilities.dtypes))
     return {"dtypes": dtypes, "default comm": capabilities.default_comm, **yes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import ClassVar
@@ -54,7 +55,16 @@ class CudaAccelerator(TorchAccelerator):
         dtypes = set(DType)
         if not self._module.is_bf16_supported(including_emulation=False):
             dtypes.remove(DType.BFLOAT16)
-        return Capabilities(dtypes=frozenset(dtypes), default_comm="nccl", streams=True, host_pinning=True)
+        return Capabilities(dtypes=frozenset(dtypes), default_comm="nccl", streams=True, host_pinning=True, graphs=True)
 
     def kernels(self) -> KernelTable:
         return _kernels()
+
+    def record_work(self, work: Callable[[], None]) -> Callable[[], None]:
+        torch = self._torch
+        graph = torch.cuda.CUDAGraph()
+        # Threads of NCCL and of data loaders call CUDA meanwhile, which the default mode would take for mistakes.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        play: Callable[[], None] = graph.replay
+        return play

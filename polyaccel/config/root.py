@@ -81,6 +81,10 @@ class Config(Section):
     machine (kept in the user's cache) finds it at least 1.2 times as fast as torch's own, on every rank. It rounds
     differently. The environment variable POLYACCEL_MATRIX_KERNELS (auto, on, off) goes before this key."""
 
+    graphs: Literal["off", "update"] = "off"
+    """polyaccel's own: the work that the device plays from a recording (a CUDA graph) without a launch for each kernel.
+    "update" records the optimizer's update, with the same bits; a device or an optimizer that cannot is refused."""
+
     verify: Literal["auto", "always", "off"] = "auto"
     """polyaccel's own: compare the first step with plain torch, on copies of the model and small parts of its batches.
     "auto" does so once a model and config where a rewrite cuts the model or runs parts of it again, and keeps the

@@ -199,6 +199,8 @@ def _check_config(runtime: EngineBuilder) -> None:
         problems.append(Problem("torch_autocast.enabled", True, "JAX has no autocast", 'use "bf16" or "fp16"'))
     if config.sparse_gradients:
         problems.append(Problem("sparse_gradients", True, "gradients of JAX are whole arrays", "leave it out"))
+    if config.graphs != "off":
+        problems.append(Problem("graphs", config.graphs, "XLA plans how a program is launched", "leave it out"))
     if config.generation.exact:
         problems.append(Problem("generation.exact", True, "engines of JAX do not generate", "leave it out"))
     if config.tiled_compute.enabled:

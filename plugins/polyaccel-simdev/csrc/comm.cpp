@@ -1,5 +1,7 @@
 #include "comm.h"
 
+#include "recording.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
@@ -82,6 +84,7 @@ int Comm::divisor(const c10d::ReduceOp& op) const { return op == c10d::ReduceOp:
 c10::intrusive_ptr<c10d::Work> Comm::run(
     c10d::OpType kind, Tensors outputs, Tensors inputs,
     std::function<c10::intrusive_ptr<c10d::Work>(Tensors&, Tensors&)> call, int divisor, bool is_message) {
+  refuse_in_recording("a collective");
   const auto& any = outputs.empty() ? inputs : outputs;
   const auto device = any.empty() ? c10::Device(c10::kPrivateUse1, current_device()) : any.front().device();
   auto* queue = is_message ? messages_[outputs.empty() ? 0 : 1] : collectives_;

@@ -175,7 +175,7 @@ void free_device(void* address) {
       if (is_idle(stream)) {
         give();
       } else {
-        enqueue(stream, give);
+        enqueue_now(stream, give);
       }
     }
   }

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "memory.h"
 #include "ops.h"
+#include "recording.h"
 #include "streams.h"
 #include "waits.h"
 
@@ -58,6 +59,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("keep_busy", [](int64_t milliseconds, int device) {
     simdev::keep_busy(milliseconds, c10::DeviceIndex(device));
   });
+  py::class_<simdev::Recording, std::shared_ptr<simdev::Recording>>(m, "Recording")
+      .def("play", [](const std::shared_ptr<simdev::Recording>& self) {
+        simdev::play(self, simdev::current_stream(simdev::current_device()));
+      });
+  m.def("begin_recording", &simdev::begin_recording);
+  m.def("end_recording", &simdev::end_recording);
   m.def("set_delays", [](uint64_t seed) { simdev::set_delays(seed); });
   m.def("make_comm", [](c10::intrusive_ptr<c10d::Backend> host, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<simdev::Comm>(std::move(host), rank, size);

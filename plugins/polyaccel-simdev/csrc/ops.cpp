@@ -6,6 +6,7 @@
 #include "device.h"
 #include "faults.h"
 #include "memory.h"
+#include "recording.h"
 #include "streams.h"
 #include "waits.h"
 
@@ -57,7 +58,8 @@ Tensor on_host(const Tensor& tensor) {
 }
 
 void enqueue_for(const Tensor& tensor, std::function<void()> work) {
-  enqueue(current_stream(tensor.device().index()), [work = std::move(work)] {
+  const Tensor kept = current_recording() ? tensor : Tensor();  // a recording keeps its memory, as a chip's does
+  enqueue(current_stream(tensor.device().index()), [work = std::move(work), kept] {
     const c10::InferenceMode no_history;
     work();
   });
@@ -169,7 +171,65 @@ bool has_results_for_host(const std::string& name, const torch::jit::Stack& stac
   return names.count(name) > 0;
 }
 
+// The arguments of a call with tensors over the host's mapping of the same memory.
+torch::jit::Stack arguments_on_host(const torch::jit::Stack& arguments) {
+  torch::jit::Stack host;
+  for (const auto& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined()) {
+      host.emplace_back(on_host(argument.toTensor()));
+    } else if (argument.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& one : argument.toTensorVector()) list.push_back(on_host(one));
+      host.emplace_back(list);
+    } else if (argument.isDevice()) {
+      host.emplace_back(Device(c10::kCPU));
+    } else {
+      host.push_back(argument);
+    }
+  }
+  return host;
+}
+
+// Records a call. What writes to its arguments does so when it is played; the results of any other call, whose sizes
+// are found by calling it once, get memory of their own.
+void record_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  TORCH_CHECK(!has_results_for_host(schema.name(), *stack), "simdev: ", schema.name(),
+              " has results for the host, which is not possible while work is recorded");
+  const torch::jit::Stack arguments(stack->end() - int64_t(schema.arguments().size()), stack->end());
+  torch::jit::drop(*stack, schema.arguments().size());
+  std::vector<Tensor> results;
+  if (!schema.is_mutable()) {
+    auto host = arguments_on_host(arguments);
+    {
+      const c10::InferenceMode no_history;
+      op.callBoxed(&host);
+    }
+    for (const auto& result : host) {
+      TORCH_CHECK(result.isTensor(), "simdev: ", schema.name(), " cannot be recorded, a result is no tensor");
+      const Tensor sample = result.toTensor();
+      results.push_back(at::empty_strided(sample.sizes(), sample.strides(),
+                                          sample.options().device(Device(c10::kPrivateUse1, current_device()))));
+      stack->emplace_back(results.back());
+    }
+  } else {
+    for (const auto& result : schema.returns()) {
+      for (size_t at = 0; at < arguments.size(); ++at) {
+        const auto* alias = schema.arguments()[at].alias_info();
+        if (alias && result.alias_info() && *alias == *result.alias_info()) stack->push_back(arguments[at]);
+      }
+    }
+  }
+  enqueue(current_stream(current_device()), [op, arguments, results] {
+    const c10::InferenceMode no_history;
+    auto host = arguments_on_host(arguments);
+    op.callBoxed(&host);
+    for (size_t at = 0; at < results.size(); ++at) on_host(results[at]).copy_(host[at].toTensor());
+  });
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (current_recording()) return record_call(op, stack);
   if (has_results_for_host(op.schema().name(), *stack)) host_waits(op.schema().name().c_str());
   const Simulation simulation;
   for (size_t at = stack->size() - op.schema().arguments().size(); at < stack->size(); ++at) {

@@ -1,6 +1,7 @@
 #include "streams.h"
 
 #include "faults.h"
+#include "recording.h"
 #include "waits.h"
 
 #include <Python.h>
@@ -222,9 +223,10 @@ c10::Stream new_stream(c10::DeviceIndex device) {
 
 c10::Stream comm_stream(c10::DeviceIndex device) { return stream_of(device, kStreams - 1); }
 
-void enqueue(c10::Stream stream, std::function<void()> work) { queue_of(stream).push(std::move(work)); }
+void enqueue_now(c10::Stream stream, std::function<void()> work) { queue_of(stream).push(std::move(work)); }
 
 void enqueue_wait(c10::Stream stream, Queue* queue, std::function<bool()> wait_briefly) {
+  refuse_in_recording("waiting for what is not recorded");
   auto* own = &queue_of(stream);
   enqueue(stream, [own, queue, wait_briefly = std::move(wait_briefly)] {
     std::optional<Queue::Hurry> hurry;
@@ -236,7 +238,10 @@ void enqueue_wait(c10::Stream stream, Queue* queue, std::function<bool()> wait_b
 
 bool is_idle(c10::Stream stream) { return queue_of(stream).is_idle(); }
 
-void synchronize(c10::Stream stream) { queue_of(stream).synchronize(); }
+void synchronize(c10::Stream stream) {
+  refuse_in_recording("a wait of the host");
+  queue_of(stream).synchronize();
+}
 
 void synchronize_device(c10::DeviceIndex device) {
   for (int id = 0; id < kStreams; ++id) synchronize(stream_of(device, id));
@@ -248,6 +253,7 @@ int64_t Event::State::last_recorded() {
 }
 
 void Event::State::wait_for(int64_t number) {
+  refuse_in_recording("a wait of the host");
   const Unlocked unlocked;
   std::unique_lock lock(mutex);
   Queue* const awaited = done >= number ? nullptr : queue;
@@ -268,7 +274,9 @@ void Event::record(c10::Stream stream) {
     std::lock_guard lock(state_->mutex);
     number = ++state_->recorded;
     state_->queue = &queue_of(stream);
+    state_->recording = current_recording();
   }
+  if (current_recording()) return;  // which has one order
   enqueue(stream, [state = state_, number] {
     std::lock_guard lock(state->mutex);
     state->done = std::max(state->done, number);  // recorded on another stream meanwhile
@@ -283,6 +291,8 @@ void Event::block(c10::Stream stream) const {
   {
     std::lock_guard lock(state_->mutex);
     queue = state_->queue;
+    if (current_recording() && state_->recording == current_recording()) return;
+    TORCH_CHECK(!state_->recording, "simdev: an event of a recording means nothing outside of it");
   }
   enqueue_wait(stream, queue, [state = state_, number = state_->last_recorded()] { return state->wait_briefly(number); });
 }

@@ -82,7 +82,8 @@ c10::Stream comm_stream(c10::DeviceIndex device);  // for copies of collectives 
 // `queue` is hurried as long as the stream is.
 void enqueue_wait(c10::Stream stream, Queue* queue, std::function<bool()> wait_briefly);
 
-void enqueue(c10::Stream stream, std::function<void()> work);
+void enqueue(c10::Stream stream, std::function<void()> work);      // or records it, see recording.h
+void enqueue_now(c10::Stream stream, std::function<void()> work);  // though the thread may be recording
 bool is_idle(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
@@ -101,7 +102,8 @@ class Event {
     std::mutex mutex;
     std::condition_variable reached;
     int64_t recorded = 0, done = 0;
-    Queue* queue = nullptr;  // in which it was recorded last
+    Queue* queue = nullptr;                // in which it was recorded last
+    const void* recording = nullptr;       // to which that belongs
     std::chrono::steady_clock::time_point at;
 
     int64_t last_recorded();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from polyaccel.accelerators.base import Capabilities, Probe
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class SimdevAccelerator(TorchAccelerator):
     """`torch.simdev`: memory that the host cannot touch, real streams, the CPU's arithmetic."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 2)
     name: ClassVar[str] = "simdev"
     torch_device_type: ClassVar[str] = "simdev"
     extension: ClassVar[str | None] = "polyaccel_simdev.device"
@@ -29,10 +30,23 @@ class SimdevAccelerator(TorchAccelerator):
         return Probe(True, "simulated in host memory", priority=-1)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(dtypes=frozenset(DType), default_comm="simcomm", streams=True, host_pinning=True)
+        return Capabilities(
+            dtypes=frozenset(DType), default_comm="simcomm", streams=True, host_pinning=True, graphs=True
+        )
 
     def kernels(self) -> KernelTable:
         return super().kernels().replaced(self.name, {SCALE: _scale})
+
+    def record_work(self, work: Callable[[], None]) -> Callable[[], None]:
+        from polyaccel_simdev import _device
+
+        _device.begin_recording()
+        try:
+            work()
+        finally:
+            recording = _device.end_recording()
+        play: Callable[[], None] = recording.play
+        return play
 
 
 def _scale(buffer: Buffer, factor: float) -> None:

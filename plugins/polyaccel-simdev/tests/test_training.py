@@ -22,6 +22,12 @@ FP32_SETTINGS = {
     "2, resumed": ({"stage": 2}, {}, True),
     "3": ({"stage": 3}, {}, False),
     "3, resumed": ({"stage": 3}, {}, True),
+    "3, parameters on the host": (
+        {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
+        {},
+        False,
+    ),
+    "3, fixed order": ({"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_fixed_order": True}, {}, False),
 }
 HOST_SETTINGS = {
     "1, host": ({"stage": 1, **OFFLOADED}, {}, False),

@@ -21,6 +21,10 @@ ALONE: dict[str, tuple[Any, Any]] = {
 SHARED: dict[str, tuple[Any, Any]] = {
     **{f"stage {stage}": ({"stage": stage}, BF16) for stage in range(4)},
     "stage 3, every parameter sharded": ({"stage": 3, "stage3_param_persistence_threshold": 0}, BF16),
+    "stage 3, every parameter sharded, fixed order": (
+        {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_fixed_order": True},
+        BF16,
+    ),
     "stage 0, clipped": ({"stage": 0}, CLIPPED),
     "stage 3, clipped": ({"stage": 3}, CLIPPED),
     "stage 1, fp16": ({"stage": 1}, FP16),
@@ -38,6 +42,12 @@ SHARED: dict[str, tuple[Any, Any]] = {
         {"stage": 3, **PARAMS_TOO, "stage3_param_persistence_threshold": 0},
         BF16,
     ),
+    "stage 3, parameters on the host": (
+        {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
+        BF16,
+    ),
+    "stage 2, recorded updates": ({"stage": 2}, {**BF16, "graphs": "update"}),
+    "stage 3, recorded updates, clipped": ({"stage": 3}, {**CLIPPED, "graphs": "update"}),
     "stage 3, quantised gradients": ({"stage": 3, "zero_quantized_gradients": True}, BF16),
     "stage 3, quantised weights": ({"stage": 3, "zero_quantized_weights": True}, BF16),
     "stage 2, tensor ranks": ({"stage": 2}, {**BF16, "tensor_parallel": {"autotp_size": 2}}),

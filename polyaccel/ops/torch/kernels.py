@@ -26,7 +26,16 @@ from torch import Tensor
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import LARGEST_CODE, Formula, KernelTable, Rule, StochasticRounding, by_op, code_bits
+from polyaccel.ops.base import (
+    LARGEST_CODE,
+    RECORDED_UPDATE,
+    Formula,
+    KernelTable,
+    Rule,
+    StochasticRounding,
+    by_op,
+    code_bits,
+)
 from polyaccel.ops.optimizers import ADAM, ADAMW
 from polyaccel.ops.torch.block_codes import BLOCK_CODE_KERNELS
 from polyaccel.ops.torch.rounding import write_weights
@@ -45,7 +54,7 @@ _FUSED_ADAM_DEVICE = "cpu"
 def torch_kernels() -> KernelTable:
     """Return the table of these kernels."""
     dense = by_op(combine, scale, cast, square_sums, update, quantize, dequantize)
-    return KernelTable("torch", {**dense, **ROW_KERNELS, **BLOCK_CODE_KERNELS})
+    return KernelTable("torch", {**dense, **ROW_KERNELS, **BLOCK_CODE_KERNELS, RECORDED_UPDATE: recorded_update})
 
 
 def _chunk_numel(tensor: Tensor) -> int:
@@ -93,8 +102,10 @@ class _Scratch:
         # torch calls the sign of NaN 0, which would freeze the parameter in silence.
         return torch.where(a.isnan(), a, torch.sign(a, out=self._like("slot 0", a)), out=a)
 
-    def plus_decay(self, a: Tensor, weights: Tensor, decay: float) -> Tensor:
-        return a.add_(torch.mul(weights, decay, out=self._like("decay", weights))) if decay else a
+    def plus_decay(self, a: Tensor, weights: Tensor, decay: float | Tensor) -> Tensor:
+        if not isinstance(decay, Tensor) and not decay:
+            return a
+        return a.add_(torch.mul(weights, decay, out=self._like("decay", weights)))
 
     def choose(self, condition: float, a: Tensor, b: Tensor) -> Tensor:
         return a if condition else b
@@ -163,18 +174,50 @@ def update(
     rounding: StochasticRounding | None = None,
 ) -> None:
     """Implement `UpdateFn`: torch's fused Adam on the host, else the formula in separate operations."""
-    device = master.raw.device
-    apply: _Formula = partial(_in_steps, rule.formula, rule.constants)
-    whole_vectors, owned_grad = False, True
-    if rule.formula in (ADAMW, ADAM) and device.type == _FUSED_ADAM_DEVICE:
-        apply, whole_vectors, owned_grad = _fused_adam(rule), True, False
     rule.check(master, grad, states, out)
+    if rule.formula in (ADAMW, ADAM) and master.raw.device.type == _FUSED_ADAM_DEVICE:
+        _sweep(rule, _fused_adam(rule), master, grad, states, out, grad_scale, rounding, is_vector_kernel=True)
+    else:
+        apply = partial(_in_steps, rule.formula, rule.constants)
+        _sweep(rule, apply, master, grad, states, out, grad_scale, rounding)
 
+
+def recorded_update(
+    formula: Formula,
+    constants: Sequence[float | None],
+    numbers: Buffer,
+    master: Buffer,
+    grad: Buffer,
+    states: Sequence[Buffer],
+    out: Buffer | None = None,
+) -> None:
+    """Implement `RecordedUpdateFn`: the formula in separate operations on numbers that are tensors without a size."""
+    rule = Rule(formula, {})
+    rule.check(master, grad, states, out)
+    places = numbers.raw.to(_computing_dtype(master.raw)).unbind()
+    read = [places[at] if constant is None else constant for at, constant in enumerate(constants)]
+    _sweep(rule, partial(_in_steps, formula, read), master, grad, states, out, places[-1], None)
+
+
+def _sweep(
+    rule: Rule,
+    apply: _Formula,
+    master: Buffer,
+    grad: Buffer,
+    states: Sequence[Buffer],
+    out: Buffer | None,
+    grad_scale: float | Tensor,
+    rounding: StochasticRounding | None,
+    *,
+    is_vector_kernel: bool = False,
+) -> None:
+    """Run `apply` over the buffers in chunks. `is_vector_kernel`: it takes whole vectors, and leaves the gradient."""
+    whole_vectors, owned_grad = is_vector_kernel, not is_vector_kernel
     tensors: list[Tensor] = [master.raw, grad.raw, *(state.raw for state in states)]
     read_count = 2 + len(rule.formula.reads)
     compute = _computing_dtype(tensors[0])
     scratch = _Scratch(tensors[0])
-    in_place = grad_scale == 1 and out is None and not owned_grad and all(t.dtype is compute for t in tensors)
+    in_place = not owned_grad and out is None and _is_one(grad_scale) and all(t.dtype is compute for t in tensors)
 
     end = master.numel
     body = end - end % _VECTOR_NUMEL if whole_vectors else end
@@ -203,14 +246,19 @@ def update(
     rule.bump_version(master, states, out)
 
 
-def _in_steps(formula: Formula, constants: Sequence[float], scratch: _Scratch, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _in_steps(formula: Formula, constants: Sequence[Any], scratch: _Scratch, *tensors: Tensor) -> tuple[Tensor, ...]:
     return formula.arrays(scratch, constants, *tensors)
 
 
-def _stage(piece: Tensor, room: Tensor, factor: float) -> Tensor:
+def _is_one(factor: float | Tensor) -> bool:
+    """Whether nothing is multiplied. A number in memory of the device is not looked at."""
+    return not isinstance(factor, Tensor) and factor == 1
+
+
+def _stage(piece: Tensor, room: Tensor, factor: float | Tensor) -> Tensor:
     """Fill `room` with `piece * factor` in `room`'s type; where it is longer, its contents do not matter."""
     filled = room[: piece.numel()]
-    if factor == 1:
+    if _is_one(factor):
         filled.copy_(piece)
     elif piece.dtype is room.dtype:
         torch.mul(piece, factor, out=filled)

@@ -25,10 +25,12 @@ from polyaccel.ops.base import (
     DEQUANTIZE,
     LARGEST_CODE,
     QUANTIZE,
+    RECORDED_UPDATE,
     SQUARE_SUMS,
     UPDATE,
     Formula,
     KernelTable,
+    Rule,
     StochasticRounding,
     code_bits,
 )
@@ -37,7 +39,7 @@ from polyaccel.ops.rounding import halves
 from polyaccel.ops.torch.rounding import signed
 from polyaccel.ops.triton.blocks import add_up, dequantize_blocks, partial_square_sums, quantize_blocks
 from polyaccel.ops.triton.numbers import BFLOAT16, FLOAT16, NOTHING, PLAIN
-from polyaccel.ops.triton.updates import SWEEPS, sweep
+from polyaccel.ops.triton.updates import SWEEPS, recorded_sweep, sweep
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ def triton_kernels(fallback: KernelTable, device_type: str) -> KernelTable:
             CAST: kernels.cast,
             SQUARE_SUMS: kernels.square_sums,
             UPDATE: kernels.update,
+            RECORDED_UPDATE: kernels.recorded_update,
             QUANTIZE: kernels.quantize,
             DEQUANTIZE: kernels.dequantize,
         },
@@ -170,6 +173,38 @@ class _TritonKernels(FusedKernels):
             rounding is not None,
             _BLOCK_NUMEL,
         )
+
+    def recorded_update(
+        self,
+        formula: Formula,
+        constants: Sequence[float | None],
+        numbers: Buffer,
+        master: Buffer,
+        grad: Buffer,
+        states: Sequence[Buffer],
+        out: Buffer | None = None,
+    ) -> None:
+        """See `RecordedUpdateFn`. Constants that are given are among the numbers too."""
+        arrays = (master, grad, *states)
+        if not (self._has(formula) and self._fits((*arrays, out))):
+            self._fallback[RECORDED_UPDATE](formula, constants, numbers, master, grad, states, out)
+            return
+        rule = Rule(formula, {})
+        rule.check(master, grad, states, out)
+        if master.numel:
+            absent = _ARRAYS - len(arrays)
+            nothing = _pointer(master)
+            _launch(
+                recorded_sweep,
+                triton.cdiv(master.numel, _BLOCK_NUMEL),
+                *(*map(_pointer, arrays), *[nothing] * absent),
+                nothing if out is None else _pointer(out),
+                *(master.numel, numbers.raw),
+                *(formula.name, *map(_kind, arrays), *[NOTHING.value] * absent),
+                NOTHING.value if out is None else _kind(out),
+                *(len(constants), _BLOCK_NUMEL),
+            )
+        rule.bump_version(master, states, out)
 
     def square_sums(self, out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
         """See `SquareSumsFn`. What a piece adds depends on its contents only."""

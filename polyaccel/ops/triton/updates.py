@@ -104,3 +104,37 @@ def sweep(
             store(weights, at, mask, p, random, WEIGHTS, STOCHASTIC)
     if OUT != NOTHING:
         store(out, at, mask, p, random, OUT, STOCHASTIC)
+
+
+@triton.jit
+def recorded_sweep(
+    weights, grad, first, second, direction, out, numel, numbers,
+    FORMULA: tl.constexpr, WEIGHTS: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    DIRECTION: tl.constexpr, OUT: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`sweep` whose COUNT constants, and the factor behind them, are float64 numbers in memory."""
+    k0 = _number(numbers, 0, COUNT)
+    k1 = _number(numbers, 1, COUNT)
+    k2 = _number(numbers, 2, COUNT)
+    k3 = _number(numbers, 3, COUNT)
+    k4 = _number(numbers, 4, COUNT)
+    k5 = _number(numbers, 5, COUNT)
+    k6 = _number(numbers, 6, COUNT)
+    k7 = _number(numbers, 7, COUNT)
+    k8 = _number(numbers, 8, COUNT)
+    factor = _number(numbers, COUNT, COUNT + 1)
+    sweep(
+        weights, grad, first, second, direction, out, numel, 0, 0, 0,
+        k0, k1, k2, k3, k4, k5, k6, k7, k8, factor,
+        FORMULA, WEIGHTS, GRAD, FIRST, SECOND, DIRECTION, OUT, False, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _number(numbers, at: tl.constexpr, COUNT: tl.constexpr):
+    """The number at `at` in float32; 0 behind the last."""
+    if at < COUNT:
+        number = tl.load(numbers + at).to(tl.float32)
+    else:
+        number = 0.0
+    return number

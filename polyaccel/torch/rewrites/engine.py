@@ -12,6 +12,7 @@ from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.policies.engines import native_optimizer_of, require_wide_states
 from polyaccel.engine.policies.muon import MUON
+from polyaccel.engine.policies.recordings import record_updates
 from polyaccel.engine.policies.step_inputs import step_input_policy_of
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.activation_checkpointing.blocks import Recomputation
@@ -142,6 +143,8 @@ class OptimizerShards(Rewrite):
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
         """Raises ConfigError for an optimizer that this run cannot call, or whose update needs whole parameters."""
         _make_optimizer(context)
+        runtime = context.runtime
+        context.slice_optimizer = record_updates(runtime.config, runtime.accelerator, context.slice_optimizer)
         names = {parameter: fqn for fqn, parameter in context.model.named_parameters()}
         trained = [names[one] for group in context.groups for one in group["params"] if one in names]
         return AppliedRewrite(name=self.name, parameters=tuple(trained))

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from polyaccel.ops.triton.blocks import add_up, dequantize_blocks, partial_square_sums, quantize_blocks
 from polyaccel.ops.triton.numbers import BFLOAT16, FLOAT16, NOTHING, PLAIN
-from polyaccel.ops.triton.updates import SWEEPS, sweep
+from polyaccel.ops.triton.updates import SWEEPS, recorded_sweep, sweep
 
 A100, H100 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 ROUNDED_ONCE = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
@@ -54,6 +54,17 @@ def test_updates_round_each_operation_once(formula: str, target: GPUTarget) -> N
     assert arithmetic(ptx) <= ROUNDED_ONCE
     if formula in ("adamw", "adam", "lamb"):
         assert {"div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32"} <= arithmetic(ptx)
+
+
+@pytest.mark.parametrize("formula", sorted(SWEEPS))
+def test_updates_that_read_their_numbers_compile(formula: str) -> None:
+    types = dict.fromkeys(("weights", "first", "second", "direction"), "*fp32") | {"numbers": "*fp64", "numel": "i32"}
+    types |= dict.fromkeys(("grad", "out"), "*i16")
+    kinds: dict[str, Any] = dict.fromkeys(("WEIGHTS", "FIRST", "SECOND", "DIRECTION"), PLAIN.value)
+    kinds |= {"FORMULA": formula, "OUT": BFLOAT16.value, "GRAD": FLOAT16.value, "COUNT": 9, "BLOCK": 1024}
+    ptx = compile_to(H100, recorded_sweep, types, kinds)
+    assert arithmetic(ptx) <= ROUNDED_ONCE
+    assert "cvt.rn.f32.f64" in ptx
 
 
 def test_sums_are_in_float64() -> None:

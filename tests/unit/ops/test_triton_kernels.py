@@ -16,10 +16,11 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, SQUARE_SUMS, UPDATE, KernelTable
+from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, RECORDED_UPDATE, SQUARE_SUMS, UPDATE, KernelTable
 from polyaccel.ops.native import native
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.ops.reference import to_float64
+from polyaccel.ops.triton import torch_table
 from polyaccel.ops.triton.torch_table import triton_kernels, why_not
 from polyaccel.testkit.accelerator.kernels import KernelsContract
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
@@ -60,7 +61,7 @@ def test_the_table_says_who_computes() -> None:
     assert why_not("cpu") is None
     table = TRITON.kernels()
     assert table.provider(UPDATE).startswith("triton ")
-    assert sum(table.provider(op).startswith("triton ") for op in table) == 5
+    assert sum(table.provider(op).startswith("triton ") for op in table) == 6
 
 
 @pytest.mark.skipif(native().library is None, reason=native().reason)
@@ -81,6 +82,45 @@ def test_bits_are_those_of_the_host(case: KernelCase) -> None:
         case.call(accelerator.kernels(), buffers)
         after.append([b.to_bytes() for b, a in zip(buffers, case.arguments, strict=True) if a.role != "grad"])
     assert after[0] == after[1]
+
+
+GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad", "Adamax", "Lion"])
+def test_numbers_in_memory_give_the_bits_of_numbers_in_the_launch(name: str, step: int) -> None:
+    numel, factor, found = 1100, 0.3, []
+    rule = OPTIMIZERS[name].rule({**GROUP, "decoupled": name == "AdamW"}, step)
+    draw = np.random.default_rng(5)
+    contents = [draw.standard_normal(numel) for _ in range(2)]
+    contents += [np.abs(draw.standard_normal(numel)) for _ in rule.formula.states]
+    types = [DType.FLOAT32, DType.BFLOAT16, *[DType.FLOAT32] * len(rule.formula.states)]
+    for is_recorded in (False, True):
+        buffers = [TRITON.allocate(numel, dtype) for dtype in types]
+        for buffer, values, dtype in zip(buffers, contents, types, strict=True):
+            buffer.from_bytes(encode(values, dtype))
+        (master, grad, *states), out = buffers, TRITON.allocate(numel, DType.BFLOAT16)
+        if is_recorded:
+            values = (*rule.constants, factor)
+            numbers = TRITON.allocate(len(values), DType.FLOAT64)
+            numbers.from_bytes(np.array(values).tobytes())
+            fixed = tuple(value if value in (0.0, 1.0) else None for value in rule.constants)
+            TRITON.kernels()[RECORDED_UPDATE](rule.formula, fixed, numbers, master, grad, states, out)
+        else:
+            TRITON.kernels()[UPDATE](rule, master, grad, states, out, factor)
+        found.append([buffer.to_bytes() for buffer in (master, *states, out)])
+    assert found[0] == found[1]
+
+
+def test_a_bucket_is_updated_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    real = torch_table._launch
+    monkeypatch.setattr(torch_table, "_launch", lambda *args, **named: (launches.append(args[1]), real(*args, **named)))
+    numel = 5000
+    master, grad, *states = (TRITON.allocate(numel, DType.FLOAT32) for _ in range(4))
+    TRITON.kernels()[UPDATE](ADAMW, master, grad, states, TRITON.allocate(numel, DType.BFLOAT16), 0.5)
+    assert launches == [5]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
