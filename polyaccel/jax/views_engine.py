@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.rewrites import RewriteContext
 from polyaccel.jax.user_gradients import mean_over_ranks
 from polyaccel.jax.views import CopyCount
+from polyaccel.zero.averaged_weights import averaged_weights
 from polyaccel.zero.engine import ZeroEngine
 
 
@@ -38,6 +39,20 @@ class ViewsEngine(JaxEngine):
     def __init__(self, rewrites: RewriteContext) -> None:
         super().__init__(rewrites)
         self._recorder.begin()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Evaluate averaged weights: inside the block they are `params`.
+
+        They are the moving average of the config's `ema`, or what a schedule-free optimizer evaluates. Collective at
+        both ends. Gradients, updates and checkpoints are errors inside.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            PolyaccelError: The run averages no weights, or the block is open already.
+        """
+        return averaged_weights(self.zero, self.optimizer.param_groups)
 
     @property
     def _ranks_of_batches(self) -> Communicator:
