@@ -111,13 +111,18 @@ def native_optimizer_of(config: ResolvedConfig) -> tuple[SliceOptimizer, dict[st
     return slice_optimizer(section.type, _state_bits_of(config, defaults.pop("state_bits", 32))), defaults
 
 
+_WIDE_STATES = ("Lamb", "ScheduleFreeAdamW")
+"""Optimizers on slices that compute with states of 32 bits alone."""
+
+
 def _state_bits_of(config: ResolvedConfig, chosen: StateBits) -> StateBits:
     """The bits of optimizer states. Raises ConfigError for an optimizer that has no narrow ones."""
     key = "bf16.bf16_optimizer_states"
     if chosen != 32 or not (config.bf16.enabled and config.bf16.bf16_optimizer_states):
         return chosen
-    if config.optimizer is not None and config.optimizer.type == "Lamb":
-        raise ConfigError([Problem(key, True, "Lamb's states are float32", "use another optimizer, or leave it out")])
+    if config.optimizer is not None and config.optimizer.type in _WIDE_STATES:
+        expected = f"states of {config.optimizer.type} are float32"
+        raise ConfigError([Problem(key, True, expected, "use another optimizer, or leave it out")])
     return 16
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.config import ResolvedConfig
+from polyaccel.engine.policies.steps import step_policy
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.base import RECORDED_UPDATE
 from polyaccel.zero.update.optimizers import ElementwiseOptimizer, SliceOptimizer
@@ -22,18 +23,16 @@ def record_updates(
     reasons: dict[str, str] = {}
     if not accelerator.capabilities().graphs or RECORDED_UPDATE not in accelerator.kernels():
         reasons[f"accelerator {accelerator.name!r} plays no recordings"] = "leave it out; cuda has them"
-    if not isinstance(optimizer, ElementwiseOptimizer):
-        hint = "name Adam, AdamW, SGD, Lion, Adagrad or Adamax in the config"
+    if type(optimizer) is not ElementwiseOptimizer:  # others compute more than a row of the table in an update
+        hint = "name Adam, AdamW, SGD, Lion, Adagrad or Adamax in the config, with states of 32 bits"
         reasons[f"{optimizer.kind} is not one of the engine's own that update element by element"] = hint
     zero = config.zero_optimization
     for section, what in ((zero.offload_optimizer, "optimizer states"), (zero.offload_param, "parameters")):
         if section.device != "none":
             reasons[f"{what} are not on the device"] = "leave one of the two out"
-    if (config.bf16.enabled and config.bf16.stochastic_rounding) or (
-        config.fp16.enabled and config.fp16.stochastic_rounding
-    ):
+    if step_policy(config).stochastic_rounding:
         reasons["random numbers of stochastic rounding differ in each update"] = "leave one of the two out"
     if reasons:
         raise ConfigError([Problem("graphs", config.graphs, reason, hint) for reason, hint in reasons.items()])
-    assert isinstance(optimizer, ElementwiseOptimizer)  # else it was refused
+    assert type(optimizer) is ElementwiseOptimizer  # else it was refused
     return RecordedOptimizer(optimizer.row, accelerator)

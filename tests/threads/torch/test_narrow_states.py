@@ -215,6 +215,7 @@ def test_what_has_no_narrow_states_is_refused(tmp_path):
     bf16 = {"enabled": True, "bf16_optimizer_states": True}
     for optimizer in (
         {"type": "Lamb", "params": {}},
+        {"type": "ScheduleFreeAdamW", "params": {}},
         {"type": "RMSprop", "params": {}},
         {"type": "Muon", "params": {}},
     ):
