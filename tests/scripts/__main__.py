@@ -78,7 +78,8 @@ def walk_meshes(sources: list[Path], only: list[str], meshes: list[str]) -> int:
                 found = run(on_mesh(script, mesh), sources, sys.executable, "meshes")
                 if plain not in alone:
                     alone[plain] = run(on_mesh(script, plain), sources, sys.executable, "meshes")
-                distance = max(apart([losses], alone[plain]) for losses in found)
+                least = script.get("terms", 1e-12)
+                distance = max(apart([losses], alone[plain], least) for losses in found)
                 result, why = "equal" if distance <= script.get("mesh_tolerance", 1e-6) else "other losses", ""
                 if not all(isfinite(loss) for losses in alone[plain] for loss in losses):
                     result = "not finite"

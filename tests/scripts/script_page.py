@@ -62,7 +62,8 @@ from sums of log-probabilities that TRL adds up in fp32. One unit in the last pl
 so 1e-5 is equal there.
 
 In trl/grpo and trl/rloo each rank samples completions by a seed that follows from its rank. Here all ranks have the
-seed of the first one, for their prompts are the same.
+seed of the first one, for their prompts are the same. The terms of trl/rloo's losses cancel, so their differences are
+relative to 1.
 
 """
 BEGIN, END = "<!-- tests/scripts: begin -->", "<!-- tests/scripts: end -->"

@@ -69,6 +69,7 @@ def on_mesh(script: dict[str, Any], mesh: str) -> dict[str, Any]:
         "name": f"{script['name']} on {mesh}",
         "arguments": " ".join([script["arguments"], script.get("mesh_arguments", "")]),
         "ranks": 1 if mesh.startswith("one") else RANKS,
+        "same_seed": True,
         "stand_ins": stand_ins,
         "shims": [*script["shims"], "one_share"],
         "config": {**script.get("config", {}), file: config},
@@ -183,15 +184,16 @@ def _end_of(file: Path) -> str:
     return "\n".join(file.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]) if file.exists() else ""
 
 
-def apart(ours: Losses, theirs: Losses) -> float:
-    """The largest relative difference of two losses; infinite when their numbers differ or there are none."""
+def apart(ours: Losses, theirs: Losses, least: float = 1e-12) -> float:
+    """The largest difference of two losses, relative to theirs and to `least` at least; infinite when their numbers
+    differ or there are none."""
     if [len(one) for one in ours] != [len(one) for one in theirs] or not any(ours):
         return float("inf")
     pairs = [pair for one, other in zip(ours, theirs, strict=True) for pair in zip(one, other, strict=True)]
-    return max(_distance(mine, other) for mine, other in pairs)
+    return max(_distance(mine, other, least) for mine, other in pairs)
 
 
-def _distance(one: float, other: float) -> float:
+def _distance(one: float, other: float, least: float) -> float:
     if one == other or (one != one and other != other):
         return 0.0
-    return abs(one - other) / max(abs(other), 1e-12)
+    return abs(one - other) / max(abs(other), least)
