@@ -269,8 +269,8 @@ class DeepSpeedDataSampler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a saved place. Raises CheckpointError for one of other data, or of DeepSpeed's own sampler."""
         if set(state_dict) != {"order", "consumed_samples", "size", "offset"}:
-            hint = "begin the data anew: draws of DeepSpeed's generator cannot be continued"
-            raise CheckpointError(f"this is no state of this sampler: {sorted(state_dict)}", hint=hint, value=None)
+            hint = "begin with the first batch: draws of DeepSpeed's generator cannot be continued"
+            raise CheckpointError(f"the state is not of this sampler: {sorted(state_dict)}", hint=hint, value=None)
         left, size = state_dict["size"] - state_dict["offset"], self.micro_batch_times_data_parallel_size
         if left % size:
             hint = "resume with a micro-batch of all ranks that divides it"

@@ -42,9 +42,7 @@ def curvature_problems(policy: CompressionPolicy, modules: Mapping[str, nn.Modul
         return [Problem(f"{_KEY}.enabled", True, "delays no weight's loss of bits", hint)]
     blocks = modules.get(curvature.blocks)
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
-        return [
-            Problem(f"{_KEY}.layer_name", curvature.blocks, "is no list of blocks of the model", "give its full name")
-        ]
+        return [Problem(f"{_KEY}.layer_name", curvature.blocks, "names no list of blocks", "give its full name")]
     if len(blocks) < curvature.count:
         expected = f"is more than the {len(blocks)} blocks of {curvature.blocks!r}"
         return [Problem(f"{_KEY}.layer_num", curvature.count, expected, f"use {len(blocks)}")]

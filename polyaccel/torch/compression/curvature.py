@@ -13,6 +13,8 @@ from polyaccel.engine.policies.compression import Curvature
 
 _LEVELS = 4
 """Factors are 1 to 5: DeepSpeed's."""
+_FLOAT16_SCALE = 128.0
+"""Keeps small second derivatives in float16, and eigenvalues to 500."""
 
 
 def eigenvalues(
@@ -40,7 +42,8 @@ def _eigenvalue(
     loss: Tensor, number: int, block: Sequence[Tensor], policy: Curvature, ranks: Communicator | None
 ) -> float:
     parameters = [one for one in block if one.requires_grad]
-    grads = torch.autograd.grad(loss, parameters, create_graph=True, retain_graph=True, allow_unused=True)
+    scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+    grads = torch.autograd.grad(loss * scale, parameters, create_graph=True, retain_graph=True, allow_unused=True)
     pairs = [
         (one, grad) for one, grad in zip(parameters, grads, strict=True) if grad is not None and grad.requires_grad
     ]
@@ -55,7 +58,7 @@ def _eigenvalue(
     for _ in range(policy.iterations):
         if now == 0.0 or abs((now - before) / now) < policy.tolerance:
             break
-        product = _product(pairs, parameters, flat)
+        product = _product(pairs, parameters, flat) / scale
         if ranks is not None and ranks.world_size > 1:
             ranks.all_reduce(ranks.accelerator.wrap(product), ReduceOp.AVG, label="curvature")
         product = product.nan_to_num(0.0, 0.0, 0.0)

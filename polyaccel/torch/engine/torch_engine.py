@@ -199,8 +199,9 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
             raise PolyaccelError(
                 f"backward needs a scalar loss, not {shape}", hint="reduce it: loss.mean()", value=shape
             )
-        for call in self.before_backward:
-            call(loss)
+        with self._passes.unwatched():
+            for call in self.before_backward:
+                call(loss)
         shared = self._passes.run(loss, retain_graph=retain_graph, accumulates=scale_wrt_gas)
         self._losses.append(loss.detach())
         return shared

@@ -98,6 +98,7 @@ class BackwardRunner:
         self._registry = registry_of_rank()
         self.number = self._registry.enter(self)
         self._left: list[tuple[Tensor, Tensor]] | None = None
+        self._is_unwatched = False
         """Where gradients of parameters go instead of their buckets, see `defer_weight_grads`."""
         self._is_watched = False
         """A backward without an optimizer is under way, and `_on_end` will be called after it."""
@@ -224,9 +225,18 @@ class BackwardRunner:
                 self._registry.mark_output(leaf, self.number)
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside, gradients of outputs begin no pass: they are not those of the step."""
+        self._is_unwatched = True
+        try:
+            yield
+        finally:
+            self._is_unwatched = False
+
     def on_user_backward(self) -> None:
         """Begin or join the pass of a user's backward; called inside autograd."""
-        if self._step is None or self._step.reducer.in_backward or self._left is not None:
+        if self._is_unwatched or self._step is None or self._step.reducer.in_backward or self._left is not None:
             return
         one = self._registry.running() or self._registry.begin(BackwardPass())
         if self._step.optimizer is None:  # gradients of something else, through parameters that are gathered for it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -94,19 +95,20 @@ def test_blocks_lose_bits_by_their_curvature_on_every_rank(stage: int, world: in
     """Next to DeepSpeed's counter over eigenvalues of the mean loss of all ranks, in plain torch."""
     runs = on_threads(world, train, net, config_of(stage))
     assert len({str(seen) for _, seen in runs}) == 1
-    wanted = plainly(world)
+    losses, wanted = plainly(world)
     assert runs[0][1] == wanted
+    assert runs[0][0] == pytest.approx(losses, rel=1e-5)
     assert len({row[0] for row in wanted}) > 2
     assert any(len(set(row[:3])) > 1 for row in wanted)  # blocks differ
 
 
-def plainly(world: int) -> list[list[int]]:
-    """The bits of each layer after each step, of one process that sees all ranks' batches."""
+def plainly(world: int) -> tuple[list[float], list[list[int]]]:
+    """The first rank's losses and each layer's bits after each step, of a process that sees all ranks' batches."""
     model = net()
     policy = Curvature(blocks="", count=3, iterations=200, tolerance=1e-4, stability=1e-6, every=1, is_logged=False)
     layers = [*(block.fc for block in model.blocks), model.fc_out]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    bits, periods, seen = [9] * 4, [1] * 4, []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    bits, periods, seen, losses = [9] * 4, [1] * 4, list[list[int]](), list[float]()
 
     def quantised(layer: nn.Linear, count: int) -> Tensor:
         top = 2 ** (count - 1) - 1
@@ -121,7 +123,10 @@ def plainly(world: int) -> list[list[int]]:
                 name = f"blocks.{index}.fc.weight" if index < 3 else "fc_out.weight"
                 given[name] = quantised(layer, bits[index]) if step >= 1 else layer.weight
             for rank in range(world):
-                total = total + torch.func.functional_call(model, given, batch(step, rank)) / world
+                loss = torch.func.functional_call(model, given, batch(step, rank))
+                total = total + loss / world
+                if rank == 0:
+                    losses.append(loss.item())
             due = [step + 1 - 1 >= periods[index] and bits[index] > 4 for index in range(4)]
             found = factors(eigenvalues(total, [list(b.parameters()) for b in model.blocks], policy, None))  # type: ignore[arg-type]
             optimizer.zero_grad()
@@ -132,7 +137,7 @@ def plainly(world: int) -> list[list[int]]:
                     bits[index] -= 1
                     periods[index] *= 2 * (found[index] if index < 3 else 1)
             seen.append(list(bits) if step + 1 >= 1 else [0] * 4)
-    return seen
+    return losses, seen
 
 
 def test_a_checkpoint_has_the_bits(tmp_path: Any) -> None:
@@ -142,6 +147,14 @@ def test_a_checkpoint_has_the_bits(tmp_path: Any) -> None:
     assert 0 < count < STEPS
     assert resumed[1] == straight[1][-count:]
     assert resumed[0] == pytest.approx(straight[0][-count:], rel=1e-5)
+
+
+def test_fp16_finds_eigenvalues_of_the_loss_itself() -> None:
+    """A gradient that is not that of the scaled loss begins no pass, and no error."""
+    config = config_of(1, fp16={"enabled": True, "auto_cast": True, "initial_scale_power": 8})
+    losses, seen = on_threads(1, train, net, config)[0]
+    assert all(map(math.isfinite, losses))
+    assert any(len(set(row[:3])) > 1 for row in seen)
 
 
 def test_eigenvalues_are_logged_where_asked(caplog: Any) -> None:
