@@ -335,33 +335,6 @@ class UpdateFn(Protocol):
         """
 
 
-class RecordedUpdateFn(Protocol):
-    def __call__(
-        self,
-        formula: Formula,
-        constants: Sequence[float | None],
-        numbers: Buffer,
-        master: Buffer,
-        grad: Buffer,
-        states: Sequence[Buffer],
-        out: Buffer | None = None,
-    ) -> None:
-        """Apply one update whose numbers are in memory of the device, with the bits of `UpdateFn`.
-
-        Args:
-            formula: What is computed.
-            constants: Constants of the formula, in its order. None: the number at that place of `numbers`.
-            numbers: float64. The constants of the formula, then the factor of the gradients.
-            master: Master weights, updated in place.
-            grad: Gradients. May be overwritten.
-            states: States of the formula, in its order, updated in place.
-            out: Receives the updated weights in its own type; None for nothing.
-
-        Raises:
-            ShardingError: See `Rule.check`.
-        """
-
-
 class QuantizeFn(Protocol):
     def __call__(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         """Quantise symmetrically by blocks.
@@ -565,9 +538,6 @@ SQUARE_SUMS: Op[SquareSumsFn] = Op("square_sums", "squared norms of many pieces,
 UPDATE: Op[UpdateFn] = Op("update", "an optimizer's update fused with unscale, clip factor and cast")
 QUANTIZE: Op[QuantizeFn] = Op("quantize", "blocks of numbers to int8 or 4-bit codes with a scale a block")
 DEQUANTIZE: Op[DequantizeFn] = Op("dequantize", "codes and scales back to numbers")
-
-RECORDED_UPDATE: Op[RecordedUpdateFn] = Op("recorded_update", "an update that reads its numbers from device memory")
-"""An op that a table holds besides `ALL_OPS` where the accelerator claims `graphs`."""
 
 ALL_OPS: tuple[Op[Any], ...] = (REDUCE, SCALE, CAST, SQUARE_SUMS, UPDATE, QUANTIZE, DEQUANTIZE)
 """The ops that the table of every accelerator holds."""

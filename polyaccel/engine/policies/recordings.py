@@ -6,7 +6,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.policies.steps import step_policy
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.ops.base import RECORDED_UPDATE
+from polyaccel.ops.recorded import RECORDED_UPDATE
 from polyaccel.zero.update.optimizers import ElementwiseOptimizer, SliceOptimizer
 from polyaccel.zero.update.recorded import RecordedOptimizer
 

@@ -28,7 +28,6 @@ from polyaccel.core.types import ReduceOp
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     LARGEST_CODE,
-    RECORDED_UPDATE,
     Formula,
     KernelTable,
     Rule,
@@ -37,6 +36,7 @@ from polyaccel.ops.base import (
     code_bits,
 )
 from polyaccel.ops.optimizers import ADAM, ADAMW
+from polyaccel.ops.recorded import RECORDED_UPDATE
 from polyaccel.ops.torch.block_codes import BLOCK_CODE_KERNELS
 from polyaccel.ops.torch.rounding import write_weights
 from polyaccel.ops.torch.rows import ROW_KERNELS

@@ -25,7 +25,6 @@ from polyaccel.ops.base import (
     DEQUANTIZE,
     LARGEST_CODE,
     QUANTIZE,
-    RECORDED_UPDATE,
     SQUARE_SUMS,
     UPDATE,
     Formula,
@@ -35,6 +34,7 @@ from polyaccel.ops.base import (
     code_bits,
 )
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
+from polyaccel.ops.recorded import RECORDED_UPDATE
 from polyaccel.ops.rounding import halves
 from polyaccel.ops.torch.rounding import signed
 from polyaccel.ops.triton.blocks import add_up, dequantize_blocks, partial_square_sums, quantize_blocks

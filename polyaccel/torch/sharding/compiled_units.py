@@ -2,7 +2,7 @@
 
 [Note: Compiled units]
 A graph of `torch.compile` cannot contain a gather, so it ends where a unit begins and ends. torch would break the
-model's forward there, once for each unit, and go on in functions that it compiles for each turn of the loop over
+model's forward there, once for each unit, and continue in functions that it compiles for each turn of the loop over
 blocks: after eight turns it gives up. So the forward of each unit is compiled, inside of its hooks, which the compiler
 never sees: no graph breaks for a gather, and units of one class share a graph. What is between units runs as it is.
 """
@@ -69,8 +69,8 @@ def _allowing(graphs: int, named: dict[str, Any]) -> dict[str, Any]:
     """`named` with leave for so many graphs of a function: units may differ in a number, as in that of their layer."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": graphs, **named}
-    import torch._dynamo.config as config  # a torch before 2.13, which has one limit for all
+    import torch._dynamo.config as limits  # a torch before 2.13, which has one limit for all
 
-    config.recompile_limit = max(config.recompile_limit, graphs)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
+    limits.recompile_limit = max(limits.recompile_limit, graphs)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, graphs)
     return named

@@ -20,14 +20,12 @@ meeting is over. A rank votes only when it has nothing of the schedule left to d
 have gathered and freed the same. Where no schedule is known (the first step, evaluation, passes in another order than
 before), all is got by voting.
 
-The price is one vote a meeting, the size of two numbers, which waits for the slowest rank. Neither vote of a step can
-be left out by itself. One rank may need more in its forward pass, and the others must not have begun to reduce
-gradients then: it could not take part. After the backward pass they must not have begun to agree on the norm.
+The price is one vote a meeting, the size of two numbers, which waits for the slowest rank. Neither of a step can go:
+a rank may need more in forward before others reduce gradients, and after backward before they agree on the norm.
 
 [Note: Fixed order]
-Where users promise that all ranks do the same in each step (`GatherPolicy.is_fixed`), ranks meet without a vote as soon
-as a step has gone by its schedule on all of them. Each checks its own uses: more than the schedule has is an error of
-this rank, which ends the job, and less makes the next step vote again, for that is known to all ranks from the update.
+Under `GatherPolicy.is_fixed` ranks meet without a vote once a step went by its schedule on all of them. Each checks its
+own uses: more than the schedule has is an error, and after less, of which all ranks know from the update, they vote.
 """
 
 from __future__ import annotations
@@ -142,8 +140,7 @@ class Unsharder:
         self._communicator = communicator
         self._is_active = is_active
         self._is_fixed = is_fixed
-        self._is_settled = False
-        """The last step went by its schedule on all ranks."""
+        self._is_settled = False  # the last step went by its schedule on all ranks
         self._votes = GatherConsensus(communicator)
         self._order = OrderChangeLog(warn=warn)
         self._record: list[Record] | None = []
@@ -363,11 +360,8 @@ class Unsharder:
         if wanted == -1 - self._schedule.end:
             return
         what = f"bucket {wanted // 3}" if wanted >= 0 else f"the end of {SyncPoint(-1 - wanted)}"
-        raise ShardingError(
-            f"this rank came to {what}, which the steps before had not there",
-            hint='set "stage3_fixed_order": false: the model does not do the same in every step',
-            value=wanted,
-        )
+        hint = 'set "stage3_fixed_order": false: the model does not do the same in every step'
+        raise ShardingError(f"{what} comes in another order than in the steps before", hint=hint, value=wanted)
 
     def _require_one_end(self, votes: list[int]) -> None:
         """Raise CommError, on all ranks, if they do not meet at the end of the same."""

@@ -21,8 +21,9 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType
-from polyaccel.ops.base import RECORDED_UPDATE, Rule
+from polyaccel.ops.base import Rule
 from polyaccel.ops.optimizers import Optimizer
+from polyaccel.ops.recorded import RECORDED_UPDATE
 from polyaccel.zero.update.optimizers import ElementwiseOptimizer, Group, Run, Shard
 
 log = getLogger(__name__)

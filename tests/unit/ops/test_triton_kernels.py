@@ -16,9 +16,10 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.core.types import DType
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, RECORDED_UPDATE, SQUARE_SUMS, UPDATE, KernelTable
+from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, SQUARE_SUMS, UPDATE, KernelTable
 from polyaccel.ops.native import native
 from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.ops.recorded import RECORDED_UPDATE
 from polyaccel.ops.reference import to_float64
 from polyaccel.ops.triton import torch_table
 from polyaccel.ops.triton.torch_table import triton_kernels, why_not
