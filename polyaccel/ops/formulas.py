@@ -22,7 +22,7 @@ _AVERAGE, _MAGNITUDE = StateRole.AVERAGE, StateRole.MAGNITUDE
 @cache
 def _warmup_sum(steps: int, warmup: int, power: float) -> float:
     """The sum of the weights of the first `steps` updates of a warmup."""
-    return sum((at / warmup) ** power for at in range(1, steps + 1))
+    return sum(math.pow(at / warmup, power) for at in range(1, steps + 1))
 
 
 def _rate_and_share(s: Settings, step: int) -> tuple[float, float]:
