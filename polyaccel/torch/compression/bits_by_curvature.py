@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,32 @@ def curvature_problems(policy: CompressionPolicy, modules: Mapping[str, nn.Modul
     return []
 
 
+class _PlainAttention:
+    """torch's choice of attention kernels is one for a process: the first of ranks that are threads changes it, and the
+    last one changes it back."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._choice = Lock(), 0, ExitStack()
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Inside, attention is computed by operations that can be differentiated twice."""
+        with self._lock:
+            if not self._users:
+                self._choice.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._choice.close()
+
+
+_ATTENTION = _PlainAttention()
+
+
 class BitsByCurvature:
     """Calls of an engine's step. `steps` gives the optimizer steps that are done, `ends_step` whether the next backward
     pass is the last of a step, and `ranks` are those with their own batches. See [Note: Bits by curvature]."""
@@ -73,7 +100,7 @@ class BitsByCurvature:
         """Let attention be computed by operations that can be differentiated twice, where that will be done."""
         self._in_forward.close()
         if self._is_due():
-            self._in_forward.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self._in_forward.enter_context(_ATTENTION.chosen())
 
     def before_backward(self, loss: Tensor) -> None:
         """Find the factor of each block, where a weight is about to lose a bit. Collective then."""
