@@ -24,6 +24,7 @@ FAULTS = {
 }
 FILES = {
     "test_simdev.py": 26, "test_without_plugin.py": 3, "test_delays.py": 7, "test_training.py": 6, "test_waits.py": 2,
+    "test_recordings.py": 5,
 }  # fmt: skip
 """The files of the plugin's own tests, and how many tests of each pass at least."""
 STEPS = {"cpu": ("doctor", "jax"), "simdev": ("doctor", "kernels", "stages")}
@@ -90,6 +91,13 @@ def test_a_step_waits_where_the_guide_says(site: Path) -> None:
     code, output = run_tests(site, "-k", "waits and 1-", file="test_waits.py")
     assert code == 0, output
     assert re.search(r"\b1 passed\b", output), output
+
+
+def test_it_plays_recordings(site: Path) -> None:
+    """All but two ranks of `test_recordings.py`, which `make test-slow` runs whole."""
+    code, output = run_tests(site, "-k", "not launched_ones or 1", file="test_recordings.py")
+    assert code == 0, output
+    assert re.search(r"\b4 passed\b", output), output
 
 
 @pytest.mark.parametrize("device", STEPS)
