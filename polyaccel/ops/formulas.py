@@ -6,7 +6,6 @@ They are run on arrays on every device; csrc and Triton have no kernels for them
 from __future__ import annotations
 
 from functools import cache
-from math import pow as power_of
 from math import sqrt
 from typing import Any
 
@@ -23,7 +22,7 @@ _AVERAGE, _MAGNITUDE = StateRole.AVERAGE, StateRole.MAGNITUDE
 @cache
 def _warmup_sum(steps: int, warmup: int, power: float) -> float:
     """The sum of the weights of the first `steps` updates of a warmup."""
-    return sum(power_of(at / warmup, power) for at in range(1, steps + 1))
+    return float(sum((at / warmup) ** power for at in range(1, steps + 1)))
 
 
 def _rate_and_share(s: Settings, step: int) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def inverse_root(matrix: Tensor, order: int) -> Tensor:
     """Return a symmetric positive matrix to the power of -1 / `order`, by its eigenvalues in float64."""
     values, vectors = torch.linalg.eigh(matrix.double())
     floor = values[-1].clamp(min=1e-300) * 1e-16
-    root: Tensor = (vectors * values.clamp(min=floor).pow(-1 / order)) @ vectors.T
+    root: Tensor = (vectors * values.clamp(min=floor) ** (-1 / order)) @ vectors.T
     return root.to(matrix.dtype)
 
 
@@ -130,8 +130,8 @@ class Soap(_OnMatrices):
         average, squares = state["exp_avg"], state["exp_avg_sq"]
         average.lerp_(grad, 1 - beta1)
         squares.lerp_(rotated.square(), 1 - beta2)
-        found = _rotated(state, average) / (squares.sqrt() + group["eps"])
-        found = _rotated(state, found, back=True) * float(sqrt(1 - beta2**count) / (1 - beta1**count))
+        found: Tensor = _rotated(state, average) / (squares.sqrt() + group["eps"])
+        found = _rotated(state, found, back=True) * (sqrt(1 - beta2**count) / (1 - beta1**count))
         if grad.dim() >= 2:
             self._learn(state, grad, group)
         return found
