@@ -48,6 +48,8 @@ def model(folder: Path, kind: str) -> None:
     }
     if name == "vicuna":  # as Llama's first tokenizer does it; FastChat counts on it
         raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    if name == "codet5":  # as T5's
+        raw.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, **marks)
     if name == "llama3":
         tokenizer.chat_template = CHAT
