@@ -40,8 +40,9 @@ MAGNITUDE = "magnitude"
 KINDS = ("gradient", "input", "norm", "update", "state", "buffer", "kept", "attribute", "random", "loss")
 """Kinds of quantities: causes come before what follows from them. An `input` is the gradient of one, and `kept` is a
 tensor that is an attribute."""
-_OF_SHAPES = frozenset({"input", "kept"})
-"""Kinds of which a rank may have a part by design; then it is not compared."""
+OF_SHAPES = frozenset({"input", "kept"})
+"""Kinds of which a rank may have a part by design; then it is not compared. Where bins hide the shape, the name has
+the number of elements."""
 _QUANTITY = re.compile(r"^(?:(?P<engine>\d+):)?(?P<name>.*?)(?:@(?P<rank>\d+))?$", re.DOTALL)
 Values = Mapping[str, Array]
 
@@ -170,7 +171,7 @@ class Tolerances:
         return max((_distance(self.plain[key], run[key]) / self.spreads[key] for key in shared), default=0.0)
 
     def _is_compared(self, key: str, value: Array) -> bool:
-        return value.shape == self.plain[key].shape or key.split("/", 2)[1] not in _OF_SHAPES
+        return value.shape == self.plain[key].shape or key.split("/", 2)[1] not in OF_SHAPES
 
     def _finding(self, key: str, value: Array) -> Finding | None:
         wanted = self.plain[key]

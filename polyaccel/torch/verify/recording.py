@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.torch.verify.forward_pass import ForwardOrder, InputGradients
-from polyaccel.verify.compare import MAGNITUDE
+from polyaccel.verify.compare import MAGNITUDE, OF_SHAPES
 from polyaccel.verify.variant import ActiveRun
 
 _LEAST_LR = 1e-3
@@ -159,6 +159,8 @@ class StepRecording:
         if value.dtype in (torch.bfloat16, torch.float16):
             value = value.float()
         binned = _in_bins(value, self._run.variant.bins).cpu()
+        if kind in OF_SHAPES and binned.numel() < value.numel():
+            name = f"{name} of {value.numel()} elements"
         self._record.add(self._step, kind, f"{self._prefix}{name}", binned.numpy())
 
 
