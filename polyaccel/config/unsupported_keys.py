@@ -70,9 +70,6 @@ ABSENT: tuple[Absent, ...] = (
     # ZeRO.
     _alone(f"{_ZERO}.legacy_stage1", False, "the older stage 1", 'use "stage": 1'),
     _alone(f"{_ZERO}.load_from_fp32_weights", True, "loading master weights from 16-bit ones"),
-    _alone(
-        f"{_ZERO}.offload_optimizer.super_offload", False, "SuperOffload", 'leave it out; "device": "cpu" updates there'
-    ),
     _alone(f"{_ZERO}.zenflow{BELOW}", None, "ZenFlow", "use offload_optimizer alone"),
     _tuning("Muon's states rest in memory", zero_optimization__save_muon_momentum_buffer_in_memory=False),
     # Ways to compute the same numbers.
@@ -102,6 +99,10 @@ ABSENT: tuple[Absent, ...] = (
         checkpoint__load_universal=False,
         checkpoint__parallel_write__pipeline_stage=False,
         checkpoint__checkpoint_serialization=True,
+    ),
+    _tuning(
+        "the host updates a bucket as soon as its gradient is there and counts",
+        zero_optimization__offload_optimizer__super_offload=False,
     ),
     _tuning(
         "the update on the host uses OMP_NUM_THREADS threads",

@@ -23,6 +23,10 @@ _OF_ZERO = {
 }
 """Methods, and the keys of `zero_optimization` that they answer with."""
 _WITHOUT_EFFECT = {
+    "bf16_master_weights_and_gradients": ("bf16.bf16_master_weights_and_grads", False),
+    "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
+    "fp16_master_weights_and_gradients": ("fp16.fp16_master_weights_and_grads", False),
+    "super_offload": ("zero_optimization.offload_optimizer.super_offload", False),
     "cpuadam_cores_perc": ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.8),
     "zero_allgather_partitions": ("zero_optimization.allgather_partitions", True),
     "zero_allgather_sequential": ("zero_optimization.stage3_allgather_sequential", False),
@@ -52,16 +56,12 @@ _WITHOUT_EFFECT = {
 }
 """Methods that answer with a key of the config as its user wrote it, or with DeepSpeed's default."""
 _FIXED: dict[str, Any] = {
-    "bf16_master_weights_and_gradients": False,
-    "bf16_optimizer_states": False,
     "checkpoint_writer_enabled": False,
     "compile_autosp": False,
     "compile_autotp": False,
-    "fp16_master_weights_and_gradients": False,
     "is_deepcompile_active": False,
     "is_deepcompile_enabled": False,
     "optimizer_legacy_fusion": False,
-    "super_offload": False,
     "use_node_local_storage": False,
     "uses_parallelization_pass_only": False,
     "zenflow_config": None,

@@ -51,11 +51,7 @@ TRANSLATED = {
 }
 """Keys that polyaccel has under another name, with what is below them."""
 ABSENT_FEATURES: dict[str, str] = {
-    "bf16.bf16_master_weights_and_grads": to_come.NARROW_MASTERS,
-    "bf16.bf16_optimizer_states": to_come.NARROW_MASTERS,
-    "fp16.fp16_master_weights_and_grads": to_come.NARROW_MASTERS,
     "weight_quantization": 'init_inference(dtype="int8") holds weights in few bits',
-    "zero_optimization.offload_optimizer.super_offload": to_come.SUPER_OFFLOAD,
     "zero_optimization.zenflow": to_come.ZENFLOW,
     "zero_optimization.zeropp_loco_param": to_come.LOCO,
 }
