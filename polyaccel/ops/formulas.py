@@ -95,10 +95,10 @@ def _sophia(x: ArrayMath, k: Any, p: Any, g: Any, m: Any, h: Any) -> tuple[Any, 
     beta1, rest1, beta2, rest2, factor, eps, lr, keep = k
     m *= beta1
     m += x.mul(g, rest1)
-    square = x.mul(g, g)
-    square *= rest2
+    square = x.mul(g, rest2)
+    square *= g
     h *= beta2
-    h += square
+    h += x.choose(rest2, square, x.mul(h, 0.0, 1))  # 0 times an infinite gradient is NaN
     bound = x.mul(h, factor, 1)
     bound += eps
     bound = x.maximum(bound, x.abs(m, 2))

@@ -104,6 +104,7 @@ def test_the_tutorials_config_resolves() -> None:
         "weight_decay": 3e-7,
         "bias_correction": True,
         "adam_w_mode": True,
+        "state_bits": 32,
     }
     assert config.scheduler is not None
     assert config.scheduler.params["warmup_type"] == "log"

@@ -56,7 +56,7 @@ def test_a_step_is_one_line_that_can_be_read_at_once(tmp_path: Path) -> None:
             "tokens": [5, 1], "dropped_share": 0.25, "balance": 1.5, "exchanged_nbytes": 64, "exchange_s": 0.125,
         }},
         "tflops": None, "model_flops_utilisation": None, "device_phase_s": {}, "collectives": {},
-        "memory_nbytes": {}, "planned_nbytes": {},
+        "memory_nbytes": {}, "planned_nbytes": {}, "gradient_noise_scale": None,
     }  # fmt: skip
     monitor.close()
 

@@ -18,6 +18,7 @@ from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import ALL_OPS, SCALE, SQUARE_SUMS, UPDATE, KernelTable
 from polyaccel.ops.block_codes import BLOCK_CODE_OPS
 from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.ops.recorded import RECORDED_UPDATE
 from polyaccel.ops.rows import ROW_OPS
 from polyaccel.ops.torch import kernels as torch_kernels
 from polyaccel.testkit.kernels.cases import KernelCase, kernel_cases
@@ -122,7 +123,7 @@ def test_a_table_names_who_provides_what() -> None:
     table = TORCH.kernels().replaced("acme", {UPDATE: other})
     assert table[UPDATE] is other
     assert (table.provider(UPDATE), table.provider(SCALE)) == ("acme", "torch")
-    assert set(table) == {*ALL_OPS, *ROW_OPS, *BLOCK_CODE_OPS}
+    assert set(table) == {*ALL_OPS, *ROW_OPS, *BLOCK_CODE_OPS, RECORDED_UPDATE}
     with pytest.raises(PluginContractError) as caught:
         KernelTable("acme", {UPDATE: other})[SCALE]
     assert caught.value.value == "scale"
