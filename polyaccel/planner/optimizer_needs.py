@@ -18,7 +18,7 @@ from polyaccel.zero.plan.layout import ROW, WHOLE, Granule
 from polyaccel.zero.plan.policy import WEIGHTS_EMA
 
 ASSUMED_STATES = tuple(OPTIMIZERS["Adam"].states)
-"""The states that an optimizer is taken to have when the config does not say which one it is."""
+"""The states that an optimizer is taken to have when the config names none."""
 _MATRICES, _REST = 0, 1
 """Muon's groups."""
 
@@ -40,7 +40,7 @@ class OptimizerNeeds:
 
     @classmethod
     def of(cls, config: ResolvedConfig, specs: Sequence[ParamSpec]) -> OptimizerNeeds:
-        """Return the needs of the config's optimizer; Adam's where the config does not say."""
+        """Return the needs of the config's optimizer; Adam's where the config names none."""
         section = config.optimizer
         averages = () if config.ema is None else (WEIGHTS_EMA,)
         of_averages = dict.fromkeys(averages, DType.FLOAT32)

@@ -1,7 +1,7 @@
 """`deepspeed.module_inject.layers`: linear layers of which each rank of a group computes a part.
 
 A layer is made of a whole `nn.Linear`. Its parameters keep their parts and have Megatron's marks, by which an engine
-over the same tensor ranks knows that they are parts. Without a group of several ranks it is the layer itself.
+over the same tensor ranks takes them for parts. Without a group of several ranks it is the layer itself.
 """
 
 from __future__ import annotations

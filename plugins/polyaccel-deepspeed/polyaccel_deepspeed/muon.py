@@ -38,7 +38,7 @@ def resolve_per_head_muon_after_sharding(model: nn.Module) -> None:
 class MuonWithAuxAdam(Muon):
     """Muon for groups with `use_muon`, AdamW for the others. `adam_optimizer` and its kind have no effect.
 
-    What it makes is the `Muon` of a config, by whose type an engine knows that it looks at whole matrices.
+    What it makes is a config's plain `Muon`, whose type an engine gives whole matrices.
     """
 
     def __new__(  # type: ignore[misc]  # the type of a config's own

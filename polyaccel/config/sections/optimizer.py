@@ -75,7 +75,7 @@ class AdamWParams(Section):
     """DeepSpeed's switch to torch's implementation. There is one here, whose update is torch's, so both values have the
     same effect."""
     fp32_optimizer_states: Fp32States = Field(True, exclude=True)
-    """Moments are float32, unless `state_bits` or `bf16.bf16_optimizer_states` say otherwise."""
+    """Moments are float32, unless `state_bits` or `bf16.bf16_optimizer_states` is set."""
     state_bits: StateBits = 32
     """Bits of an element of the moments: 32, or 8 in blocks of 256 with a scale each (Dettmers et al. 2022)."""
 

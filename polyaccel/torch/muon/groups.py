@@ -33,7 +33,7 @@ def muon_groups(
 ) -> MuonGroups:
     """Return the groups of the config's Muon over `groups` of the parameters of `model`.
 
-    A parameter with an attribute `use_muon` says itself whose it is, and so does a group with that key. Else Muon gets
+    A parameter's attribute `use_muon` decides, and so does a group's key of that name. Else Muon gets
     what has two dimensions or more, unless its name has "embed" or "lm_head". A group is cut in two where it has both
     kinds, and with `keeps_empty` always, so that the stages of a pipeline have equal groups. Settings of a group go
     before those of the config. Raises ConfigError for a vector of Muon's.

@@ -236,7 +236,7 @@ def test_amsgrad_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_muon_as_an_object_is_the_config_s(stage: int) -> None:
-    """Its groups follow from DeepSpeed's marks, and both train over two ranks alike."""
+    """Its groups follow from DeepSpeed's marks, and both train over two ranks."""
     torch.manual_seed(0)
     marked = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     copies = [deepcopy(marked) for _ in range(4)]

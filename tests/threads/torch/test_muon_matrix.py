@@ -24,11 +24,11 @@ SECTIONS = {
     "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
 }
 ROWS = [
-    (beside, stage, world)
-    for beside, stage, world in product(
+    (variant, stage, world)
+    for variant, stage, world in product(
         ("plain", "tensor", "experts", "accumulation", "zero.Init"), range(4), (1, 2, 3, 4)
     )
-    if beside not in SECTIONS or world % 2 == 0
+    if variant not in SECTIONS or world % 2 == 0
 ]
 
 
@@ -51,20 +51,20 @@ def in_float64(model, kind, ranks, micro_batches):
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(("beside", "stage", "world"), ROWS)
-def test_the_weights_are_those_of_the_paper_s_formula(beside, stage, world):
-    kind = "mixtral" if beside == "experts" else "llama"
-    micro_batches = 2 if beside == "accumulation" else 1
-    axis = 2 if beside == "tensor" else 1
+@pytest.mark.parametrize(("variant", "stage", "world"), ROWS)
+def test_the_weights_are_those_of_the_paper_s_formula(variant, stage, world):
+    kind = "mixtral" if variant == "experts" else "llama"
+    micro_batches = 2 if variant == "accumulation" else 1
+    axis = 2 if variant == "tensor" else 1
     model = transformer_model(kind)
-    with zero.Init(enabled=beside == "zero.Init"):
+    with zero.Init(enabled=variant == "zero.Init"):
         models = [transformer_model(kind) for _ in range(world)]
     config = make_config(
         stage,
         accumulation=micro_batches,
         zero={"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30},
         optimizer={"type": "Muon", "params": SETTINGS},
-        **SECTIONS.get(beside, {}),
+        **SECTIONS.get(variant, {}),
     )
 
     def go(communicator):
