@@ -168,6 +168,8 @@ def _newer(start: Any) -> Any:
     def argued(self: Any, *args: Any, **kwargs: Any) -> None:
         if "evaluation_strategy" in kwargs:
             kwargs["eval_strategy"] = kwargs.pop("evaluation_strategy")
+        if "warmup_ratio" in kwargs:
+            kwargs["warmup_steps"] = kwargs.pop("warmup_ratio")
         for name in ("logging_dir", "tpu_num_cores", "overwrite_output_dir", "no_cuda", "group_by_length"):
             kwargs.pop(name, None)
         start(self, *args, **kwargs)
@@ -177,11 +179,18 @@ def _newer(start: Any) -> Any:
 
 @shim
 def on_cpus() -> None:
-    """Arguments of transformers' Trainer for CPU ranks, where a script has no option for them."""
+    """Arguments of the Trainer for CPU ranks, where a script has no option for them, and models that stay there."""
     import transformers
 
     for kind in (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments):
         kind.__init__ = _for_cpus(kind.__init__)  # type: ignore[misc]
+    load = transformers.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(load)
+    def loaded(kind: Any, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
+        return load(kind, *args, **kwargs)
+
+    transformers.PreTrainedModel.from_pretrained = classmethod(loaded)  # type: ignore[assignment]
 
 
 def _for_cpus(start: Any) -> Any:

@@ -34,7 +34,7 @@ SHIMS = {
     "old_transformers": "names and arguments that transformers 5 dropped",
     "old_timm": "modules of torch and timm of 2022",
     "old_torch": "names of torch 2.2",
-    "on_cpus": "`use_cpu` and gloo in the arguments of the Trainer",
+    "on_cpus": "`use_cpu` and gloo in the arguments of the Trainer, and models that go to no device",
     "accelerate_on_cpus": "gloo in Accelerate's arguments",
     "lightning_on_cpus": "Lightning takes CPUs where it asks for CUDA devices",
     "streamed": "mosaicml-streaming, whose data are drawn",

@@ -327,4 +327,23 @@ def speech(folder: Path) -> None:
     (folder / "speech" / "lang_char.txt").write_text(lines, encoding="utf-8")
 
 
+@stand_in
+def shop(folder: Path) -> None:
+    """Users, the items that they took one after another, and codes of items, as LC-Rec keeps them."""
+    generator = random.Random(16)
+    users, items = range(6), range(16)
+    taken = {user: generator.sample(items, 7) for user in users}
+    codes = {item: [f"<a_{item % 3}>", f"<b_{item % 4}>", f"<c_{item}>"] for item in items}
+    facts = {item: {"title": sentence(generator, 3), "description": sentence(generator, 6)} for item in items}
+    wishes = {user: [sentence(generator, 4) for _ in range(2)] for user in users}
+    asked = {
+        user: {"querys": [sentence(generator, 4) for _ in range(2)], "item": row[-3], "inters": row[:-3]}
+        for user, row in taken.items()
+    }
+    told = {"user_explicit_preference": wishes, "user_vague_intention": {"train": asked, "test": asked}}
+    (folder / "shop").mkdir()
+    for part, table in (("inter", taken), ("index", codes), ("item", facts), ("user", told)):
+        (folder / "shop" / f"shop.{part}.json").write_text(json.dumps(table), encoding="utf-8")
+
+
 WITH_ARGUMENT: dict[str, Callable[[Path, str], None]] = {"model": model}
