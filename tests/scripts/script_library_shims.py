@@ -190,7 +190,7 @@ def on_cpus() -> None:
     def loaded(kind: Any, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
         return load(kind, *args, **kwargs)
 
-    transformers.PreTrainedModel.from_pretrained = classmethod(loaded)  # type: ignore[assignment]
+    transformers.PreTrainedModel.from_pretrained = classmethod(loaded)  # type: ignore[assignment, arg-type]
 
 
 def _for_cpus(start: Any) -> Any:
