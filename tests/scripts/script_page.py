@@ -53,8 +53,10 @@ MESHES = """
 
 `ARGS=--meshes` runs the trainers' scripts again, in fp32 at stage 1. Two ranks share the model and get the same
 batches, and the losses are compared with those of one rank: 1e-6 is equal. A Mixtral takes the model's place where
-ranks share experts, and a Switch Transformer where a script needs an encoder and a decoder. *Refused* is an error
-before the first step. Its reason stands below the table.
+ranks share experts, and a Switch Transformer where a script needs an encoder and a decoder.
+
+LC-Rec names the class of a Llama, so no mixture can take its place. *Refused* is an error before the first step. Its
+reason stands below the table.
 
 Models and LoRA have no dropout here, on one rank too: ranks that share a model draw other masks. TRL computes losses
 from the weight of `lm_head`, so tensor ranks keep words whole in its scripts. The losses of trl/dpo and trl/kto follow
