@@ -205,7 +205,7 @@ def _for_cpus(start: Any) -> Any:
 @shim
 def one_share() -> None:
     """The same batches for all ranks, as ranks that share a model need them: samplers deal to one rank, and Accelerate
-    moves its schedule on once a step, not once for each rank that would have batches of its own. All ranks have one
+    moves its schedule on once a step, not once for each rank that would have other batches. All ranks have one
     seed, for trainers that sample completions."""
     import accelerate.data_loader
     from torch.utils.data import distributed

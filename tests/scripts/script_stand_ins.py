@@ -340,9 +340,9 @@ def shop(folder: Path) -> None:
         user: {"querys": [sentence(generator, 4) for _ in range(2)], "item": row[-3], "inters": row[:-3]}
         for user, row in taken.items()
     }
-    told = {"user_explicit_preference": wishes, "user_vague_intention": {"train": asked, "test": asked}}
+    preferences = {"user_explicit_preference": wishes, "user_vague_intention": {"train": asked, "test": asked}}
     (folder / "shop").mkdir()
-    for part, table in (("inter", taken), ("index", codes), ("item", facts), ("user", told)):
+    for part, table in (("inter", taken), ("index", codes), ("item", facts), ("user", preferences)):
         (folder / "shop" / f"shop.{part}.json").write_text(json.dumps(table), encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
 [Note: Low precision products]
 Output, gradient of the input and gradient of the weight are products of two matrices each. Both operands are rounded
 with scales along the dimension that is summed, and multiplied and added up in float32. So an operand that two products
-share is rounded twice where its scales are not of the whole tensor. Rounding has no gradient of its own
+share is rounded twice where its scales are not of the whole tensor. Rounding itself has no gradient
 (straight-through): the gradients are those of the products that would be without it. Parameters, optimizer and bias
 keep their types.
 

@@ -1,6 +1,6 @@
 """DeepSpeed's linear layers over two tensor ranks, trained by an engine, and means of several tensors at once.
 
-Each rank prints its losses beside those of the whole model in plain torch, and what it got of the means.
+Each rank prints its losses, those of the whole model in plain torch, and its parts of the means.
 """
 
 from __future__ import annotations
