@@ -24,12 +24,16 @@ from polyaccel.comm.torch_group import initialized_world
 from polyaccel.observability.console import ConsoleHandler
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
+from polyaccel.testkit.ranks.worker import seed_generators
 
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
 
 # A proof at the first step takes longer than most trainings of tests. Those of proofs want it, for each kind of mesh.
 os.environ.setdefault("POLYACCEL_VERIFY", "off")
+
+# Another number looks for tests that pass by the luck of their random weights.
+os.environ.setdefault("TESTS_SEED", "0")
 
 # Tests, their ranks and their jobs share a few cores: a second OpenMP thread would only spin and wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,9 +84,13 @@ def _lines_reach_pytest(_lines_of_other_files: None) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures of files and of the session draw numbers
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse copies of torch's weak references to storages, of which fake modes are full: the storage is released once
+    """Seed random numbers, so that no test's weights depend on what its process ran before.
+
+    Refuse copies of torch's weak references to storages too, of which fake modes are full: the storage is released once
     more for each, and a process that has freed memory of others dies, or waits for ever, in some later test."""
+    seed_generators(int(os.environ["TESTS_SEED"]))
     for module, name in _COPIED_NEVER.items():
         if module in sys.modules:
             getattr(sys.modules[module], name).__deepcopy__ = _refuse_copy
@@ -181,7 +189,8 @@ def rank_pool(mpi_pool: Callable[..., MpiRankPool]) -> Iterator[Callable[..., Ra
         if backend == "mpi":
             return mpi_pool(world_size, memory or "torch")
         # A rank may wait while another one compiles a program, on a busy machine; one that fails is found out at once.
-        new = RankPool(world_size, comm_timeout_s=120.0, backend=backend, memory=memory)
+        seed = int(os.environ["TESTS_SEED"])
+        new = RankPool(world_size, comm_timeout_s=120.0, backend=backend, memory=memory, seed=seed)
         return pools.setdefault((world_size, backend, memory), new)
 
     yield pool

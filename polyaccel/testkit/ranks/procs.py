@@ -56,6 +56,7 @@ class RankPool:
         by_port: Ranks join at an address, as those of a launcher do; else at a file.
         start_timeout_s: Seconds for the ranks to join, once their processes run.
         warnings_fail: A warning in a worker is an error there.
+        seed: Seed of the workers' generators (`random`, numpy, torch) at the start of each task.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class RankPool:
         by_port: bool = False,
         start_timeout_s: float = _START_TIMEOUT_S,
         warnings_fail: bool = True,
+        seed: int = 0,
     ) -> None:
         self.world_size = world_size
+        self._seed = seed
         self._start_timeout_s = start_timeout_s
         self._warnings_fail = warnings_fail
         self._said: dict[int, str] = {}
@@ -121,7 +124,7 @@ class RankPool:
         self._said = {}
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # a worker that is dead, which `_collect` finds out
-                pipe.send((task, args))
+                pipe.send((self._seed, task, args))
         return self._collect(timeout_s)
 
     def close(self) -> None:

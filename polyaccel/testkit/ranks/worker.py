@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import traceback
@@ -73,14 +74,24 @@ def work_for_pool(
         except Exception as error:  # a task that does not unpickle here
             pipe.send_bytes(_packed(error, None))
             continue
-        task, args = job
+        seed, task, args = job
         try:
+            seed_generators(seed)
             result = _resolve(task)(communicator, *args)
             answer = _packed(None, result)
         except BaseException as error:
             answer = _packed(error, None)
         pipe.send_bytes(answer)
     communicator.close()
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of `random`, and those of numpy and torch where these are imported."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 def _end_with_pool() -> None:

@@ -411,7 +411,9 @@ class MovingAverage(nn.Module):
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_a_buffer_that_stayed_in_float32_is_named(build, name, kind):
     def work(communicator):
-        config = {"train_batch_size": 2, kind: {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+        precision = {"enabled": True} if kind == "bf16" else {"enabled": True, "loss_scale": 16.0}  # nothing overflows
+        config = {"train_batch_size": 2, kind: precision, "optimizer": optimizer}
         value = torch.ones(2, 4, dtype=torch.bfloat16 if kind == "bf16" else torch.float16)
         engine, *_ = polyaccel.initialize(model=build(), config=config)
         with pytest.raises(PolyaccelError) as refused:
