@@ -10,8 +10,20 @@ from bench.runner import run_case
 
 NAMES = (
     *("all-to-all", "experts", "generation", "imports", "jax", "kernels", "longest", "one-device", "ownership"),
-    *("pipeline", "replica", "saves", "sequence", "start", "tensor", "trainer", "tuning", "verify", "watching"),
-    "weights",
+    *(
+        "pipeline",
+        "replica",
+        "saves",
+        "sequence",
+        "slow-link",
+        "start",
+        "tensor",
+        "trainer",
+        "tuning",
+        "verify",
+        "watching",
+    ),
+    *("verify", "watching", "weights"),
 )
 CASES = {name: name.replace("-", "_") for name in NAMES}
 CASES |= {"backends": "collectives", "comm": "collectives", "hosts": "steps", "memory": "steps", "steps": "steps"}

@@ -12,6 +12,7 @@ from polyaccel.registry import PluginGroup, find_plugin
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
     problems = [*_precision(config), *_gradients(config), *_travel(config), *_offload(config)]
+    problems += _replica_groups(config)
     problems += [*_elasticity(config), *_recomputation(config), *_shared_tokens(config)]
     return [*problems, *_generation(config), *_monitors(config)]
 
@@ -66,6 +67,47 @@ def _gradients(config: Config) -> list[Problem]:
     if config.gradient_clipping > 0 and not config.zero_optimization.compute_grad_norm:
         expected = f"is needed for gradient_clipping = {config.gradient_clipping}"
         problems.append(Problem("zero_optimization.compute_grad_norm", False, expected, "leave it true"))
+    return problems
+
+
+def _replica_groups(config: Config) -> list[Problem]:
+    """Groups that train apart are data-parallel, and exchange what rests in memory."""
+    section, zero = config.diloco, config.zero_optimization
+    if section is None:
+        return []
+    leave = "leave it out"
+    wrong = [
+        (zero.stage == 0, "zero_optimization.stage", 0, "would send each byte once a rank", "use 1, the same numbers"),
+        (config.checkpoint.in_memory_section is not None, "checkpoint.in_memory", True, "has no outer steps", leave),
+        (config.elasticity.enabled, "elasticity.enabled", True, "does not know replica groups", leave),
+        *(
+            (getattr(config.mesh, axis) > 1, config.mesh_key(axis), getattr(config.mesh, axis), "is not in them", leave)
+            for axis in ("pipe", "sequence", "tensor", "expert")
+        ),
+        *(
+            (
+                part.device not in ("none", "cpu"),
+                f"zero_optimization.{key}.device",
+                part.device,
+                "is not in memory",
+                leave,
+            )
+            for key, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param))
+        ),
+    ]
+    problems = [
+        Problem(key, value, f"{what} of replica groups (diloco)", hint) for on, key, value, what, hint in wrong if on
+    ]
+    every, delay = section.sync_every, section.fragment_sync_delay
+    if section.fragments > every:
+        expected = f"should be at most diloco.sync_every = {every}"
+        problems.append(Problem("diloco.fragments", section.fragments, expected))
+    if delay >= every:
+        expected = f"should be below diloco.sync_every = {every}"
+        problems.append(Problem("diloco.fragment_sync_delay", delay, expected))
+    if section.fragment_update_alpha and not delay:
+        expected = "mixes what was learned during an exchange, and diloco.fragment_sync_delay = 0"
+        problems.append(Problem("diloco.fragment_update_alpha", section.fragment_update_alpha, expected))
     return problems
 
 

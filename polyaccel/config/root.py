@@ -19,6 +19,7 @@ from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.compression import CompressionConfig, EigenvalueConfig
 from polyaccel.config.sections.curriculum import CurriculumLearningConfig, ProgressiveLayerDropConfig
 from polyaccel.config.sections.data_efficiency import DataEfficiencyConfig
+from polyaccel.config.sections.diloco import DiLoCoConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.generation import GenerationConfig
 from polyaccel.config.sections.hybrid_engine import HybridEngineConfig
@@ -107,6 +108,8 @@ class Config(Section):
     """The learning-rate schedule to build when the caller passes none."""
     ema: EmaConfig | None = None
     """polyaccel's own: an exponential moving average of weights; null is none."""
+    diloco: DiLoCoConfig | None = None
+    """polyaccel's own: replica groups that train apart and exchange weights every few steps; null is none."""
     gradient_noise_scale: NoiseScaleConfig | None = None
     """polyaccel's own: measure the gradient noise scale (McCandlish et al. 2018), the batch size from which on larger
     ones gain less than half; null does not. `engine.metrics.gradient_noise_scale` has it, in samples."""

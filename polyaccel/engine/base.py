@@ -21,6 +21,7 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.progress import EngineSettings, RunProgress
 from polyaccel.engine.rank_consistency import warn_of_uneven_batches
 from polyaccel.engine.recording import StepRecorder
+from polyaccel.engine.replica_groups import folder_of
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.engine.rewrites import AppliedRewrite, BaseContext
 from polyaccel.errors import CheckpointError, PolyaccelError
@@ -29,6 +30,7 @@ from polyaccel.observability.metrics import ExpertFigures, MetricSink
 from polyaccel.observability.stats import WorkCounter
 from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
+from polyaccel.zero.outer_step import ReplicaGroup
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 
@@ -49,6 +51,7 @@ class EngineParts:
     monitor: MetricSink
     trace: RunTrace | None
     alarms: RunAlarms | None
+    replica_group: ReplicaGroup | None
     about: Mapping[str, Any]
     """What checkpoints tell of the run: plain values."""
 
@@ -65,6 +68,8 @@ class Engine(RunProgress, ABC):
     communicator: Communicator
     mesh: Mesh
     """The axes along which the ranks stand."""
+    replica_group: ReplicaGroup | None
+    """The group of this engine's ranks, one of several that train apart; None where all train together."""
     monitor: MetricSink
     """Takes the script's own metrics too: `engine.monitor.write_events([(tag, value, step)])`.
     """
@@ -176,6 +181,7 @@ class Engine(RunProgress, ABC):
         self.accelerator = parts.accelerator
         self.communicator = parts.communicator
         self.mesh = parts.mesh
+        self.replica_group = parts.replica_group
         self.monitor = parts.monitor
         self._saver = Saver(parts.communicator, parts.settings.saving, parts.about)
         replica = parts.settings.saving.replica
@@ -260,6 +266,7 @@ class Engine(RunProgress, ABC):
         state = self._state_to_save(client_state)
         with self.timer(OUTSIDE):
             tag = tag or f"global_step{self.global_steps}"
+            save_dir = folder_of(self.replica_group, save_dir)
             self._saver.save(save_dir, tag, contents(state), save_latest=save_latest)
         return True
 

@@ -35,7 +35,7 @@ from polyaccel.engine.groups import SavedGroups, hyperparameters, load_groups, m
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.errors import CheckpointError
 from polyaccel.zero.plan.layout import Slot
-from polyaccel.zero.plan.policy import WEIGHTS_EMA
+from polyaccel.zero.plan.policy import COPIES_OF_WEIGHTS, ENGINE_STATES
 from polyaccel.zero.trained_state import TrainedState, over_stages
 
 
@@ -340,8 +340,9 @@ def wanted_state(
     fresh = dict[tuple[str, int], tuple[Slot, dict[str, Buffer]]]()
     for slot, kind, start, buffer in zero.shards_to_load():
         fqn = slot.param.fqn
-        if kind == WEIGHTS_EMA and not (optimizer_states and reader.has(fqn, kind)):
-            kind = PARAM  # an average begins at the weights
+        is_engines = kind in ENGINE_STATES
+        if kind in COPIES_OF_WEIGHTS and not (optimizer_states and reader.has(fqn, kind)):
+            kind = PARAM  # such a state begins at the weights
         if kind != PARAM and not optimizer_states:
             continue
         if reader.has(fqn, kind):
@@ -350,7 +351,7 @@ def wanted_state(
         elif not reader.has(fqn, PARAM):
             if fqn not in left_out:
                 kept[fqn] = None
-        elif may_lack_states:
+        elif may_lack_states or is_engines:
             continue
         elif not reader.was_trained(fqn):
             fresh.setdefault((fqn, start), (slot, {}))[1][kind] = buffer

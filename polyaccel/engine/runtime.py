@@ -25,14 +25,15 @@ from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of
 from polyaccel.core.mesh import Mesh
 from polyaccel.core.types import DType, ParamSpec
-from polyaccel.engine.base import EngineParts
+from polyaccel.engine.base import Engine, EngineParts
 from polyaccel.engine.mesh_groups import MeshGroups
 from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.engine.policies.engines import common_settings_of, engine_settings_of, loss_scaler_of, replaced_values
 from polyaccel.engine.policies.modules import param_dtype_of
 from polyaccel.engine.policies.steps import plan_for, step_plan_for, step_policy
-from polyaccel.engine.policies.watching import alarms_of, monitors_of, trace_of
+from polyaccel.engine.policies.watching import alarms_of, config_of_group, monitors_of, trace_of
 from polyaccel.engine.rank_consistency import require_same_training, run_metadata, training_facts
+from polyaccel.engine.replica_groups import make_replica_group
 from polyaccel.engine.tiers import open_tiers
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.job.trial_env import TrialModel, write_trial_model
@@ -42,8 +43,9 @@ from polyaccel.observability.timing import PhaseTimer
 from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.outer_step import OuterStep, ReplicaGroup
 from polyaccel.zero.plan.layout import Granule, ShardLayout
-from polyaccel.zero.plan.policy import WEIGHTS_EMA, StepPolicy, ZeroPolicy
+from polyaccel.zero.plan.policy import StepPolicy, ZeroPolicy
 from polyaccel.zero.resources import StepResources
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
@@ -62,6 +64,8 @@ class EngineBuilder(MeshGroups):
     """The element type in which floating parameters are held; None: as the model has them."""
     trace: RunTrace | None = None
     """What records the steps that are traced."""
+    replica_group: ReplicaGroup | None = None
+    """The ranks of `communicator` as one of several groups that train apart."""
     training_data: str = ""
     """How much data the engine's own loader has, in words. All ranks must have as much."""
 
@@ -84,7 +88,22 @@ class EngineBuilder(MeshGroups):
             trace=self.trace,
             alarms=alarms_of(self.config, self.communicator, self.mesh, monitor),
             about=self.about,
+            replica_group=self.replica_group,
         )
+
+    def attend_outer_steps(self, engine: Engine) -> None:
+        """Let the weights of replica groups meet, where there are some. Collective over all groups."""
+        group, policy = self.replica_group, self.step_policy.outer
+        if group is not None and policy is not None and isinstance(engine.zero, ZeroEngine):
+            outer = OuterStep(engine.zero, group, policy, lambda: engine.counters.global_steps)
+            engine.after_step.append(outer.after_step)
+            self.cleanup_callbacks.append(outer.settle)
+
+    def leave_groups(self) -> None:
+        super().leave_groups()
+        if self.replica_group is not None and not self.borrows_groups:
+            self.replica_group.across.close()
+            self.replica_group.inside.close()
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -131,7 +150,7 @@ class EngineBuilder(MeshGroups):
         )
         states: dict[str, Any] = {"state_names": ()}
         if optimizer is not None:
-            averages = () if self.config.ema is None else (WEIGHTS_EMA,)
+            averages = self.step_policy.engine_states
             states = {
                 "state_names": (*optimizer.state_names, *averages),
                 "state_types": {**optimizer.state_types, **dict.fromkeys(averages, DType.FLOAT32)},
@@ -195,7 +214,8 @@ class EngineBuilder(MeshGroups):
 
     def with_config(self, parsed: Config, *, world_size: int | None = None) -> EngineBuilder:
         """Return the parts of a second engine on the same ranks, with the groups of this one, which outlives it."""
-        return replace(build(parsed, world_size=world_size), trace=None, borrows_groups=True, _groups=self._groups)
+        second = build(parsed, world_size=world_size, replica_group=self.replica_group)
+        return replace(second, trace=None, borrows_groups=True, _groups=self._groups)
 
     def storage(self, location: str) -> Storage:
         """The storage that `checkpoint.storage` names, at `location`."""
@@ -203,9 +223,19 @@ class EngineBuilder(MeshGroups):
         return open_storage(name, location, options)
 
 
-def build(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> EngineBuilder:
-    """Return the runtime of a config; `hints` resolve `"auto"`, `world_size` counts other than processes."""
+def build(
+    parsed: Config,
+    hints: Mapping[str, Any] | None = None,
+    *,
+    world_size: int | None = None,
+    replica_group: ReplicaGroup | None = None,
+) -> EngineBuilder:
+    """Return the runtime of a config; `hints` resolve `"auto"`, `world_size` counts other than processes. Collective
+    where the config has replica groups, unless this rank's `replica_group` exists already."""
     communicator = default_communicator()
+    if parsed.diloco is not None:
+        replica_group = replica_group or make_replica_group(communicator, parsed.diloco.replica_groups)
+        communicator, parsed = replica_group.inside, config_of_group(parsed, replica_group.index)
     config = resolve_config(parsed, world_size=world_size or communicator.world_size, hints=hints)
     accelerator = communicator.accelerator
     param_dtype = param_dtype_of(config)
@@ -228,6 +258,7 @@ def build(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size:
         param_dtype=param_dtype,
         mesh=mesh_of(config, world_size or communicator.world_size),
         trace=trace_of(config, communicator),
+        replica_group=replica_group,
     )
 
 

@@ -24,6 +24,7 @@ from polyaccel.checkpoint.load.name_map import NameMap
 from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.policies.watching import profile_settings_of
+from polyaccel.engine.replica_groups import find_saved
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
@@ -404,7 +405,9 @@ class JaxEngine(StateOfEngine, GradientsOfEngine, StateDictOfEngine, StepsOfEngi
             )
 
         is_whole = load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None
-        return self._resume(self.runtime.storage(load_dir), tag, load, is_whole=is_whole)
+        return self._resume(
+            find_saved(self.replica_group, load_dir, self.runtime.storage), tag, load, is_whole=is_whole
+        )
 
     def _take_over(
         self,

@@ -69,6 +69,7 @@ def initialize(
     needs_mesh = _needs_mesh(parsed, partition, named)
     if (run := active_run()) is not None:
         parsed = float32_config(parsed)
+    _check_groups(parsed, is_verified=run is not None)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     if needs_mesh:
@@ -119,6 +120,7 @@ def initialize(
         begun.resume(engine)
     if run is not None:
         record_engine(run, engine)
+    runtime.attend_outer_steps(engine)
     return engine
 
 
@@ -168,6 +170,19 @@ def _add_schedule(engine: JaxEngine, runtime: EngineBuilder, rewrites: RewriteCo
             hint = 'use "optimizer" of the config with it; an optax transformation has its schedule inside'
             raise ConfigError([Problem("scheduler.type", section.type, "there is no learning rate to move", hint)])
         engine.lr_scheduler = build_schedule(section.type, section.params, engine.optimizer)
+
+
+def _check_groups(parsed: Config, *, is_verified: bool) -> None:
+    """Raise ConfigError for replica groups of what is not the engine's own buffers, or is run once more without it."""
+    if parsed.diloco is None:
+        return
+    wrong = {
+        "is not compared with plain JAX": is_verified,
+        'needs the engine\'s own buffers, which "jax": {"execution": "views"} has': parsed.jax.execution == "native",
+    }
+    problems = [Problem("diloco", True, what, "leave it out there") for what, is_wrong in wrong.items() if is_wrong]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_config(runtime: EngineBuilder) -> None:

@@ -15,7 +15,7 @@ from polyaccel.config.meshes import data_ranks, on_mesh
 from polyaccel.config.resolve import Triad, solve_triad
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.offload import BUILT_IN_DEVICES
-from polyaccel.errors import ConfigError
+from polyaccel.errors import ConfigError, Problem
 
 _ASSUMED: dict[str, Any] = {
     "gradient_clipping": 1.0,
@@ -40,6 +40,8 @@ class PlannedConfig:
 
     config: ResolvedConfig
     assumptions: tuple[str, ...]
+    world_size: int
+    """The ranks that train together: those of one replica group where there are several."""
 
 
 def planned_config(source: Source, world_size: int, mesh: Mapping[str, int] = MappingProxyType({})) -> PlannedConfig:
@@ -57,6 +59,12 @@ def planned_config(source: Source, world_size: int, mesh: Mapping[str, int] = Ma
     said = [f'{key} = {json.dumps(value)}: it is "auto" in the config' for key, value in values.items()]
     config, places = _known_places(config)
     said += places
+    if config.diloco is not None:
+        groups, ranks = config.diloco.replica_groups, world_size
+        if ranks % groups:
+            raise ConfigError([Problem("diloco.replica_groups", groups, f"should divide {ranks} ranks")])
+        world_size = ranks // groups
+        said.append(f"{world_size} of the {ranks} ranks, for diloco has {groups} replica groups")
     batch, why = _batch(config, data_ranks(config, world_size))
     if why:
         said.append(why)
@@ -64,7 +72,7 @@ def planned_config(source: Source, world_size: int, mesh: Mapping[str, int] = Ma
         config = config.model_copy(update={"elasticity": ElasticityConfig()})
     sizes = {"train_batch_size": batch.train, "train_micro_batch_size_per_gpu": batch.micro}
     fitting = config.model_copy(update={**sizes, "gradient_accumulation_steps": batch.gas})
-    return PlannedConfig(resolve_config(fitting, world_size=world_size, hints=values), tuple(said))
+    return PlannedConfig(resolve_config(fitting, world_size=world_size, hints=values), tuple(said), world_size)
 
 
 def _known_places(config: Config) -> tuple[Config, list[str]]:

@@ -13,9 +13,9 @@ from polyaccel.config import ResolvedConfig
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.engine.policies.engines import native_optimizer_of
 from polyaccel.engine.policies.muon import MUON, MUON_STATES, element_cost, is_matrix
+from polyaccel.engine.policies.steps import step_policy
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.zero.plan.layout import ROW, WHOLE, Granule
-from polyaccel.zero.plan.policy import WEIGHTS_EMA
 
 ASSUMED_STATES = tuple(OPTIMIZERS["Adam"].states)
 """The states that an optimizer is taken to have when the config names none."""
@@ -42,7 +42,7 @@ class OptimizerNeeds:
     def of(cls, config: ResolvedConfig, specs: Sequence[ParamSpec]) -> OptimizerNeeds:
         """Return the needs of the config's optimizer; Adam's where the config names none."""
         section = config.optimizer
-        averages = () if config.ema is None else (WEIGHTS_EMA,)
+        averages = step_policy(config).engine_states
         of_averages = dict.fromkeys(averages, DType.FLOAT32)
         if section is None or section.type != MUON:
             row = None if section is None else OPTIMIZERS.get(section.type)

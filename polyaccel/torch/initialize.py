@@ -96,6 +96,8 @@ def initialize(
     stages = model.mesh_sizes if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
     if (run := active_run()) is not None:
+        if parsed.diloco is not None:
+            raise ConfigError([Problem("diloco", True, "is not compared with plain torch", "leave it out there")])
         parsed = verified_config(parsed, model, run.variant)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
@@ -135,6 +137,7 @@ def initialize(
     _attend_step_inputs(runtime, model, engine, is_verified=run is not None)
     _attend_token_drop(runtime, model, engine, is_verified=run is not None)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
+    runtime.attend_outer_steps(engine)
     if training_data is not None:
         engine.training_dataloader = loader_of(engine, training_data, collate_fn)
     if run is not None:

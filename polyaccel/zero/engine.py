@@ -95,6 +95,8 @@ class ZeroEngine:
             replicas = plan.layout.mesh.size_of(("data",))
             self.noise = NoiseMeter(self.reducer, parts.accelerator, communicator, replicas, plan.policy.noise_decay)
         self.consistency = Consistency()
+        self.before_states_move: list[Callable[[], None]] = []
+        """What is called before states are saved or loaded."""
         self.has_averages = False
         """Whether averages are in the place of trained weights."""
         self._update: OptimizerStep | None = None
@@ -217,6 +219,7 @@ class ZeroEngine:
         PolyaccelError after an update that failed half-way.
         """
         self.require_trained_weights()
+        self._settle()
         for params in self.params:
             shard = self._states.get(params.bucket.index)
             for piece in params.bucket.slices(self._communicators.get_groups(params.bucket).exact.rank):
@@ -229,6 +232,7 @@ class ZeroEngine:
     def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank must load to continue, in global coordinates: all of `master` and of the optimizer
         states."""
+        self._settle()
         self.params.end_fetches()
         for params in self.params:
             shard = self._states.get(params.bucket.index)
@@ -237,6 +241,10 @@ class ZeroEngine:
                 yield slot, "param", piece.start, params.master.view(piece.shard_offset, piece.length)
                 for name, state in (shard.states if shard else {}).items():
                     yield slot, name, piece.start, state.view(piece.shard_offset, piece.length)
+
+    def _settle(self) -> None:
+        for call in self.before_states_move:
+            call()
 
     def trim(self) -> None:
         """Give back memory that only waits to be used again."""

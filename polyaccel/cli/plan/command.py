@@ -187,6 +187,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = model_folder(args.model)
     asked = {"tensor": args.tensor, "sequence": args.sequence}
     planned = planned_config(args.config, args.world_size, {axis: size for axis, size in asked.items() if size})
+    args.world_size = planned.world_size
     mesh = mesh_of(planned.config, args.world_size)
     if mesh.size_of(("pipe",)) > 1:
         from polyaccel.cli.plan.stages import run_stages

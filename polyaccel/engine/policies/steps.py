@@ -24,6 +24,7 @@ from polyaccel.zero.plan.placement import Offload, Place, first_shards, offloade
 from polyaccel.zero.plan.policy import (
     UNQUANTIZED,
     GatherPolicy,
+    OuterPolicy,
     Placement,
     Precision,
     ReductionPolicy,
@@ -241,6 +242,7 @@ def step_policy(config: ResolvedConfig) -> StepPolicy:
         or (config.fp16.enabled and config.fp16.stochastic_rounding),
         noise_decay=None if config.gradient_noise_scale is None else config.gradient_noise_scale.decay,
         ema_decay=0.0 if config.ema is None else config.ema.decay,
+        outer=_outer_policy(config),
         precision=Precision(
             master=narrow or DType.FLOAT32,
             keeps_16_bits=narrow is not None,
@@ -254,6 +256,25 @@ def step_policy(config: ResolvedConfig) -> StepPolicy:
             predivide_factor=config.gradient_predivide_factor,
             overlap=zero.overlap_comm is not False,
         ),
+    )
+
+
+def _outer_policy(config: ResolvedConfig) -> OuterPolicy | None:
+    """How replica groups exchange what they have learned; None where there are none."""
+    section = config.diloco
+    if section is None:
+        return None
+    outer = section.outer_optimizer
+    return OuterPolicy(
+        groups=section.replica_groups,
+        sync_every=section.sync_every,
+        lr=outer.lr,
+        momentum=outer.momentum,
+        nesterov=outer.nesterov,
+        bits=None if section.quantization_bits == 32 else section.quantization_bits,
+        fragments=section.fragments,
+        delay=section.fragment_sync_delay,
+        alpha=section.fragment_update_alpha,
     )
 
 

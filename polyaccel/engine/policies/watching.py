@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from polyaccel.comm.base import Communicator
-from polyaccel.config import ResolvedConfig
+from polyaccel.config import Config, ResolvedConfig
 from polyaccel.core.mesh import Mesh
 from polyaccel.engine.recording import Reporting
+from polyaccel.engine.replica_groups import folder_of_group
 from polyaccel.observability.alerts.settings import AlarmSettings
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import MetricSink
@@ -82,3 +84,15 @@ def alarms_of(config: ResolvedConfig, communicator: Communicator, mesh: Mesh, mo
     stages = mesh.others(("pipe",))
     place = mesh.groups(stages).index(mesh.group(stages, communicator.rank)) if mesh.has_several("pipe") else 0
     return RunAlarms(settings, communicator, monitor, place=place)
+
+
+def config_of_group(config: Config, index: int) -> Config:
+    """Return the config of group `index`: each writes its own run folder, and the first alone writes to monitors."""
+    changes: dict[str, Any] = {}
+    if config.run_dir is not None:
+        changes["run_dir"] = folder_of_group(config.run_dir, index)
+    if index:
+        changes["monitors"] = {}
+        for key, section in config.monitor_sections.items():
+            changes[key] = section.model_copy(update={"enabled": False})
+    return config.model_copy(update=changes) if changes else config

@@ -27,7 +27,7 @@ from polyaccel.torch.api.optimizer_proof import NUMBER_STATES, TENSORWISE, try_o
 from polyaccel.torch.api.whole_states import StatesByKind, pack_states, unpack_states
 from polyaccel.torch.sharding.row_gradient import sparse_slice
 from polyaccel.zero.plan.layout import WHOLE, Granule, Slice
-from polyaccel.zero.plan.policy import WEIGHTS_EMA
+from polyaccel.zero.plan.policy import ENGINE_STATES
 from polyaccel.zero.update.optimizers import Group, PeerState, Shard, SliceOptimizer
 
 FAMILIES = {
@@ -358,7 +358,7 @@ class ClientOptimizer(SliceOptimizer):
                 if is_whole and names is not None:
                     state = self._kept_states((shard.bucket.index, piece, tensor))
                 for name, buffer in shard.states.items():
-                    if name != WEIGHTS_EMA and is_saved(piece.fqn, name):
+                    if name not in ENGINE_STATES and is_saved(piece.fqn, name):
                         view = buffer.view(piece.shard_offset, piece.length).raw
                         state[name] = view.view(tensor.shape) if is_whole else view
                 self.optimizer.state.pop(tensor, None)

@@ -26,7 +26,7 @@ from polyaccel.torch.checkpoint.saved_buffers import extra_state_blobs, merged_b
 from polyaccel.torch.sharding.buffers import plain_values
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
-from polyaccel.zero.plan.policy import WEIGHTS_EMA
+from polyaccel.zero.plan.policy import ENGINE_STATES
 from polyaccel.zero.trained_state import over_stages
 
 CLIENT_SCHEDULE, CLIENT_STATE = "client_schedule", "client_state"
@@ -107,7 +107,8 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
         fqn = slot.param.fqn
         # A shard's buffer of a state has room for parameters without that state.
         exists = (
-            kind in (PARAM, WEIGHTS_EMA)
+            kind == PARAM
+            or kind in ENGINE_STATES
             or not isinstance(optimizer, ClientOptimizer)
             or optimizer.holds(shards[fqn], fqn, kind)
         )

@@ -36,7 +36,7 @@ from polyaccel.torch.checkpoint.saved_buffers import (
 )
 from polyaccel.torch.data import EngineLoader
 from polyaccel.zero.engine import ZeroEngine
-from polyaccel.zero.plan.policy import WEIGHTS_EMA
+from polyaccel.zero.plan.policy import ENGINE_STATES
 from polyaccel.zero.trained_state import over_stages
 
 log = getLogger(__name__)
@@ -247,7 +247,7 @@ def _same_base(reader: RenamedReader, values: SavedValues, base: Mapping[str, st
 def _allocate_client_states(zero: ZeroEngine, reader: Reader) -> None:
     saved: dict[str, list[tuple[str, DType]]] = {}
     for entry in reader.tensors():
-        if entry.kind not in (PARAM, BUFFER, WEIGHTS_EMA):
+        if entry.kind not in (PARAM, BUFFER, *ENGINE_STATES):
             saved.setdefault(entry.fqn, []).append((entry.kind, entry.dtype))
     for shard in zero.shards:
         for piece in shard.slices:

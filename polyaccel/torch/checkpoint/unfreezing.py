@@ -20,7 +20,6 @@ from polyaccel.torch.api.whole_states import unpack_states
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import PARAM, fragment, read_whole, state_names
-from polyaccel.zero.plan.policy import WEIGHTS_EMA
 
 
 def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = ()) -> bool:
@@ -100,9 +99,9 @@ def _carry_over(before: ZeroEngine, after: ZeroEngine, states: _States) -> None:
         after.optimizer.rebind(after.shards)
         for step in (before, after):
             _allocate(step, states.flat)
-    averages = (WEIGHTS_EMA,) if before.plan.policy.ema_decay else ()
+    kept = before.plan.policy.engine_states
     for fqn in before.steps:
-        for kind in (PARAM, *states.flat.get(fqn, ()), *averages):
+        for kind in (PARAM, *states.flat.get(fqn, ()), *kept):
             whole = read_whole(before, fqn, kind)
             own = fragment(after, fqn, kind)
             if own is not None:

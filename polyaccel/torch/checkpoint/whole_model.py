@@ -14,11 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polyaccel.comm.base import Communicator
+from polyaccel.engine.replica_groups import folder_of
 from polyaccel.errors import CheckpointError
 from polyaccel.observability.timing import OUTSIDE, PhaseTimer
 from polyaccel.torch.sharding.module_adapter import TorchAdapter
 from polyaccel.torch.sharding.sharded import EngineHook
 from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.outer_step import ReplicaGroup
 
 
 class HasWholeModel:
@@ -27,6 +29,7 @@ class HasWholeModel:
     adapter: TorchAdapter
     zero: ZeroEngine
     communicator: Communicator
+    replica_group: ReplicaGroup | None
     timer: PhaseTimer
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class HasWholeModel:
         """
         with self.timer(OUTSIDE):
             entries = self._entries_of_writer(exclude_frozen=exclude_frozen_parameters)
-            write_whole_model(entries, self.communicator, save_dir, save_filename)
+            write_whole_model(entries, self.communicator, folder_of(self.replica_group, save_dir), save_filename)
         return True
 
     def _entries_of_writer(self, *, exclude_frozen: bool) -> dict[str, Any]:

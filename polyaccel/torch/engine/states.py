@@ -15,7 +15,9 @@ from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.load.name_map import NameMap
 from polyaccel.checkpoint.save.protocol import SaveContents
 from polyaccel.engine.base import Engine
+from polyaccel.engine.replica_groups import find_saved
 from polyaccel.engine.runtime import EngineBuilder
+from polyaccel.errors import PolyaccelError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.optimizer import ParamGroups
 from polyaccel.torch.checkpoint.averaged import AveragesWeights
@@ -100,6 +102,11 @@ class TorchStates(Engine, OffloadsStates, AveragesWeights, HasWholeModel):
     def _train_unfrozen(self, resumed: Collection[str] = ()) -> None:
         """Lay out again if parameters were unfrozen, or are `resumed` with a checkpoint's states. Collective then."""
         if is_due(self.adapter, before := self.zero, resumed):
+            if self.replica_group is not None:
+                raise PolyaccelError(
+                    "parameters were unfrozen, whose outer weights replica groups do not have",
+                    hint="unfreeze them before polyaccel.initialize",
+                )
             arguments = before.optimizer, self.optimizer.param_groups, {*before.steps, *resumed}
             migrate_optimizer_state(self.adapter, before, partial(self._lay_out, *arguments))
 
@@ -186,7 +193,9 @@ class TorchStates(Engine, OffloadsStates, AveragesWeights, HasWholeModel):
             self._train_unfrozen(resumed)
             return load_run(self._run(), saved, wanted)
 
-        loaded = self._resume(self.runtime.storage(load_dir), tag, load, is_whole=wanted.is_whole)
+        loaded = self._resume(
+            find_saved(self.replica_group, load_dir, self.runtime.storage), tag, load, is_whole=wanted.is_whole
+        )
         self._own_data = None  # its position has changed
         self.adapter.forget_changes()
         return loaded

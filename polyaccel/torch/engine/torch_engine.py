@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.engine.base import learning_rates
+from polyaccel.engine.replica_groups import place_among
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.observability.profiles import ProfileNode
 from polyaccel.observability.timing import OUTSIDE
@@ -364,7 +365,8 @@ class TorchEngine(nn.Module, TorchStates, Generates, SendsWeights):
             Loader with the engine's micro-batch size, over the data-parallel ranks.
         """
         line = self.mesh.group(("data",), self.communicator.rank)
-        own: dict[str, Any] = {"rank": line.index(self.communicator.rank), "world_size": len(line)}
+        place, count = place_among(self.replica_group, line.index(self.communicator.rank), len(line))
+        own: dict[str, Any] = {"rank": place, "world_size": count}
         own |= {"micro_batch_size": self.train_micro_batch_size_per_gpu(), "collate_fn": collate_fn}
         settings = self._module_settings
         return make_loader(

@@ -15,7 +15,7 @@ from polyaccel.torch.sharding.tensor_shard import Blocks
 from polyaccel.torch.verify.recording import States
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import read_whole
-from polyaccel.zero.plan.policy import WEIGHTS_EMA
+from polyaccel.zero.plan.policy import ENGINE_STATES
 
 
 def plain_states(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> States:
@@ -37,7 +37,7 @@ def engine_states(step: ZeroEngine, blocks: Blocks, shapes: Mapping[str, torch.S
             held = [
                 name
                 for name in shard.states
-                if name != WEIGHTS_EMA and (client is None or client.holds(shard, piece.fqn, name))
+                if name not in ENGINE_STATES and (client is None or client.holds(shard, piece.fqn, name))
             ]
             own[piece.fqn] = {name: shard.states[name].dtype.value for name in held}
     numbers = {} if client is None else client.states_by_kind().numbers

@@ -112,6 +112,14 @@ class Precision:
 
 WEIGHTS_EMA = "weights_ema"
 """The state that is the moving average of weights, by the name that checkpoints have for it."""
+OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
+"""The states of DiLoCo's outer optimizer: the weights that replica groups share, and the momentum."""
+OUTER_GRADIENT, OUTER_ERROR = "outer_gradient", "outer_error"
+"""What is on its way between replica groups, and what rounding has left out of it."""
+ENGINE_STATES = frozenset((WEIGHTS_EMA, OUTER_WEIGHTS, OUTER_MOMENTUM, OUTER_GRADIENT, OUTER_ERROR))
+"""States that the engine keeps with those of the optimizer, which does not see them."""
+COPIES_OF_WEIGHTS = frozenset((WEIGHTS_EMA, OUTER_WEIGHTS))
+"""Those that begin at the weights; the others begin at zero."""
 DEFAULT_PRECISION = Precision()
 """Master weights and states in float32, gradients in the type of their parameters."""
 
@@ -214,6 +222,29 @@ def part_nbytes(numel: int, dtype: DType, bits: Bits | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class OuterPolicy:
+    """When and how replica groups exchange what they have learned (`DiLoCoConfig`)."""
+
+    groups: int
+    sync_every: int
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    bits: Bits | None = None
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states that it needs."""
+        momentum = (OUTER_MOMENTUM,) if self.momentum else ()
+        gradient = (OUTER_GRADIENT,) if self.delay else ()
+        error = (OUTER_ERROR,) if self.bits is not None else ()
+        return (OUTER_WEIGHTS, *momentum, *gradient, *error)
+
+
+@dataclass(frozen=True, slots=True)
 class StepPolicy:
     """How a step reduces, gathers and updates.
 
@@ -223,7 +254,7 @@ class StepPolicy:
     saves the norm where nothing needs it. `require_all` makes a trained parameter without a gradient an error.
     `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`). `ema_decay` above
     0 keeps a moving average of weights, as the state `WEIGHTS_EMA`. `noise_decay` smooths the gradient noise scale;
-    None does not measure it.
+    None does not measure it. `outer` lets replica groups train apart.
     """
 
     clip_norm: float = 0.0
@@ -234,9 +265,16 @@ class StepPolicy:
     stochastic_rounding: bool = False
     ema_decay: float = 0.0
     noise_decay: float | None = None
+    outer: OuterPolicy | None = None
     precision: Precision = DEFAULT_PRECISION
     reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
     gathering: GatherPolicy = field(default_factory=GatherPolicy)
+
+    @property
+    def engine_states(self) -> tuple[str, ...]:
+        """The states that are kept in addition to the optimizer's, in float32."""
+        averages = (WEIGHTS_EMA,) if self.ema_decay else ()
+        return averages if self.outer is None else (*averages, *self.outer.states)
 
     @property
     def norm_decides(self) -> bool:
