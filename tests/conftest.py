@@ -50,6 +50,9 @@ if "TESTS_XLA_PROGRAMS" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 40)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+if find_spec("torch") is not None:
+    import torch  # noqa: F401 - an unseeded one draws other numbers in each process: a file of tests could, as it loads it
+
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
@@ -82,6 +85,11 @@ def _lines_of_other_files() -> Iterator[None]:
 def _lines_reach_pytest(_lines_of_other_files: None) -> Iterator[None]:
     with _log_as_found():
         yield
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Seed random numbers that files of tests draw when they are imported."""
+    seed_generators(int(os.environ["TESTS_SEED"]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of files and of the session draw numbers

@@ -67,6 +67,7 @@ def work_for_pool(
         return
     pipe.send_bytes(_packed(None, None))
     while True:
+        seed_generators(0)  # of what the files draw that are imported with a task
         try:
             job = pipe.recv()
         except EOFError:
@@ -76,8 +77,9 @@ def work_for_pool(
             continue
         seed, task, args = job
         try:
+            function = _resolve(task)
             seed_generators(seed)
-            result = _resolve(task)(communicator, *args)
+            result = function(communicator, *args)
             answer = _packed(None, result)
         except BaseException as error:
             answer = _packed(error, None)

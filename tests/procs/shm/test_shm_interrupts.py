@@ -65,7 +65,6 @@ def signal_asleep(rank: subprocess.Popen[str], number: int) -> None:
     rank.send_signal(number)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("waits", ["collective", "message", "work"])
 def test_an_interrupt_ends_a_wait(tmp_path: Path, waits: str) -> None:
     """Rank 0 waits, for up to 600 s, for rank 1, which waits for a line that comes when rank 0 has ended its wait."""

@@ -94,13 +94,13 @@ def random_collectives(comm: Communicator, seed: int, count: int) -> int:
     return checked + len(flights)
 
 
-@pytest.mark.timeout(60 + COLLECTIVES // 10)
+@pytest.mark.timeout(300 + COLLECTIVES // 10)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_random_collectives_give_the_bits_of_one_process(world_size: int) -> None:
     count = -(-COLLECTIVES // 3)
     with RankPool(world_size, backend="shm") as pool:
         seed = world_size
-        assert pool.run(random_collectives, seed, count, timeout_s=50 + COLLECTIVES // 10) == [count] * world_size
+        assert pool.run(random_collectives, seed, count, timeout_s=200 + COLLECTIVES // 10) == [count] * world_size
 
 
 def same_call_on_other_memory(comm: Communicator) -> tuple[int, list[set[float]]]:

@@ -21,6 +21,8 @@ SMALL = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 10}
 TIED = "head.weight"
 SECRET = "a secret of these tests"
 ANY_PORT = "tcp://127.0.0.1:0"
+LATE_S = 10.0
+"""After which a receiver that stopped is given up. On a busy machine one that is well must come within it."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +106,7 @@ def fail_here(communicator, folder, how):
         if communicator.rank == 0:
             Thread(target=end, daemon=True).start()
         with pytest.raises(CommError) as error:
-            engine.send_weights(address, bucket_nbytes=64, timeout_s=60.0 if how == "killed" else 2.0)
+            engine.send_weights(address, bucket_nbytes=64, timeout_s=60.0 if how == "killed" else LATE_S)
         assert communicator.rank or ended.wait(60.0)
     losses = [step(engine, number, communicator.rank) for number in range(2)]
     engine.destroy()
@@ -184,6 +186,7 @@ def test_a_secret_is_needed(monkeypatch):
 def test_a_group_serves_many_transfers():
     """Neither threads nor open files grow; one that a receiver left in the middle, or that has another limit, is not
     used again."""
+    import gc
     import os
     import threading
 
@@ -195,6 +198,8 @@ def test_a_group_serves_many_transfers():
     def held():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # or what other tests left might go while this one counts
+
     with WeightReceiver(ANY_PORT) as receiver:
         received_here(engine, receiver)
         first, before = identity(receiver), held()
@@ -203,7 +208,7 @@ def test_a_group_serves_many_transfers():
             model = received_here(engine, receiver, bucket_nbytes=256)
             assert_bitwise(model.state_dict(), engine.module_state_dict())
         assert identity(receiver) == first
-        assert held() == before
+        assert all(now <= then for now, then in zip(held(), before, strict=True))
         leaving = Thread(target=lambda: next(iter(receiver.receive(60.0))))
         leaving.start()
         with pytest.raises(CommError):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 _PREAMBLE = """
 import os, signal, subprocess, sys

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_models import drawn_from
 from torch import nn
 
 import polyaccel
@@ -47,6 +48,12 @@ class Net(nn.Module):
         return self.second(self.first(x).relu()).square().mean()
 
 
+def net() -> Net:
+    """The same one every time."""
+    with drawn_from(0):
+        return Net()
+
+
 def record(inner: Any) -> RecordingCommunicator:
     communicator = RecordingCommunicator(inner, watch_s=None)
     set_thread_communicator(communicator)
@@ -71,9 +78,8 @@ def test_a_copy_of_weights_that_is_corrupted_is_named(tmp_path: Path, stage: int
 
     def train(inner: Any) -> None:
         record(inner)
-        torch.manual_seed(0)
         settings = config(tmp_path, stage, replicas=1) if stage else config(tmp_path)
-        engine, *_ = polyaccel.initialize(model=Net(), config=settings)
+        engine, *_ = polyaccel.initialize(model=net(), config=settings)
         for step in range(1, 13):
             engine.backward(engine(torch.ones(2, 6)))
             if step == 3 and inner.rank == 1:
@@ -99,8 +105,7 @@ def test_a_wild_batch_is_told_in_the_log_and_in_the_stream(tmp_path: Path, caplo
 
     def train(inner: Any) -> None:
         record(inner)
-        torch.manual_seed(0)
-        engine, *_ = polyaccel.initialize(model=Net(), config=config(tmp_path, 2, window=10))
+        engine, *_ = polyaccel.initialize(model=net(), config=config(tmp_path, 2, window=10))
         for step in range(1, 31):
             x = torch.ones(2, 6) if step != 21 or inner.rank == 0 else torch.full((2, 6), 1000.0)
             engine.backward(engine(x))
@@ -130,7 +135,7 @@ def test_waiting_for_other_ranks_is_no_work_of_ones_own(tmp_path: Path) -> None:
 
     def train(inner: Any) -> dict[str, float]:
         communicator = record(inner)
-        engine, *_ = polyaccel.initialize(model=Net(), config=config(tmp_path))
+        engine, *_ = polyaccel.initialize(model=net(), config=config(tmp_path))
         engine.timer.take()
         engine.timer.take_waited()
         before_s = sum(communicator.recorder.waited_s.values())
@@ -171,7 +176,7 @@ def test_alarms_that_are_off_cost_nothing(tmp_path: Path) -> None:
     def train(inner: Any, *, enabled: bool) -> list[str]:
         communicator = record(inner)
         settings = config(tmp_path) | {"alerts": {"enabled": enabled, "every": 1, "replicas": 1}}
-        engine, *_ = polyaccel.initialize(model=Net(), config=settings)
+        engine, *_ = polyaccel.initialize(model=net(), config=settings)
         assert (engine.timer.waited is not None) is enabled
         begin = len(communicator.recorder.entries)
         engine.backward(engine(torch.ones(2, 6)))
@@ -198,8 +203,8 @@ def test_a_copy_of_weights_of_a_stage_is_compared_with_those_of_its_stage(tmp_pa
 
     def train(inner: Any) -> str:
         record(inner)
-        torch.manual_seed(0)
-        layers = [nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3)]
+        with drawn_from(0):
+            layers = [nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3)]
         module = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
         engine, *_ = polyaccel.initialize(model=module, config=settings)
         own = next(iter(engine.zero.params.steps))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parity_models import on_threads
 from planted_change import plant
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import polyaccel
-from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import VerificationError
 from polyaccel.torch.rewrites.cuts import TensorParallel
 from polyaccel.torch.verify import first_step
@@ -32,8 +32,7 @@ def llama(_=None):
     return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
 
 
-def train(ranks):
-    model = llama()
+def train(ranks, model):
     config = {"verify": "always", "mesh": {"tensor": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     engine, *_ = polyaccel.initialize(model=model, config={**config, "train_micro_batch_size_per_gpu": 2})
     ids = torch.randint(0, 1000, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -50,7 +49,7 @@ def proofs(monkeypatch):
 
 
 def test_a_large_model_is_proven_in_its_small_form(proofs):
-    run_threads(2, train)
+    on_threads(2, train, llama)
     assert [one.is_proven for one in proofs] == [True, True], proofs
     assert proofs[0].acted["tensor_parallel"]
 
@@ -61,7 +60,7 @@ def test_an_error_in_a_large_model_is_found_in_its_small_form(monkeypatch):
 
     plant(monkeypatch, TensorParallel, double)
     with pytest.raises(VerificationError) as error:
-        run_threads(2, train)
+        on_threads(2, train, llama)
     assert error.value.value == "model.layers.1.mlp.down_proj.weight"
 
 

@@ -148,5 +148,5 @@ def test_a_package_that_torch_loads_by_itself_is_chosen_by_the_devices_name(tmp_
     (info / "entry_points.txt").write_text("[torch.backends]\npaper = paper_backend:load\n")
     (tmp_path / "paper_backend.py").write_text(BACKEND)
     environment: dict[str, Any] = {"PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "paper", "PATH": ""}
-    job = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=60)
+    job = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=120)
     assert job.stdout.split() == [torch_generic.GenericAccelerator.__name__, "paper", "3", "paper", "paper:1"], job

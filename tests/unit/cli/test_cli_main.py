@@ -46,7 +46,7 @@ from polyaccel.cli.main import main
 assert main(["--help"]) == 0
 print("LOADED", [m for m in sys.modules if m.split(".")[0] in {_HEAVY} or m.startswith("polyaccel.cli.")])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     shown, _, loaded = done.stdout.partition("LOADED ")
     assert all(f"\n  {name} " in shown for name in VERBS)
     assert loaded.strip() == "['polyaccel.cli.parser', 'polyaccel.cli.streams', 'polyaccel.cli.main']"
@@ -54,7 +54,7 @@ print("LOADED", [m for m in sys.modules if m.split(".")[0] in {_HEAVY} or m.star
 
 def test_the_package_runs_as_the_command() -> None:
     run = [sys.executable, "-m", "polyaccel", "--version"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.startswith("polyaccel ")
 
 
@@ -147,7 +147,7 @@ finally:
     environment = {**os.environ, **shell, "COMP_POINT": str(len(line)), "IFS": "\n"}
     code = code.replace("main([])", "sys.modules['os']._exit = sys.exit; main([])")
     run = [sys.executable, "-c", code]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert "--export-html" in done.stdout, done.stderr
 
 
@@ -218,7 +218,7 @@ sys.exit(main(["run"]))
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=write_fd, stderr=subprocess.PIPE, timeout=30, check=False
+        [sys.executable, "-c", code], stdout=write_fd, stderr=subprocess.PIPE, timeout=120, check=False
     )
     os.close(write_fd)
     assert (done.returncode, done.stderr) == (1, b"")

@@ -18,10 +18,7 @@ from polyaccel.core import deadline
 from polyaccel.core.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
-pytestmark = [
-    needs("shm"),
-    pytest.mark.timeout(60),
-]
+pytestmark = needs("shm")
 _places = count()
 
 
@@ -52,7 +49,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def enter(threads: ThreadPoolExecutor, place: str, rank: int, world: int, limit_s: float = 30.0) -> Future[list[str]]:
+def enter(threads: ThreadPoolExecutor, place: str, rank: int, world: int, limit_s: float = 100.0) -> Future[list[str]]:
     return threads.submit(all_gather_on_host, place, rank, world, f"note {rank}", Deadline(limit_s))
 
 

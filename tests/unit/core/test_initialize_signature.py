@@ -52,7 +52,7 @@ import sys, pydoc, polyaccel
 print(pydoc.render_doc(polyaccel.initialize, renderer=pydoc.plaintext))
 print(sorted({"torch", "jax"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     *shown, loaded = done.stdout.strip().splitlines()
     assert "mesh_param" in "".join(shown)
     assert "whose floating leaves are trained" in "".join(shown)

@@ -246,7 +246,7 @@ def test_a_script_beside_the_checkpoints_converts_them(stage: int, tmp_path: Pat
     assert tag_names(FileStorage(tmp_path)) == ("t",)
     command = [sys.executable, str(script), str(tmp_path), str(tmp_path / "out.bin")]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, timeout=60
+        command, env={**os.environ, "PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "out.bin")["weight"], wanted)

@@ -66,7 +66,7 @@ def test_each_ssh_of_pdsh_has_its_host_user_number_and_input(
     for number in (0, 2, 3):
         paths[number] = str(tmp_path / f"the input's {number}")
         Path(paths[number]).write_text(f"for {number}")
-    done = subprocess.run(pdsh_command(job, paths), capture_output=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(pdsh_command(job, paths), capture_output=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 3
     words: list[dict[str, int]] = []
     said = sorted(json.loads(line) for line in MessageFilter(words.append).feed(done.stdout).splitlines())

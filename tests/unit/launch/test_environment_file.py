@@ -60,7 +60,7 @@ def test_a_file_says_what_a_shell_exports(text: str, with_export: bool, tmp_path
     if with_export:
         text = text.replace("A=", "export A=", 1)
     words = ["bash", "-c", f"set -a\n{text}\nenv -0"]
-    shown = subprocess.run(words, env=KNOWN, capture_output=True, timeout=60, check=True).stdout.decode()
+    shown = subprocess.run(words, env=KNOWN, capture_output=True, timeout=120, check=True).stdout.decode()
     exported = dict(each.split("=", 1) for each in shown.split("\0") if each)
     found = _read(tmp_path, text)
     assert "A" in found

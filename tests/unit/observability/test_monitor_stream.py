@@ -152,5 +152,5 @@ for step in range(1, 501):
     stream.write(StepMetrics(step=step, loss=0.5, lr=()))
 {ends}
 """
-    subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 500
