@@ -184,7 +184,7 @@ import torch, torch.distributed as dist, acme_dist
 dist.Backend.register_backend("scripted", acme_dist.Acme, devices=["cpu"])
 dist.init_process_group("scripted", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 from polyaccel import comm
-comm.init_distributed(timeout=9)
+comm.init_distributed(timeout=60)
 print(comm.default_communicator().backend, dist.get_backend(), comm.get_world_size())
 """
     assert python(code, site, cache=tmp_path).stdout == "scripted scripted 1\n"

@@ -13,7 +13,7 @@ from polyaccel.job.ports import free_port
 
 SCRIPT = """
 import os, torch, polyaccel.comm as comm
-comm.init_distributed(timeout=45)
+comm.init_distributed(timeout=100)
 value = torch.tensor([comm.get_rank() + 1.0])
 comm.all_reduce(value)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and comm.get_rank() == 1:
@@ -36,7 +36,7 @@ def test_a_start_after_a_failure_trains_over_gloo(by_agent: str, tmp_path: Path)
         env={**inherited, "POLYACCEL_COMM": "gloo"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from polyaccel.comm.backends.shm.backend import ShmBackend
 from polyaccel.job.ports import free_port
 
 PROGRAM = Path(__file__).parents[2] / "support" / "jobs" / "jax_killed_rank.py"
-PATIENCE_S = 60
+PATIENCE_S = 200
 
 
 @pytest.mark.timeout(300)

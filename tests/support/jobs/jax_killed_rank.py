@@ -43,7 +43,7 @@ def loss(params: Any, batch: Any, rng: Any) -> Any:
 
 
 def main() -> int:
-    comm.init_distributed(timeout=timedelta(seconds=30))
+    comm.init_distributed(timeout=timedelta(seconds=100))
     params = {"layers": [{"weight": np.eye(WIDTH, dtype=np.float32)} for _ in range(LAYERS)]}
     engine = polyaccel.initialize(model=loss, params=params, config=CONFIG)
     batch = np.ones((2, WIDTH), np.float32)
