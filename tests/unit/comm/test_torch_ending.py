@@ -42,14 +42,14 @@ def test_a_thread_that_sleeps_is_at_rest() -> None:
 
 
 def test_one_that_works_is_waited_for() -> None:
-    ends, data = threading.Event(), bytes(1 << 24)
+    ends = threading.Event()
 
     def work() -> None:
-        while not ends.is_set():
-            hashlib.sha256(data).digest()  # without the interpreter's lock
+        while not ends.is_set():  # half a second without the interpreter's lock, for which it would sleep
+            hashlib.pbkdf2_hmac("sha256", b"a word", b"salt", 2_000_000)
 
     thread, _ = named(work)
     assert not wait_for_rest(limit_s=0.2)
     ends.set()
-    assert wait_for_rest()
+    assert wait_for_rest(limit_s=100.0)
     thread.join()
