@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
+from random import SystemRandom
 from time import monotonic, sleep
 
 _SSHD = "/usr/sbin/sshd"
@@ -74,11 +74,9 @@ class SshHosts:
     def __init__(self, folder: Path, count: int, *, ipv6: bool = False) -> None:
         self._folder = folder
         self._count = count
-        self._id = token_hex(2)
-        self.bridge = f"pab{self._id}"
-        self._net = 1 + int(self._id, 16) % 250
-        self._prefix, self._length = (f"fd77:{self._net}::", 64) if ipv6 else (f"10.77.{self._net}.", 24)
-        self.network = f"{self._prefix}/64" if ipv6 else f"{self._prefix}0/24"
+        self._length = 64 if ipv6 else 24
+        self._number = 0
+        self._prefix = self.bridge = self.network = ""
         self.hosts: list[SshHost] = []
         self.ssh_config = folder / "ssh_config"
 
@@ -97,7 +95,8 @@ class SshHosts:
             host.first.kill()
             host.first.wait()
             _ip("netns", "del", host.namespace, check=False)
-        _ip("link", "del", self.bridge, check=False)
+        if self.bridge:
+            _ip("link", "del", self.bridge, check=False)
 
     def _start(self) -> None:
         keys = self._folder / "keys"
@@ -106,7 +105,7 @@ class SshHosts:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
         (keys / "authorized").write_text((keys / "id.pub").read_text())
         Path("/run/sshd").mkdir(exist_ok=True)
-        _ip("link", "add", self.bridge, "type", "bridge")
+        self._take_network()
         _ip("link", "set", self.bridge, "up")
         self._add_address(254, self.bridge)
         lines = []
@@ -120,8 +119,26 @@ class SshHosts:
         for host in self.hosts:
             self._await(host)
 
+    def _take_network(self) -> None:
+        """Make the bridge. Its name has the number of the network: of processes that want the same, one gets it."""
+        used = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True).stdout
+        for number in SystemRandom().sample(range(1, 255), 254):
+            prefix = f"fd77:{number}::" if self._length == 64 else f"10.77.{number}."
+            if f" {prefix}254/" in used:
+                continue
+            try:
+                _ip("link", "add", f"pab{number}", "type", "bridge")
+            except subprocess.CalledProcessError:
+                if not Path(f"/sys/class/net/pab{number}").exists():
+                    raise
+                continue
+            self._number, self._prefix, self.bridge = number, prefix, f"pab{number}"
+            self.network = f"{prefix}/64" if self._length == 64 else f"{prefix}0/24"
+            return
+        raise RuntimeError("all 254 networks of these tests are in use: see `ip link`, and delete what is left")
+
     def _host(self, name: str, address: str, number: int, keys: Path) -> SshHost:
-        namespace, outside = f"pa{self._id}{number}", f"pv{self._id}{number}"
+        namespace, outside = f"pa{self._number}h{number}", f"pv{self._number}h{number}"
         _ip("netns", "add", namespace)
         _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip("link", "set", outside, "master", self.bridge, "up")
