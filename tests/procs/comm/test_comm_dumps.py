@@ -74,7 +74,7 @@ class Job:
         raise AssertionError(f"{missing} never came: {output}")
 
     def end(self) -> str:
-        output, _ = self.process.communicate(timeout=100)
+        output, _ = self.process.communicate(timeout=200)
         return output
 
 

@@ -129,7 +129,7 @@ def test_two_scripts_meet_under_torchruns_variables(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=100) for rank in ranks]
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -42,7 +42,7 @@ def clean(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def start(
     command: list[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` in `folder`; nothing of it is left after 100 s."""
+    """Run `command` in `folder`; nothing of it is left after 200 s."""
     job = subprocess.Popen(
         command,
         cwd=folder,
@@ -55,7 +55,7 @@ def start(
         start_new_session=True,
     )
     try:
-        out, err = job.communicate(timeout=100)
+        out, err = job.communicate(timeout=200)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)
         raise AssertionError(f"{command} did not end:\n{job.communicate()}") from None

@@ -22,7 +22,7 @@ def test_it_learns_the_digits(launcher: list[str], options: list[str]) -> None:
         [sys.executable, *launcher, SCRIPT, "--epochs", "2", *options],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     accuracies = [float(found) for found in re.findall(r"test accuracy ([0-9.]+)%", done.stdout)]

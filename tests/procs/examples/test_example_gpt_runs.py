@@ -38,7 +38,7 @@ def start(launcher: list[str], folder: Path, *arguments: str) -> subprocess.Comp
         env=environment(folder.parent / "cache"),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
 
 
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_it_with_a_checkpoint_and_one_line(whole: Path, tmp_path: Pa
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whatever started pytest may ignore it
     )
-    limit = threading.Timer(100, job.kill)
+    limit = threading.Timer(200, job.kill)
     limit.start()
     try:
         assert job.stdout is not None
@@ -184,7 +184,7 @@ def test_what_cannot_be_resumed_is_an_error_on_every_rank(half: Path, tmp_path: 
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -69,7 +69,7 @@ def _start(launcher: tuple[str, Mapping[str, str]], folder: Path, *arguments: st
 
 def _ended(job: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = job.communicate(timeout=100)
+        out, err = job.communicate(timeout=200)
     except subprocess.TimeoutExpired:
         job.kill()
         raise AssertionError(job.communicate()) from None

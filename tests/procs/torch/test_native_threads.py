@@ -66,7 +66,7 @@ def test_threads_are_shared_with_torch_and_made_where_it_is_not(memory: str, mad
         [sys.executable, "-W", "ignore", "-c", SCRIPT.format(memory=memory)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.stdout.splitlines() == [f"threads made: {made}", "child: 0", "callers left: 0"], done.stderr
