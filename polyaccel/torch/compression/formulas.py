@@ -8,6 +8,8 @@ runs of a flat weight, each with its scale. Scores are those of movement pruning
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,18 +17,33 @@ BINARY, TERNARY = 1, 2
 _TERNARY_THRESHOLD = 0.7
 
 
-def quantized_rows(rows: Tensor, bits: int, *, is_symmetric: bool, noise: Tensor | None = None) -> Tensor:
-    """Return each row of a float matrix at the nearest levels of its range; `noise` from 0 to 1 rounds by chance."""
+def same(largest_of_part: Tensor) -> Tensor:
+    """Return what is given: the largest values of whole rows are those that are here."""
+    return largest_of_part
+
+
+def quantized_rows(
+    rows: Tensor,
+    bits: int,
+    *,
+    is_symmetric: bool,
+    noise: Tensor | None = None,
+    agree: Callable[[Tensor], Tensor] = same,
+) -> Tensor:
+    """Return each row of a float matrix at the nearest levels of its range; `noise` from 0 to 1 rounds by chance.
+
+    `agree` makes the largest value of whole rows of that of parts, with 3 bits or more.
+    """
     if bits == BINARY:
         return torch.where(rows < 0, -1.0, 1.0) * rows.abs().mean(dim=1, keepdim=True)
     if bits == TERNARY:
         return _ternary(rows)
     if is_symmetric:
         top = float(2 ** (bits - 1) - 1)
-        scale = rows.abs().amax(dim=1, keepdim=True) / top
+        scale = agree(rows.abs().amax(dim=1, keepdim=True)) / top
         return levels(rows, scale, torch.zeros_like(scale), -top, top, noise)
-    low = rows.amin(dim=1, keepdim=True)
-    scale = (rows.amax(dim=1, keepdim=True) - low) / float(2**bits - 1)
+    low = -agree(-rows.amin(dim=1, keepdim=True))
+    scale = (agree(rows.amax(dim=1, keepdim=True)) - low) / float(2**bits - 1)
     return levels(rows, scale, low, 0.0, float(2**bits - 1), noise)
 
 
@@ -53,11 +70,14 @@ def quantized_weight(weight: Tensor, bits: int, groups: int, *, is_symmetric: bo
     return found.reshape(weight.shape).to(weight.dtype)
 
 
-def quantized_tokens(x: Tensor, bits: int, *, is_symmetric: bool) -> Tensor:
+def quantized_tokens(
+    x: Tensor, bits: int, *, is_symmetric: bool, agree: Callable[[Tensor], Tensor] = same
+) -> Tensor:
     """Return `x` quantised with a range for each row of its last dimension (Yao et al. 2022, arXiv 2206.01861)."""
     rows = x.detach().reshape(-1, x.shape[-1])
     rows = rows if rows.dtype == torch.float64 else rows.float()
-    return quantized_rows(rows, bits, is_symmetric=is_symmetric).reshape(x.shape).to(x.dtype)
+    found = quantized_rows(rows, bits, is_symmetric=is_symmetric, agree=agree)
+    return found.reshape(x.shape).to(x.dtype)
 
 
 def quantized_in_range(x: Tensor, bits: int, low: Tensor, high: Tensor, *, is_symmetric: bool) -> Tensor:

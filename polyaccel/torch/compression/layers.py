@@ -17,15 +17,14 @@ whatever lies between both layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.engine.policies.compression import InputRule, PruningRule, WeightRule
-from polyaccel.errors import PolyaccelError
+from polyaccel.torch.compression.cut_layers import CutLayer
 from polyaccel.torch.compression.formulas import (
     largest,
     magnitudes,
@@ -33,8 +32,10 @@ from polyaccel.torch.compression.formulas import (
     quantized_in_range,
     quantized_tokens,
     quantized_weight,
+    same,
 )
 from polyaccel.torch.compression.pace import END, BitPace
+from polyaccel.torch.compression.saved_notes import noted
 from polyaccel.torch.graph_breaks import outside_graphs
 from polyaccel.torch.sharding.pending import PendingParameter
 from polyaccel.torch.sharding.sharded import ShardedParameter
@@ -111,13 +112,13 @@ class Mask:
 
     @torch.no_grad()
     def make(self) -> None:
-        """Make the mask of the weight's present magnitudes."""
+        """Make the mask of the weight's present magnitudes. Collective where ranks have blocks of it."""
         self.values.copy_(largest(self.magnitudes(), self.rule.dense_ratio))
 
     def magnitudes(self) -> Tensor:
-        """Return the magnitude of each unit of the weight."""
-        weight = present(self.layer._parameters["weight"])
-        return weight.detach().abs() if self.dim is None else magnitudes(weight, self.dim, self.block)
+        """Return the magnitude of each unit of the whole weight. Collective where ranks have blocks of it."""
+        weight = self.layer.compression.whole(present(self.layer._parameters["weight"]).detach())
+        return weight.abs() if self.dim is None else magnitudes(weight, self.dim, self.block)
 
     def at(self, step: int) -> Tensor | None:
         """Return the mask of each unit: a function of scores, or what the buffer has; None before pruning begins."""
@@ -148,8 +149,14 @@ class Compression:
         """Masks of layers before it, each with the dimension of this layer's weight that they prune."""
         self.pace: BitPace | None = None
         """When the weight loses bits, where that follows the curvature of its block."""
+        self.cut: CutLayer | None = None
+        """The block of the weight that this rank has. See [Note: Compressed layers on tensor ranks]."""
         self.seen: tuple[Tensor, Tensor] | None = None
         """The least and the largest input since the last step, for a static range."""
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Return the whole of what is a block of the weight's shape. Collective where ranks have blocks of it."""
+        return value if self.cut is None else self.cut.whole(value)
 
     def begin_masks(self) -> None:
         """Make the masks whose step has come, of magnitudes."""
@@ -162,14 +169,19 @@ class Compression:
         for mask, dim in (*((one, one.dim) for one in self.masks), *self.followed):
             found = mask.at(self.clock.step)
             if found is not None:
-                weight = _Masked.apply(weight, shaped(found, weight, dim, mask.block))  # type: ignore[no-untyped-call]
+                own = found if self.cut is None else self.cut.own_units(found, dim, mask.block)
+                block = mask.block if self.cut is None else 1
+                weight = _Masked.apply(weight, shaped(own, weight, dim, block))  # type: ignore[no-untyped-call]
         return weight
 
     def masked_bias(self, layer: CompressedLayer, bias: Tensor) -> Tensor:
         """Return `bias` with zeros for outputs that are pruned."""
         for mask, dim in (*((one, one.dim) for one in self.masks), *self.followed):
             if dim == output_dim(layer) and (found := mask.at(self.clock.step)) is not None:
-                bias = _Masked.apply(bias, found.repeat_interleave(mask.block))  # type: ignore[no-untyped-call]
+                own = found.repeat_interleave(mask.block)
+                if self.cut is not None:
+                    own = self.cut.own_outputs(own)
+                bias = _Masked.apply(bias, own)  # type: ignore[no-untyped-call]
         return bias
 
     def quantized(self, weight: Tensor) -> Tensor:
@@ -179,21 +191,31 @@ class Compression:
         if rule is None or not bits:
             return weight
         with torch.no_grad():
-            noise = noise_for(self.name, step, weight) if rule.is_stochastic else None
-            found = quantized_weight(weight, bits, rule.groups, is_symmetric=rule.is_symmetric, noise=noise)
+            found = self._in_bits(weight, bits, rule, step)
             share = rule.own_share_at(step)
             return share * weight + (1.0 - share) * found if share else found
+
+    def _in_bits(self, weight: Tensor, bits: int, rule: WeightRule, step: int) -> Tensor:
+        groups, cut = rule.groups, self.cut
+        if cut is not None and not rule.is_stochastic and (own := cut.own_groups(groups)):
+            groups, cut = own, None
+        whole = weight if cut is None else cut.whole(weight)
+        noise = noise_for(self.name, step, whole) if rule.is_stochastic else None
+        found = quantized_weight(whole, bits, groups, is_symmetric=rule.is_symmetric, noise=noise)
+        return found if cut is None else cut.own(found)
 
     def quantized_input(self, layer: CompressedLayer, x: Tensor) -> Tensor:
         """Return the values of `x` in few bits, without a graph; a static range sees it."""
         rule = self.inputs
         if rule is None or not x.is_floating_point() or not x.numel():
             return x
+        agree = same if self.cut is None else self.cut.largest_input
         if not rule.is_static:
             if self.clock.step < rule.offset:
                 return x
-            return quantized_tokens(x, rule.bits, is_symmetric=rule.is_symmetric)
+            return quantized_tokens(x, rule.bits, is_symmetric=rule.is_symmetric, agree=agree)
         low, high = x.detach().amin().float(), x.detach().amax().float()
+        low, high = -agree(-low), agree(high)
         if layer.training and torch.is_grad_enabled():
             self.seen = (low, high) if self.seen is None else _joined(self.seen, (low, high))
         if self.clock.step < rule.offset:
@@ -320,43 +342,6 @@ def is_transposed(layer: nn.Module) -> bool:
     )
 
 
-class _Note:
-    """Stands for a tensor in the memory of a compressed weight; `kept` is what the hooks in force saved of the layer's
-    own, which had then the version `version`."""
-
-    def __init__(self, tensor: Tensor, kept: Any, version: int) -> None:
-        self.place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.kept, self.version = kept, version
-
-
-def noted(
-    weight: Tensor, compressed: Tensor, again: Callable[[Tensor], Tensor]
-) -> AbstractContextManager[Any]:  # nothing where no hooks may be
-    """Return hooks that save a note of a compressed weight, and anything else as the hooks in force do."""
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-        return nullcontext()
-    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # None where there are none
-    memory = compressed.untyped_storage().data_ptr()
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage().data_ptr() == memory:
-            return _Note(tensor, outer[0](weight.detach()) if outer else weight.detach(), weight._version)
-        return outer[0](tensor) if outer else tensor
-
-    def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, _Note):
-            return outer[1](saved) if outer else saved  # type: ignore[no-any-return]
-        own = outer[1](saved.kept) if outer else saved.kept
-        if not outer and own._version != saved.version:
-            raise PolyaccelError(
-                "a compressed weight was updated between its forward and its backward pass",
-                hint="call backward before the update, once for each forward",
-            )
-        return again(own).contiguous().as_strided(*saved.place)
-
-    return saved_tensors_hooks(pack, unpack)
-
-
 def present(parameter: Any) -> Any:
     """The parameter, whose values have been brought here: a function of autograd would take an empty one."""
     if type(parameter) in _ABSENT:
@@ -387,6 +372,21 @@ def compressed_class(own: type) -> type:
     if own not in _CLASSES:
         _CLASSES[own] = type(f"Compressed{own.__name__}", (CompressedLayer, own), {"__module__": __name__})
     return _CLASSES[own]
+
+
+@contextmanager
+def without_compression(model: nn.Module) -> Iterator[None]:
+    """Inside, the compressed layers of `model` are instances of their own classes, which may get others there."""
+    layers = [part for part in model.modules() if isinstance(part, CompressedLayer)]
+    kept = [layer.__dict__.pop("compression") for layer in layers]
+    for layer in layers:
+        layer.__class__ = own_class(layer)
+    try:
+        yield
+    finally:
+        for layer, how in zip(layers, kept, strict=True):
+            layer.__class__ = compressed_class(type(layer))
+            layer.compression = how
 
 
 def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ class BlockRemoval:
             values = safe_get_full_fp32_param(weight)
             scores = _scores(mask)
             assert values is not None  # it has a gradient in this engine
-            found = block_sums((values * grad.to(values)).abs(), mask)
+            found = block_sums(mask.layer.compression.whole((values * grad.to(values)).abs()), mask)
             if bool(found.isfinite().all()):
                 scores.mul_(_MOMENTUM).add_(found.to(scores))
 

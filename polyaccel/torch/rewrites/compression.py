@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from polyaccel.comm.base import Communicator
 from polyaccel.engine.policies.compression import compression_policy_of
 from polyaccel.engine.runtime import EngineBuilder
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
-from polyaccel.torch.compression.layers import CompressedLayer
+from polyaccel.torch.compression.cut_layers import CutLayer
+from polyaccel.torch.compression.formulas import TERNARY
+from polyaccel.torch.compression.layers import CompressedLayer, compressed_layers
 from polyaccel.torch.compression.models import compress
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
+from polyaccel.torch.sharding.tensor_shard import TensorShard, cuts_of
+from polyaccel.torch.tensor_parallel.layers import CachedInput, ColumnLayer, RowLayer
 
 
 class CompressedLayers(Rewrite):
@@ -27,8 +32,8 @@ class CompressedLayers(Rewrite):
         return is_compressed(context.model)
 
     def check(self, context: RewriteContext) -> None:
-        """Raise ConfigError for models that are cut over ranks: their layers hold blocks of weights."""
-        require_uncut(context.runtime)
+        """Raise ConfigError for meshes and settings that do not go with it."""
+        require_mesh(context.model, context.runtime)
 
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
         names = tuple(name for name, part in context.model.named_modules() if isinstance(part, CompressedLayer))
@@ -40,16 +45,55 @@ def is_compressed(model: nn.Module) -> bool:
     return any(isinstance(part, CompressedLayer) for part in model.modules())
 
 
-def require_uncut(runtime: EngineBuilder) -> None:
-    """Raise ConfigError for models that are cut over ranks: their layers hold blocks of weights."""
+def require_mesh(model: nn.Module, runtime: EngineBuilder) -> None:
+    """Raise ConfigError for meshes and settings that do not go with compressed layers."""
+    config, policy = runtime.config, compression_policy_of(runtime.config)
+    has_tensor, shares_tokens = runtime.mesh.has_several("tensor"), config.tensor_parallel.sequence_sharded
     problems = [
         Problem(f"mesh.{axis}", size, "cuts layers, and compressed ones stay whole", "use 1")
-        for axis in ("tensor", "pipe", "expert")
+        for axis in ("pipe", "expert")
         if (size := runtime.mesh.size_of((axis,))) > 1
     ]
-    if runtime.config.tiled_compute.enabled:
+    if config.tiled_compute.enabled:
         expected = "replaces layers that are compressed"
         problems.append(Problem("tiled_compute.enabled", True, expected, "leave it out"))
+    if has_tensor and _cuts_itself(model):
+        expected = "has blocks of weights before they are compressed"
+        problems.append(Problem("mesh.tensor", type(model).__name__, expected, "give a model that is whole"))
+    if has_tensor and policy.curvature is not None:
+        expected = "needs whole blocks on each rank"
+        problems.append(Problem("eigenvalue.enabled", True, expected, "leave it out there"))
+    if has_tensor and shares_tokens and any(rule.is_static for rule in policy.inputs):
+        key, expected = "tensor_parallel.sequence_sharded", "gives ranks other tokens, and a static range is one of all"
+        problems.append(Problem(key, True, expected, 'leave it out, or use "range_calibration": "dynamic"'))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _cuts_itself(model: nn.Module) -> bool:
+    return bool(cuts_of(model)) or any(getattr(one, "tensor_model_parallel", False) for one in model.parameters())
+
+
+def follow_cuts(model: nn.Module, ranks: Communicator) -> None:
+    """Let compressed layers know which blocks of their weights this rank has. Collective.
+
+    Raises ConfigError for inputs in 2 bits of which ranks have parts: their levels need a mean of all.
+    """
+    problems = []
+    for name, layer in compressed_layers(model):
+        cuts: Mapping[str, TensorShard] = getattr(layer, "parallel_cuts", None) or {}
+        if "weight" not in cuts:
+            continue
+        how, splits = layer.compression, isinstance(layer, RowLayer) and layer.share.sizes is None
+        bias = cuts["bias"].block if "bias" in cuts else None
+        how.cut = CutLayer(cuts["weight"].block, bias, ranks, splits_inputs=splits)
+        if how.inputs is None:
+            continue
+        if isinstance(layer, ColumnLayer):
+            layer.share.input = CachedInput()  # layers with one input get separate tensors
+        if splits and not how.inputs.is_static and how.inputs.bits == TERNARY:
+            expected = f"gives the inputs of {name!r} a mean over features that tensor ranks share"
+            problems.append(Problem(f"{how.inputs.key}.bits", how.inputs.bits, expected, "use 3 bits or more"))
     if problems:
         raise ConfigError(problems)
 
@@ -57,12 +101,12 @@ def require_uncut(runtime: EngineBuilder) -> None:
 def compress_first(
     model: nn.Module, runtime: EngineBuilder, client: Any, model_parameters: Iterable[Any] | None
 ) -> None:
-    """Compress what the config names, unless the script has done so. Raises as `compress` and `require_uncut`, and
+    """Compress what the config names, unless the script has done so. Raises as `compress` and `require_mesh`, and
     PolyaccelError where scores would be parameters that the script's optimizer does not have."""
     policy = compression_policy_of(runtime.config)
     if not (policy.has_rules or policy.curvature) or is_compressed(model):
         return
-    require_uncut(runtime)
+    require_mesh(model, runtime)
     is_chosen = isinstance(client, torch.optim.Optimizer) or model_parameters is not None
     if is_chosen and any(rule.is_learned for rule in policy.pruning):
         raise PolyaccelError(

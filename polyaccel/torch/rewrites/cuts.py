@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from polyaccel.engine.policies.modules import cut_rules_of
 from polyaccel.errors import ConfigError, Problem
+from polyaccel.torch.compression.layers import without_compression
 from polyaccel.torch.experts.models import has_experts, spread_experts
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
+from polyaccel.torch.rewrites.compression import follow_cuts
 from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel.make_plan import plan_by
 from polyaccel.torch.tensor_parallel.megatron_compat import cut_as_megatron_says
@@ -42,8 +44,10 @@ class TensorParallel(Rewrite):
                 raise ConfigError([Problem("tensor_parallel.sequence_sharded", True, expected, hint)])
             return None
         ranks = context.runtime.process_group_for(("tensor",))
-        plan = plan_by(context.model, ranks.world_size, rules)
-        parallelize_module(context.model, ranks, plan)
+        with without_compression(context.model):
+            plan = plan_by(context.model, ranks.world_size, rules)
+            parallelize_module(context.model, ranks, plan)
+        follow_cuts(context.model, ranks)
         modules = dict.fromkeys([*(one.name for one in plan.modules), *(one.name for one in plan.heads)])
         cut = tuple(f"{one.name}.{parameter}" for one in plan.modules for parameter in one.cuts)
         return AppliedRewrite(name=self.name, modules=tuple(modules), parameters=cut, unproven=tuple(plan.unproven))

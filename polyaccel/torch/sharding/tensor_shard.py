@@ -13,7 +13,7 @@ ranks that hold the same elements have parts of a gradient, the module multiplie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,21 @@ def local_slice(whole: Tensor, block: Block) -> Tensor:
 
 def gather_full(value: Tensor, block: Block, ranks: Communicator) -> Tensor:
     """The whole tensor, of which each of `ranks` has the `value` of a block, on all of them. Collective."""
-    blocks = [Block(tuple(shape), _tuples(runs)) for shape, runs in ranks.all_gather_object([block.shape, block.runs])]
+    return gather_blocks(value, blocks_of(block, ranks), ranks)
+
+
+def blocks_of(block: Block, ranks: Communicator) -> list[Block]:
+    """The blocks of one tensor that `ranks` have, of which `block` is this rank's. Collective."""
+    return [Block(tuple(shape), _tuples(runs)) for shape, runs in ranks.all_gather_object([block.shape, block.runs])]
+
+
+def gather_blocks(value: Tensor, blocks: Sequence[Block], ranks: Communicator) -> Tensor:
+    """The whole tensor, of which rank r of `ranks` has `blocks[r]`, and this one its `value`. Collective."""
     longest = max(each.numel for each in blocks)
     own, parts = value.new_zeros(longest), value.new_empty(longest * len(blocks))
     own[: value.numel()] = value.reshape(-1)
     ranks.all_gather(wrap_torch(parts), wrap_torch(own), label="blocks of a tensor")
-    whole = value.new_zeros(block.shape)
+    whole = value.new_zeros(blocks[0].shape)
     for rank, each in enumerate(blocks):
         part = parts[rank * longest :][: each.numel].view(each.local_shape)
         for box in each.boxes(0, each.numel):

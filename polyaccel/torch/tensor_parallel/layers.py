@@ -206,8 +206,9 @@ class SharedWeights(SharedModule):
     @contextmanager
     def shared_weights(self, factor: float = 1.0) -> Iterator[None]:
         """Inside, the module's own forward sees the weights `share.names` times `factor`."""
+        own = {name: self.__dict__[name] for name in self.share.names if name in self.__dict__}
         for name in self.share.names:
-            weight = present(self._parameters[name])
+            weight = own.get(name, present(self._parameters[name]))  # what a compressed layer shows in its place
             if weight is not None:
                 weight = shared_weight(weight, self.share.ranks)
                 # Hides the parameter of this name: modules look among their attributes first.
@@ -217,6 +218,7 @@ class SharedWeights(SharedModule):
         finally:
             for name in self.share.names:
                 self.__dict__.pop(name, None)
+            self.__dict__.update(own)
 
 
 class HeadBiases(SharedModule):
