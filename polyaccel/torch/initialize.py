@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -195,9 +196,8 @@ def _attend_compression(runtime: EngineBuilder, model: nn.Module, engine: TorchE
     """Let masks and ranges of compressed layers follow the engine's steps."""
     if is_compressed(model):
         counters = engine.counters
-        step = CompressedStep(
-            model, lambda: counters.global_steps, lambda: runtime.process_group_for(("data", "sequence"))
-        )
+        ranks = partial(runtime.process_group_for, ("data", "sequence", "tensor"))
+        step = CompressedStep(model, lambda: counters.global_steps, ranks)
         engine.before_forward.append(step.before_forward)
         engine.before_update.append(step.before_update)
         engine.after_step.append(step.after_step)

@@ -70,9 +70,7 @@ def quantized_weight(weight: Tensor, bits: int, groups: int, *, is_symmetric: bo
     return found.reshape(weight.shape).to(weight.dtype)
 
 
-def quantized_tokens(
-    x: Tensor, bits: int, *, is_symmetric: bool, agree: Callable[[Tensor], Tensor] = same
-) -> Tensor:
+def quantized_tokens(x: Tensor, bits: int, *, is_symmetric: bool, agree: Callable[[Tensor], Tensor] = same) -> Tensor:
     """Return `x` quantised with a range for each row of its last dimension (Yao et al. 2022, arXiv 2206.01861)."""
     rows = x.detach().reshape(-1, x.shape[-1])
     rows = rows if rows.dtype == torch.float64 else rows.float()

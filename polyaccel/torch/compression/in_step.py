@@ -34,7 +34,7 @@ class CompressedStep:
         """Make the masks whose step has come, of magnitudes. Collective then."""
         step = self._clock.step
         for mask in self._masks:
-            if mask.is_due(step):
+            if mask.is_due(step) and mask.layer._parameters.get("weight") is not None:
                 with GatheredParameters(mask.layer.parameters(recurse=False)):
                     mask.make()
 

@@ -86,9 +86,9 @@ class Mask:
         self._has_begun = False
 
     @property
-    def scores(self) -> nn.Parameter | None:
+    def scores(self) -> Tensor | None:
         """The scores that are trained; None where magnitudes decide once."""
-        return self.layer._parameters.get(f"{self.name}_scores")
+        return parameter_of(self.layer, f"{self.name}_scores")
 
     @property
     def values(self) -> Tensor:
@@ -117,7 +117,7 @@ class Mask:
 
     def magnitudes(self) -> Tensor:
         """Return the magnitude of each unit of the whole weight. Collective where ranks have blocks of it."""
-        weight = self.layer.compression.whole(present(self.layer._parameters["weight"]).detach())
+        weight = self.layer.compression.whole(parameter_of(self.layer, "weight").detach())
         return weight.abs() if self.dim is None else magnitudes(weight, self.dim, self.block)
 
     def at(self, step: int) -> Tensor | None:
@@ -126,7 +126,7 @@ class Mask:
             return self.values if self.has_begun() else None
         if step < self.rule.offset:
             return None
-        return _Largest.apply(present(scores), self.rule.dense_ratio)  # type: ignore[no-untyped-call, no-any-return]
+        return _Largest.apply(scores, self.rule.dense_ratio)  # type: ignore[no-untyped-call, no-any-return]
 
     def kept(self, step: int) -> Tensor:
         """Return the indices along `dim` that stay."""
@@ -151,6 +151,8 @@ class Compression:
         """When the weight loses bits, where that follows the curvature of its block."""
         self.cut: CutLayer | None = None
         """The block of the weight that this rank has. See [Note: Compressed layers on tensor ranks]."""
+        self.is_of_part = False
+        """Whether the layer is one of a model of which this rank has a part."""
         self.seen: tuple[Tensor, Tensor] | None = None
         """The least and the largest input since the last step, for a static range."""
 
@@ -236,19 +238,20 @@ class CompressedLayer(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The layer's own forward, with compressed inputs and weight."""
         how, own = self.compression, self.__dict__
+        before = {name: own[name] for name in ("weight", "bias") if name in own}
         if inputs and isinstance(inputs[0], Tensor):
             inputs = (straight_through(inputs[0], how.quantized_input(self, inputs[0])), *inputs[1:])
         for name in _INPUTS if not inputs else ():
             if isinstance(x := named.get(name), Tensor):
                 named[name] = straight_through(x, how.quantized_input(self, x))
-        weight = present(self._parameters["weight"])
+        weight = parameter_of(self, "weight")
         if self.training and torch.is_grad_enabled():
             how.begin_masks()  # without an engine, and where a script calls the model in the place of its engine
         masked = how.masked(self, weight)
         values = how.quantized(masked)
         shown = {"weight": straight_through(masked, values)}
-        if (bias := self._parameters.get("bias")) is not None:
-            shown["bias"] = how.masked_bias(self, present(bias))
+        if (bias := parameter_of(self, "bias")) is not None:
+            shown["bias"] = how.masked_bias(self, bias)
 
         def again(weight: Tensor) -> Tensor:
             with torch.no_grad():
@@ -263,6 +266,7 @@ class CompressedLayer(nn.Module):
         finally:
             for name in shown:
                 own.pop(name, None)
+            own.update(before)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Name the class from which this one was made: no module has this one under its name."""
@@ -347,6 +351,11 @@ def present(parameter: Any) -> Any:
     if type(parameter) in _ABSENT:
         Tensor.detach(parameter)
     return parameter
+
+
+def parameter_of(layer: nn.Module, name: str) -> Any:
+    """The parameter of a layer, with values, or the tensor that stands in its place where another stage has it."""
+    return layer.__dict__[name] if name in layer.__dict__ else present(layer._parameters.get(name))
 
 
 def compressed_layers(model: nn.Module) -> Iterator[tuple[str, CompressedLayer]]:

@@ -96,7 +96,8 @@ def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
         The same module, which needs polyaccel no more.
 
     Raises:
-        PolyaccelError: The model belongs to an engine, or nothing of it is compressed and the config compresses.
+        PolyaccelError: The model belongs to an engine, this rank has a part of it, or nothing of it is compressed and
+            the config compresses.
 
     Example:
         ```python
@@ -112,6 +113,9 @@ def redundancy_clean(model: nn.Module, config: GivenConfig) -> nn.Module:
         kind = type(model).__name__
         raise PolyaccelError(f"nothing of {kind} is compressed", hint="call init_compression first", value=kind)
     _require_free(layers)
+    if any(layer.compression.is_of_part for layer in layers.values()):
+        hint = "load its checkpoint into an engine without tensor and pipe ranks, and clean that engine's model"
+        raise PolyaccelError("this rank has a part of the model", hint=hint, value=type(model).__name__)
     make_plain(model, layers)
     return model
 

@@ -252,6 +252,11 @@ class StageModule:
     def _block_of(self, name: str) -> int | None:
         return next((index for index, block in enumerate(self.names) if name.startswith(f"{block}.")), None)
 
+    def stage_of(self, name: str) -> int | None:
+        """The stage of the block that a module or parameter belongs to, by its full name; None outside of blocks."""
+        block = self._block_of(name)
+        return None if block is None else self.stages[block]
+
     def is_changed_there(self, index: int) -> None:
         """Raise PipelineError unless the stage of block `index` runs what runs now, and changes it in place itself."""
         current = self._pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from polyaccel.torch.compression.cut_layers import CutLayer
 from polyaccel.torch.compression.formulas import TERNARY
 from polyaccel.torch.compression.layers import CompressedLayer, compressed_layers
 from polyaccel.torch.compression.models import compress
+from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
 from polyaccel.torch.sharding.tensor_shard import TensorShard, cuts_of
 from polyaccel.torch.tensor_parallel.layers import CachedInput, ColumnLayer, RowLayer
@@ -49,20 +50,23 @@ def require_mesh(model: nn.Module, runtime: EngineBuilder) -> None:
     """Raise ConfigError for meshes and settings that do not go with compressed layers."""
     config, policy = runtime.config, compression_policy_of(runtime.config)
     has_tensor, shares_tokens = runtime.mesh.has_several("tensor"), config.tensor_parallel.sequence_sharded
-    problems = [
-        Problem(f"mesh.{axis}", size, "cuts layers, and compressed ones stay whole", "use 1")
-        for axis in ("pipe", "expert")
-        if (size := runtime.mesh.size_of((axis,))) > 1
-    ]
+    problems = list[Problem]()
     if config.tiled_compute.enabled:
         expected = "replaces layers that are compressed"
         problems.append(Problem("tiled_compute.enabled", True, expected, "leave it out"))
     if has_tensor and _cuts_itself(model):
         expected = "has blocks of weights before they are compressed"
         problems.append(Problem("mesh.tensor", type(model).__name__, expected, "give a model that is whole"))
-    if has_tensor and policy.curvature is not None:
-        expected = "needs whole blocks on each rank"
+    has_stages = runtime.mesh.has_several("pipe")
+    if has_stages and isinstance(model, PipelineModule):
+        expected = "has the layers of one stage before they are compressed"
+        problems.append(Problem("mesh.pipe", type(model).__name__, expected, "give an nn.Sequential of all layers"))
+    if (has_tensor or has_stages) and policy.curvature is not None:
+        expected = "needs all blocks on each rank, and whole"
         problems.append(Problem("eigenvalue.enabled", True, expected, "leave it out there"))
+    if has_stages and any(rule.removal is not None for rule in policy.pruning):
+        key, expected = "sparse_pruning.shared_parameters.method", "compares blocks of all stages in each step"
+        problems.append(Problem(f"compression_training.{key}", "snip_momentum", expected, 'use "l1" or "topk"'))
     if has_tensor and shares_tokens and any(rule.is_static for rule in policy.inputs):
         key, expected = "tensor_parallel.sequence_sharded", "gives ranks other tokens, and a static range is one of all"
         problems.append(Problem(key, True, expected, 'leave it out, or use "range_calibration": "dynamic"'))
@@ -74,6 +78,22 @@ def _cuts_itself(model: nn.Module) -> bool:
     return bool(cuts_of(model)) or any(getattr(one, "tensor_model_parallel", False) for one in model.parameters())
 
 
+def require_one_stage(layers: Mapping[str, nn.Module], stage_of: Callable[[str], int | None]) -> None:
+    """Raise ConfigError for layers that follow one of another stage; `stage_of` gives that of a layer's name."""
+    problems = []
+    for name, layer in layers.items():
+        if not isinstance(layer, CompressedLayer):
+            continue
+        layer.compression.is_of_part = True
+        for mask, _ in layer.compression.followed:
+            pruned = mask.layer.compression.name
+            if stage_of(pruned) is None or stage_of(pruned) != stage_of(name):
+                expected = f"follows {pruned!r}, which may be on another stage"
+                problems.append(Problem(f"{mask.rule.key}.related_modules", name, expected, "prune within a block"))
+    if problems:
+        raise ConfigError(problems)
+
+
 def follow_cuts(model: nn.Module, ranks: Communicator) -> None:
     """Let compressed layers know which blocks of their weights this rank has. Collective.
 
@@ -81,6 +101,7 @@ def follow_cuts(model: nn.Module, ranks: Communicator) -> None:
     """
     problems = []
     for name, layer in compressed_layers(model):
+        layer.compression.is_of_part = True
         cuts: Mapping[str, TensorShard] = getattr(layer, "parallel_cuts", None) or {}
         if "weight" not in cuts:
             continue

@@ -16,6 +16,7 @@ from polyaccel.torch.pipeline.measured_blocks import measured_blocks
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline.stage_module import StageModule
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
+from polyaccel.torch.rewrites.compression import require_one_stage
 from polyaccel.torch.sharding.tensor_shard import cuts_of
 from polyaccel.torch.tensor_parallel.megatron_compat import cut_as_megatron_says
 
@@ -37,6 +38,7 @@ class PipelineLayers(Rewrite):
     def apply(self, context: RewriteContext) -> AppliedRewrite | None:
         """Place layers on stages. Raises PolyaccelError where mesh or tensor ranks do not fit them."""
         model, stages = context.model, context.size_of("pipe")
+        layers = dict(model.named_modules())
         if not isinstance(model, PipelineModule):
             everywhere = set(model.parameters())
             section = context.runtime.config.pipeline
@@ -51,6 +53,7 @@ class PipelineLayers(Rewrite):
                 trial_inputs=getattr(model, "trial_inputs", None),
             )
             _leave_out_others(context, everywhere)
+            require_one_stage(layers, partial(_stage_of_layer, model))
         _require_own_cuts(context, model)
         _require_stage_of_mesh(context, model)
         return AppliedRewrite(name=self.name, modules=tuple(name for name, _ in model.named_children()))
@@ -78,14 +81,20 @@ class PipelineBlocks(Rewrite):
         stages = context.size_of("pipe")
         placement = chosen_placement(section.schedule, stages, section.chunks or None)
         stage = runtime.mesh.coordinates(context.rank)["pipe"]
+        layers = dict(context.model.named_modules())
         before = {name for name, _ in context.model.named_parameters()}
         everywhere = set(context.model.parameters())
         weigh = partial(measured_blocks, ranks=runtime.communicator)
         cut = StageModule(context.model, placement, stage, _partition_method(context), weigh)
         _leave_out_others(context, everywhere)
+        require_one_stage(layers, cut.stage_of)
         others = tuple(name for name, at in zip(cut.names, cut.stages, strict=True) if at != stage)
         gone = before - {name for name, _ in context.model.named_parameters()}
         return AppliedRewrite(name=self.name, modules=others, parameters=tuple(sorted(gone)))
+
+
+def _stage_of_layer(model: PipelineModule, name: str) -> int:
+    return model.stage_of(int(name.partition(".")[0]))
 
 
 def _leave_out_others(context: RewriteContext, everywhere: set[nn.Parameter]) -> None:

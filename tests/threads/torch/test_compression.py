@@ -360,14 +360,3 @@ def test_a_rule_that_does_not_fit_is_named(name: str) -> None:
         polyaccel.initialize(model=model, config=make_config(0, compression_training=section))
     assert any(problem.key.endswith(key) for problem in caught.value.problems)
     assert not any(isinstance(part, CompressedLayer) for part in model.modules())
-
-
-@pytest.mark.parametrize("axis", ["tensor", "expert", "pipe"])
-def test_models_cut_over_ranks_are_refused_and_left_alone(axis: str) -> None:
-    def run(communicator: Any, model: nn.Module) -> Any:
-        with pytest.raises(ConfigError) as caught:
-            begin(0, model, mesh={axis: 2})
-        is_plain = not any(isinstance(part, CompressedLayer) for part in model.modules())
-        return is_plain, [problem.key for problem in caught.value.problems]
-
-    assert on_threads(2, run, parity_model) == [(True, [f"mesh.{axis}"])] * 2
