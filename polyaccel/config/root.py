@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from polyaccel.config.auto import AUTO, RULES
 from polyaccel.config.keys import walk_keys
-from polyaccel.config.section import NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
+from polyaccel.config.section import Listed, NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
 from polyaccel.config.sections.activation_checkpointing import ActivationCheckpointingConfig
 from polyaccel.config.sections.autotuning import AutotuningConfig
 from polyaccel.config.sections.checkpoint import CheckpointConfig
@@ -205,6 +205,9 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """Activations that are recomputed instead of kept."""
 
+    rampup_batch_size: Listed[tuple[PositiveInt, PositiveInt, PositiveInt]] | None = None
+    """Megatron-LM's: samples of the first step, how many more at each rise, and the samples over which a step grows to
+    `train_batch_size`. Torch only."""
     compression_training: CompressionConfig = CompressionConfig()
     """Quantisation and pruning while training."""
     eigenvalue: EigenvalueConfig = EigenvalueConfig()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyaccel.errors import CheckpointError, ConfigError, Problem
@@ -36,6 +36,7 @@ class StepCounters:
         """Whether micro-batches end an accumulation, as set by hand; None counts them."""
         self._next_sizes: tuple[int, int] | None = None
         """Accumulation steps and batch size from the next window on."""
+        self._sizes_at: Callable[[int], tuple[int, int]] | None = None
         self.set_batch(gradient_accumulation_steps=gradient_accumulation_steps, train_batch_size=train_batch_size)
 
     def set_batch(
@@ -58,6 +59,17 @@ class StepCounters:
         if self._next_sizes is not None and not self._since_boundary:
             steps, batch = self._next_sizes
             self.set_batch(gradient_accumulation_steps=steps, train_batch_size=batch)
+
+    def follow(self, sizes_at: Callable[[int], tuple[int, int]]) -> None:
+        """Let windows have the accumulation steps and batch size of `sizes_at(global_samples)` from now on."""
+        self._sizes_at = sizes_at
+        self._follow_samples()
+
+    def _follow_samples(self) -> None:
+        if self._sizes_at is not None:
+            steps, batch = self._sizes_at(self.global_samples)
+            if (steps, batch) != (self.gradient_accumulation_steps, self.train_batch_size):
+                self.set_batch(gradient_accumulation_steps=steps, train_batch_size=batch)
 
     @property
     def is_in_window(self) -> bool:
@@ -103,6 +115,8 @@ class StepCounters:
         self._position = (self._position + 1) % self.gradient_accumulation_steps
         self._since_boundary = 0 if was_boundary else self._since_boundary + 1
         self.begin_window()
+        if was_boundary:
+            self._follow_samples()
         return was_boundary
 
     def skip_to_last(self) -> None:
@@ -134,6 +148,7 @@ class StepCounters:
         self.global_samples = state_dict["global_samples"]
         self.skipped_steps = state_dict["skipped_steps"]
         self.step_applied = False
+        self._follow_samples()
 
 
 def _is_count(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from polyaccel.checkpoint.saver import SavePolicy
+from polyaccel.engine.batch_ramp import BatchRamp
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.recording import Reporting, StepRecorder
@@ -138,6 +139,25 @@ class RunProgress:
         steps = train_batch_size // each
         self._check_accumulation(steps)
         self._set_batch(steps, train_batch_size)
+
+    def ramp_train_batch_size(self, start: int, increment: int, samples: int) -> None:
+        """Let the samples of an optimizer step grow to the present `train_batch_size`. The key `rampup_batch_size`.
+
+        Args:
+            start: Samples of the first step.
+            increment: How many more there are at each rise.
+            samples: Over how many samples it grows.
+
+        Raises:
+            ConfigError: A size on the way is no multiple of micro-batch size times data-parallel ranks, or the optimizer
+                needs one micro-batch a step.
+        """
+        each = self.train_micro_batch_size_per_gpu() * self._data_ranks
+        ramp = BatchRamp(start, increment, samples, self.train_batch_size())
+        ramp.require(each)
+        for size in range(start, ramp.target + 1, increment):
+            self._check_accumulation(size // each)
+        self.counters.follow(lambda seen: (ramp.at(seen) // each, ramp.at(seen)))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples that are counted in each micro-batch. Collective.

@@ -222,6 +222,7 @@ def _check_config(runtime: EngineBuilder) -> None:
         hint = "map over tiles in the function: jax.lax.map and jax.checkpoint"
         problems.append(Problem("tiled_compute.enabled", True, "not available for JAX", hint))
     of_torch = {
+        "rampup_batch_size": config.rampup_batch_size is not None,
         "curriculum_learning.enabled": config.curriculum_learning.enabled,
         "progressive_layer_drop.enabled": config.progressive_layer_drop.enabled,
         "data_efficiency.enabled": config.data_efficiency.enabled,

@@ -17,6 +17,7 @@ from polyaccel.accelerators.torch_device import require_torch_memory
 from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
+from polyaccel.engine.batch_ramp import KEY as RAMP
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.engine.policies.compression import compression_policy_of
 from polyaccel.engine.policies.data_sampling import sampling_policy_of, token_drop_policy_of
@@ -133,6 +134,7 @@ def initialize(
         without=frozenset(() if run is None else run.variant.without) - ALWAYS_ON,
     )
     engine = _compose(rewrites, engine_class, pipeline_engine_class)
+    _attend_batch_ramp(runtime, engine, is_verified=run is not None)
     if proof is not None:
         proof.attach(engine, _compose_shadow)
     _attend_step_inputs(runtime, model, engine, is_verified=run is not None)
@@ -256,6 +258,22 @@ def _attend_step_inputs(runtime: EngineBuilder, model: nn.Module, engine: TorchE
     if policy.layers is not None and not drops_itself(model):
         policy = replace(policy, layers=None)  # the engine skips blocks
     engine.step_inputs = StepInputs(model, policy, lambda: counters.global_steps)
+
+
+def _attend_batch_ramp(runtime: EngineBuilder, engine: TorchEngine, *, is_verified: bool) -> None:
+    """Let batches grow with the samples that were seen, where the config asks. Raises ConfigError for loaders that deal
+    out whole batches."""
+    numbers, sampling = runtime.config.rampup_batch_size, sampling_policy_of(runtime.config)
+    if numbers is None:
+        return
+    deals_batches = sampling is not None and (bool(sampling.metrics) or sampling.token_batches is not None)
+    wrong = {
+        "is not compared with plain torch": is_verified,
+        "does not reach loaders that deal out batches of one size": deals_batches,
+    }
+    if reasons := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise ConfigError([Problem(RAMP, list(numbers), reasons[0], "leave it out there")])
+    engine.ramp_train_batch_size(*numbers)
 
 
 def _attend_token_batches(engine: TorchEngine, scaling: str, *, is_verified: bool) -> None:

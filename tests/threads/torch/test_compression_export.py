@@ -124,8 +124,12 @@ def test_a_smaller_config_loads_pruned_rows(tmp_path: Any) -> None:
     engine.destroy()
     polyaccel.redundancy_clean(model, config)
     model.config.intermediate_size = 32
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "small")
+    bert().save_pretrained(tmp_path / "large")
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "small")
+    gone = 2 * 4 * (64 - 32) * (2 * 32 + 1)  # rows, their biases and inputs of two layers, in float32
+    small, large = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "large"))
+    assert large - small == pytest.approx(gone, abs=64)  # headers have other digits
     with torch.no_grad():
         wanted = model.eval()(input_ids=batch).logits
         torch.testing.assert_close(loaded.eval()(input_ids=batch).logits, wanted)
