@@ -27,6 +27,11 @@ typedef struct {
     void (*pack_rows)(const pa_product* product, float* to);
     void (*product_columns)(const pa_product* product, const int64_t* segments, const float* rows, int64_t start,
                             const float* next, float* scratch);
+    int64_t (*symmetric_panels)(const pa_symmetric* product);
+    void (*symmetric_rows)(const pa_symmetric* product, int64_t panel, float* to);
+    void (*symmetric_columns)(const pa_symmetric* product, const float* rows, int64_t start, float* scratch);
+    int64_t mirrored;
+    void (*symmetric_mirror)(const pa_symmetric* product, int64_t start);
     void (*linear_part)(const pa_linear* layer, int64_t start, int64_t end);
     void (*grouped_steps)(const pa_grouped* layer, int64_t row);
     void (*grouped_part)(const pa_grouped* layer, int64_t start, int64_t end);

@@ -5,11 +5,13 @@
 #include "../decode/attention.h"
 #include "../decode/grouped.h"
 #include "../decode/rowwise.h"
-#include "../products/tiles.h"
+#include "../products/symmetric.h"
 #include "sums.h"
 #include "sweep.h"
 
 extern const isa_kernels ISA_TABLE = {ISA_NAME,    shape,          sweep,           square_sum_block,
                                      combine_any, quantize_block, dequantize_block,
-                                     TILE_COLUMNS, pack_rows,      product_columns, linear_part,
+                                     TILE_COLUMNS, pack_rows,      product_columns,
+                                     symmetric_panels, symmetric_rows, symmetric_columns, MIRRORED, symmetric_mirror,
+                                     linear_part,
                                      grouped_steps, grouped_part,   rowwise_part, attention_part};

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PA_ABI_VERSION 9
+#define PA_ABI_VERSION 10
 
 #if defined(__GNUC__)
 #define PA_EXPORT __attribute__((visibility("default")))
@@ -100,6 +100,19 @@ typedef struct {
 PA_EXPORT int64_t pa_products_scratch(int64_t count, const pa_product* products, int32_t threads);
 PA_EXPORT int32_t pa_products(int64_t count, const pa_product* products, const int64_t* segments, float* scratch,
                               int32_t threads);
+
+// C = alpha * A @ B + beta * added for (size, inner) by (inner, size), where C is known to be symmetric: it is computed up to
+// the diagonal and mirrored. C and `added`, which may be null, have `size` elements a row. Strides and the order of sums
+// are as in pa_products; scratch memory is for pa_symmetric_scratch elements.
+typedef struct {
+    const float *a, *b, *added;
+    float* c;
+    int64_t size, inner, a_row, a_column, b_row, b_column;
+    float alpha, beta;
+} pa_symmetric;
+
+PA_EXPORT int64_t pa_symmetric_scratch(int64_t size, int64_t inner, int32_t threads);
+PA_EXPORT int32_t pa_symmetric_product(const pa_symmetric* product, float* scratch, int32_t threads);
 
 // y = x @ w' + bias for few rows; all of one type, PA_FLOAT32 or PA_BFLOAT16. The weight of output j for input k is at
 // w[j * w_column + k * w_row], one of which is 1. `bias` may be null. See [Note: Rows of a linear layer].

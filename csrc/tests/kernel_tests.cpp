@@ -185,6 +185,33 @@ void products_agree(const std::string& isa) {
     expect(pa_products(1, &bad, &short_by_one, nullptr, 1) == PA_BAD_COUNT, "segments that do not add up");
 }
 
+// A @ A' - 3 * added by `isa`, which is symmetric.
+std::vector<float> after_symmetric(int64_t size, int64_t inner, bool is_transposed, int32_t threads) {
+    seed = 6;
+    std::vector<float> a(size * inner), added(size * size), c(size * size);
+    for (float& value : a) value = static_cast<float>(draw() % 64);
+    for (int64_t i = 0; i < size * size; i++) added[i] = static_cast<float>((i / size + i % size) % 64);
+    std::vector<float> scratch(pa_symmetric_scratch(size, inner, threads));
+    const int64_t row = is_transposed ? 1 : inner, column = is_transposed ? size : 1;
+    const pa_symmetric product = {a.data(), a.data(), added.data(), c.data(), size, inner, row, column, column, row, 1, -3};
+    expect(pa_symmetric_product(&product, scratch.data(), threads) == 0, "a symmetric product");
+    return c;
+}
+
+void symmetric_products_agree(const std::string& isa) {
+    for (int64_t size : {0, 1, 8, 14, 33, 77})
+        for (int64_t inner : {0, 1, 40})
+            for (bool is_transposed : {false, true}) {
+                expect(pa_choose_isa(isa.c_str()) == 0, isa);
+                const auto ours = after_symmetric(size, inner, is_transposed, 3);
+                pa_choose_isa("portable");
+                pa_choose_isa("neon");
+                expect(ours == after_symmetric(size, inner, is_transposed, 1), isa + ": symmetric " + std::to_string(size));
+                for (int64_t i = 0; i < size * size; i++) expect(ours[i] == ours[i % size * size + i / size], "mirrored");
+            }
+    expect(pa_choose_isa(isa.c_str()) == 0, isa);
+}
+
 void wrong_arguments_are_refused() {
     Memory buffer(4, PA_FLOAT32), wide(4, PA_FLOAT64);
     pa_array arrays[] = {buffer.array(), wide.array()};
@@ -250,6 +277,7 @@ int main() {
         if (pa_choose_isa(isa) == 0) {
             every_function_agrees(isa);
             products_agree(isa);
+            symmetric_products_agree(isa);
             std::printf("%s agrees\n", isa);
             isas++;
         }

@@ -42,7 +42,7 @@ from polyaccel.ops.base import (
 from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.rounding import halves
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 VARIABLE = "POLYACCEL_NATIVE"
 """Environment variable: "off", or the instruction set to use instead of this processor's best one."""
 
@@ -82,6 +82,8 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "pa_dequantize": (c_int32, c_int64, c_int64, CArray, c_void_p, c_void_p, c_int32),
     "pa_products_scratch": (c_int64, c_void_p, c_int32),
     "pa_products": (c_int64, c_void_p, c_void_p, c_void_p, c_int32),
+    "pa_symmetric_scratch": (c_int64, c_int64, c_int32),
+    "pa_symmetric_product": (c_void_p, c_void_p, c_int32),
     "pa_linear_rows": (c_void_p, c_int32),
     "pa_grouped_rows": (c_void_p, c_int32),
     "pa_steps": (c_int64, c_void_p, c_int64, c_void_p, c_int32),
@@ -135,6 +137,7 @@ def native() -> Native:
         getattr(library, name).argtypes = arguments
     library.pa_isa.restype = c_char_p
     library.pa_products_scratch.restype = c_int64
+    library.pa_symmetric_scratch.restype = c_int64
     library.pa_update_shape.restype = CUpdateShape
     if wanted and library.pa_choose_isa(wanted.encode()):
         expected = f"one of off, {', '.join(_ISAS)}, as far as this processor has it"

@@ -9,7 +9,7 @@ MUON_STATES = ("momentum_buffer",)
 """The states of its matrices. All else has AdamW's."""
 _MOST_GRAM_STEPS = 6
 """Steps of an iteration on a Gram matrix, whose rounding errors grow with each."""
-_HALF = 0.75
+_HALF = 0.6
 """What a symmetric product takes of another one."""
 _OF_ADAM = ("embed", "lm_head")
 """Parts of names of matrices that AdamW updates."""

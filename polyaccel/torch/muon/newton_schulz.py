@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from polyaccel.engine.policies.muon import gains_by_gram
+from polyaccel.ops.torch.symmetric import symmetric_product
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the quintic: of all that keep singular values near 1, those with the largest slope at 0."""
 _EPS = 1e-7
-_BLOCK = 128
-"""Rows of the blocks of a symmetric product."""
 
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype, method: str = "gram") -> Tensor:
@@ -45,25 +44,25 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype, method: str 
 def _standard(x: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(steps):
-        gram = _symmetric(None, x, x.mT)
-        x = _product(x, _symmetric(gram, gram, gram, b, c), x, a)
+        gram = symmetric_product(None, x, x.mT)
+        x = _product(x, symmetric_product(gram, gram, gram, b, c), x, a)
     return x
 
 
 def _by_gram(x: Tensor, steps: int) -> Tensor:
     """See [Note: Gram iteration]."""
     a, b, c = COEFFICIENTS
-    gram, factor = _symmetric(None, x, x.mT), None
+    gram, factor = symmetric_product(None, x, x.mT), None
     for step in range(steps):
-        change = _symmetric(gram, gram, gram, b, c)
+        change = symmetric_product(gram, gram, gram, b, c)
         if factor is None:
             factor = change.clone()
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            factor = _symmetric(factor, change, factor, a)
+            factor = symmetric_product(factor, change, factor, a)
         if step + 1 < steps:
-            half = _symmetric(gram, change, gram, a)
-            gram = _symmetric(half, change, half, a)
+            half = symmetric_product(gram, change, gram, a)
+            gram = symmetric_product(half, change, half, a)
     return x if factor is None else factor @ x
 
 
@@ -72,24 +71,6 @@ def _product(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: flo
     if added.dim() == 2:
         return torch.addmm(added, left, right, beta=beta, alpha=alpha)
     return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
-
-
-def _symmetric(added: Tensor | None, left: Tensor, right: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """`beta * added + alpha * left @ right`, which is known to be symmetric. On the CPU, large ones are computed up to
-    the diagonal, in rows of blocks, and mirrored."""
-    size = left.size(-2)
-    if left.dim() > 2 or size < 2 * _BLOCK or left.device.type != "cpu":
-        return left @ right if added is None else _product(added, left, right, beta, alpha)
-    out = left.new_empty(size, size)
-    for first in range(0, size, _BLOCK):
-        rows, end = slice(first, first + _BLOCK), min(size, first + _BLOCK)
-        if added is None:
-            torch.mm(left[rows], right[:, :end], out=out[rows, :end])
-        else:
-            torch.addmm(added[rows, :end], left[rows], right[:, :end], beta=beta, alpha=alpha, out=out[rows, :end])
-        if first:
-            out[:first, rows].copy_(out[rows, :first].mT)
-    return out
 
 
 def update_dtype(device: torch.device, dtype: torch.dtype, chosen: str | None) -> torch.dtype:

@@ -138,13 +138,13 @@ class MuonOptimizer(SliceOptimizer):
         """Move the momentum of a run and decay its weights; return the weights, and what is to be orthogonalised."""
         master, gradient, _, states = shard.cut(run)
         momentum: Tensor = states[MUON_STATES[0]].raw
-        grad: Tensor = gradient.raw.to(momentum.dtype)
+        grad: Tensor = gradient.raw.to(momentum.dtype)  # nothing reads it again
         if grad_scale != 1.0:
-            grad = grad.mul_(grad_scale)  # nothing reads it again
+            grad.mul_(grad_scale)
         momentum.lerp_(grad, 1 - group["momentum"])
         weights: Tensor = master.raw
         weights.mul_(1 - group["lr"] * group["weight_decay"])
-        return weights, grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return weights, grad.lerp_(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _update_blocks(
         self, cut: tuple[str, ...], given: Sequence[tuple[ParamSpec, Tensor, Tensor]], group: Group
