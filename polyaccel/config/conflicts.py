@@ -112,14 +112,20 @@ def _replica_groups(config: Config) -> list[Problem]:
 
 
 def _travel(config: Config) -> list[Problem]:
-    """ZeRO++ is about sharded parameters."""
+    """ZeRO++ is about sharded parameters, in equal parts."""
     zero = config.zero_optimization
+    given = {
+        name: value
+        for name, field in ZeroConfig.model_fields.items()
+        if name.startswith(("zero_quantized", "zero_hpz")) and (value := getattr(zero, name)) != field.default
+    }
+    if given and config.mesh.capacity is not None:
+        expected = f"gives ranks unequal parts, and zero_optimization.{next(iter(given))} needs equal ones"
+        return [Problem("mesh.capacity", list(config.mesh.capacity), expected, "use one of the two")]
     return [
         Problem(f"zero_optimization.{name}", value, f"is for stage 3, not {zero.stage}", 'use "stage": 3')
-        for name, field in ZeroConfig.model_fields.items()
-        if name.startswith(("zero_quantized", "zero_hpz"))
-        and zero.stage != 3
-        and (value := getattr(zero, name)) != field.default
+        for name, value in given.items()
+        if zero.stage != 3
     ]
 
 

@@ -58,6 +58,7 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
     """What keeps `world_size` ranks from standing along the axes that `config` states."""
     problems = _pipe_problems(config)
     problems += _expert_problems(config, world_size)
+    problems += _capacity_problems(config, world_size)
     shared = list(shared_axes(config))
     ranks = prod(size for _, _, size in shared)
     product = " * ".join(key for _, key, _ in shared)
@@ -86,6 +87,14 @@ def _expert_problems(config: Config, world_size: int) -> list[Problem]:
     return [Problem(config.mesh_key("expert"), experts, expected, hint)]
 
 
+def _capacity_problems(config: Config, world_size: int) -> list[Problem]:
+    given = config.mesh.capacity
+    if given is None or len(given) == world_size:
+        return []
+    expected = f"should have {world_size} numbers, one for each rank"
+    return [Problem("mesh.capacity", list(given), expected, "give so many, or leave it out for equal parts")]
+
+
 def _pipe_problems(config: Config) -> list[Problem]:
     """Report what does not exist yet together with pipeline stages."""
     if config.mesh.pipe == 1:
@@ -93,4 +102,6 @@ def _pipe_problems(config: Config) -> list[Problem]:
     missing, problems = "does not exist yet together with pipeline stages", []
     if config.tensor_parallel.sequence_sharded:
         problems.append(Problem("tensor_parallel.sequence_sharded", True, missing, "leave it out"))
+    if config.mesh.capacity is not None:
+        problems.append(Problem("mesh.capacity", list(config.mesh.capacity), missing, "leave it out"))
     return problems

@@ -31,6 +31,9 @@ def native_problems(config: ResolvedConfig) -> Iterator[Problem]:
         expected = "native mode keeps no second copies"
         key, value = "zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size
         yield Problem(key, value, expected, 'leave it out, or use "views"')
+    if config.mesh.capacity is not None:
+        expected = "devices of native mode have equal parts"
+        yield Problem("mesh.capacity", list(config.mesh.capacity), expected, 'leave it out, or use "views"')
     if config.comms_logger.enabled:
         expected = "what JAX exchanges inside a program is not seen"
         yield Problem("comms_logger.enabled", True, expected, "use jax.profiler")

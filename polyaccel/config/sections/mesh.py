@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from polyaccel.config.section import CountInt, Int, Listed, PositiveInt, Section
+from polyaccel.config.section import CountInt, Int, Listed, PositiveFloat, PositiveInt, Section
 
 
 def _tuples(value: Any) -> Any:
@@ -31,6 +31,10 @@ class MeshConfig(Section):
     tensor: PositiveInt = 1
     """Ranks that share the weights of each layer, a divisor of all ranks; 1 cuts nothing. Micro-batches are then those
     of each group of so many ranks. Also spelled `tensor_parallel.autotp_size` and `tensor_parallel.tp.tp_size`."""
+    capacity: Listed[tuple[PositiveFloat, ...]] | None = None
+    """How much of gradients, masters and states each rank has at stages 1 to 3, in proportion: `[1, 0.5]` gives the
+    second of two ranks half of what the first has. One number for each rank; null: equal parts. Refused with ZeRO++,
+    pipelines and native execution of JAX."""
 
 
 class TensorParallelSizeConfig(Section):

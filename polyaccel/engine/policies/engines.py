@@ -72,7 +72,8 @@ def save_policy_of(config: ResolvedConfig) -> SavePolicy:
 
 def common_settings_of(config: ResolvedConfig) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks, as a tree; folders may differ."""
-    tree: dict[str, Any] = config.model_dump(mode="json", by_alias=True, include=_COMMON_SETTINGS)
+    common: dict[str, Any] = {**dict.fromkeys(_COMMON_SETTINGS, True), "mesh": {"capacity"}}
+    tree: dict[str, Any] = config.model_dump(mode="json", by_alias=True, include=common)
     for section in ("offload_param", "offload_optimizer"):
         offload = tree["zero_optimization"].get(section) or {}
         for key in ("nvme_path", "tier_options"):

@@ -56,7 +56,7 @@ def plan_for(
     the most elements that any rank holds of a parameter that is cut (`plan_layout`); parameters of different `parts`
     share no bucket where every pass reduces its gradients, those of different `updates` nowhere. `granules` has what
     the optimizer needs whole of parameters (`plan_layout`), where its states are sharded, and `costs` the work for each
-    element of those.
+    element of those. `mesh.capacity` counts where states are sharded; equal ones state nothing.
 
     Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
     enough of them to overlap and to keep few under way.
@@ -72,7 +72,9 @@ def plan_for(
         parts = {spec.fqn: f"{parts.get(spec.fqn, '')}/{updates.get(spec.fqn, '')}" for spec in specs}
     granules = granules if policy.optim is Placement.SHARDED else {}
     plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts)
-    plan = partial(plan, granules=granules, costs=costs)
+    stated = config.mesh.capacity or ()
+    capacities = stated if policy.optim is Placement.SHARDED and len(set(stated)) > 1 else ()
+    plan = partial(plan, granules=granules, costs=costs, capacities=capacities)
     if policy.params is not Placement.SHARDED:
         return plan()
     return plan(units=units(), persistent=persistent_params(config, numels))

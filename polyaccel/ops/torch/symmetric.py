@@ -1,7 +1,7 @@
 """Products of matrices that are known to be symmetric: computed up to the diagonal, and mirrored.
 
-On the host by csrc/products/symmetric.cpp, for float32. Elsewhere, and without it, by torch: in rows of blocks where that
-gains, which is on the host alone.
+On the host by csrc/products/symmetric.cpp, for float32. Elsewhere, and without it, by torch: in rows of blocks where
+that gains, which is on the host alone.
 """
 
 from __future__ import annotations

@@ -156,9 +156,9 @@ def plan_step(
     uneven = [bucket for bucket in layout.buckets if bucket.counts is not None]
     if uneven and traffic != UNQUANTIZED:
         raise ShardingError(
-            f"parameter {uneven[0].slots[0].param.fqn!r} stays whole on one rank, and ZeRO++ needs equal shards",
+            f"shards of {uneven[0].slots[0].param.fqn!r} differ in length, and ZeRO++ needs equal ones",
             hint="leave out zero_quantized_weights, zero_quantized_nontrainable_weights, zero_quantized_gradients and "
-            "zero_hpz_partition_size, or use an optimizer whose update is elementwise",
+            "zero_hpz_partition_size, or use an optimizer whose update is elementwise and no mesh.capacity",
             value=uneven[0].slots[0].param.fqn,
         )
     plans = [
