@@ -40,6 +40,7 @@ class MuonTransformation:
             "per_head_muon": (False, "is not available for JAX, whose functions state no heads"),
             "tp_mode": ("gathered", "is not available for JAX, where XLA exchanges what a matrix needs"),
         }
+        wrong["normuon_beta"] = (None, "is not available for JAX")
         found = [(key, what) for key, (only, what) in wrong.items() if params[key] != only]
         if found:
             given = [Problem(f"optimizer.params.{key}", params[key], what, "leave it out") for key, what in found]

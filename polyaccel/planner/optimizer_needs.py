@@ -12,7 +12,7 @@ from math import prod
 from polyaccel.config import ResolvedConfig
 from polyaccel.core.types import DType, ParamSpec
 from polyaccel.engine.policies.engines import native_optimizer_of
-from polyaccel.engine.policies.muon import MUON, MUON_STATES, element_cost, is_matrix
+from polyaccel.engine.policies.muon import MUON, element_cost, is_matrix, matrix_states
 from polyaccel.engine.policies.steps import step_policy
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.zero.plan.layout import ROW, WHOLE, Granule
@@ -52,11 +52,12 @@ class OptimizerNeeds:
             return cls(tuple(specs), (*names, *averages), {**types, **of_averages}, granules=granules)
         grouped = tuple(replace(one, group=_MATRICES if _is_muons(one) else _REST) for one in specs)
         matrices = [one for one in grouped if _is_muons(one)]
+        states = matrix_states(section.params["normuon_beta"])
         return cls(
             grouped,
-            (*MUON_STATES, *ASSUMED_STATES, *averages),
+            (*states, *ASSUMED_STATES, *averages),
             of_averages,
-            {_MATRICES: (*MUON_STATES, *averages), _REST: (*ASSUMED_STATES, *averages)},
+            {_MATRICES: (*states, *averages), _REST: (*ASSUMED_STATES, *averages)},
             {one.fqn: ROW if len(one.shape) == 3 and not one.cut else WHOLE for one in matrices},
             {one.fqn: element_cost(*_sides(one), section.params["ns_steps"]) for one in matrices},
         )

@@ -193,6 +193,9 @@ class MuonParams(Section):
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     """Scale of an update, as in torch.optim.Muon: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)),
     whose size is AdamW's."""
+    normuon_beta: Beta | None = None
+    """Scale the rows of an update by averages of their squares, with this decay, as NorMuon (Li et al. 2025, which has
+    0.95); the update keeps its size. null scales none. Refused for JAX, and where tensor ranks gather matrices."""
     tp_mode: Literal["gathered", "blockwise"] = "gathered"
     """Matrices that tensor ranks cut: gathered and orthogonalised whole, or each rank's block alone."""
     betas: Betas = (0.9, 0.95)

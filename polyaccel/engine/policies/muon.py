@@ -7,6 +7,8 @@ MUON = "Muon"
 """What a config calls it."""
 MUON_STATES = ("momentum_buffer",)
 """The states of its matrices. All else has AdamW's."""
+ROW_AVERAGE = "row_average"
+"""The state that matrices have too where their rows are scaled (`normuon_beta`): a row's number, in each element."""
 _MOST_GRAM_STEPS = 6
 """Steps of an iteration on a Gram matrix, whose rounding errors grow with each."""
 _HALF = 0.6
@@ -18,6 +20,11 @@ _OF_ADAM = ("embed", "lm_head")
 def is_matrix(fqn: str, dimensions: int) -> bool:
     """Whether Muon updates a parameter, where the model does not state it. The rule is DeepSpeed's."""
     return dimensions >= 2 and not any(part in fqn.lower() for part in _OF_ADAM)
+
+
+def matrix_states(normuon_beta: float | None) -> tuple[str, ...]:
+    """Return the states of matrices by the config's `normuon_beta`."""
+    return MUON_STATES if normuon_beta is None else (*MUON_STATES, ROW_AVERAGE)
 
 
 def gains_by_gram(wide: float, steps: int) -> bool:

@@ -15,7 +15,17 @@ from polyaccel.engine.policies.muon import MUON, is_matrix
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.muon.heads import head_rows_of
 
-_MUON_KEYS = ("lr", "momentum", "weight_decay", "nesterov", "ns_steps", "ns_method", "ns_dtype", "adjust_lr_fn")
+_MUON_KEYS = (
+    "lr",
+    "momentum",
+    "weight_decay",
+    "nesterov",
+    "ns_steps",
+    "ns_method",
+    "ns_dtype",
+    "adjust_lr_fn",
+    "normuon_beta",
+)
 _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 
 

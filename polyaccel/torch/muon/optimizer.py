@@ -14,11 +14,13 @@ from torch import Tensor
 
 from polyaccel.comm.base import Communicator
 from polyaccel.core.types import ParamSpec
-from polyaccel.engine.policies.muon import MUON, MUON_STATES, element_cost
+from polyaccel.engine.policies.muon import MUON, MUON_STATES, ROW_AVERAGE, element_cost, matrix_states
+from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.torch.muon.blocks import Along, TensorBlocks
 from polyaccel.torch.muon.matrices import Matrices, matrices_of, rule_of
 from polyaccel.torch.muon.newton_schulz import orthogonalize, update_dtype
+from polyaccel.torch.muon.normuon import scale_rows
 from polyaccel.zero.plan.layout import ROW, WHOLE, Granule
 from polyaccel.zero.update.optimizers import ElementwiseOptimizer, Group, Run, Shard, SliceOptimizer
 
@@ -30,12 +32,21 @@ _SMALL_NUMEL = 2**12
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """Matrices to orthogonalise, and where the result, times `rate`, is added: both views of equal length."""
+    """Matrices to orthogonalise, and where the result, times `rate`, is added: both views of equal length, and so are
+    the averages of rows, if rows are scaled."""
 
     shape: Matrices
     wanted: Tensor
     target: Tensor
     rate: float
+    averages: Tensor | None = None
+
+    def matrices(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield what is wanted, target and averages of each matrix."""
+        sides = -1, self.shape.rows, self.shape.columns
+        wanted, target = self.wanted.view(sides), self.target.view(sides)
+        averages = [None] * len(wanted) if self.averages is None else self.averages.view(sides)
+        yield from zip(wanted, target, averages, strict=True)
 
 
 class MuonOptimizer(SliceOptimizer):
@@ -66,18 +77,26 @@ class MuonOptimizer(SliceOptimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        return (*MUON_STATES, *self._adam.state_names)
+        scaled = [each for each in self._groups if each["use_muon"] and each.get("normuon_beta") is not None]
+        return (*matrix_states(scaled[0]["normuon_beta"] if scaled else None), *self._adam.state_names)
 
     @property
     def group_states(self) -> dict[int, tuple[str, ...]]:
         return {
-            at: MUON_STATES if group["use_muon"] else self._adam.state_names for at, group in enumerate(self._groups)
+            at: matrix_states(group.get("normuon_beta")) if group["use_muon"] else self._adam.state_names
+            for at, group in enumerate(self._groups)
         }
 
     def granules(self, params: Sequence[ParamSpec]) -> Mapping[str, Granule]:
-        """Return the matrices that shards must not cut. Collective where ranks have blocks of parameters."""
+        """Return the matrices that shards must not cut. Collective where ranks have blocks of parameters. Raises
+        ConfigError where rows are scaled and ranks gather matrices."""
         matrices = [each for each in params if each.trainable and self._groups[each.group]["use_muon"]]
         self._blocks = TensorBlocks([] if self._blockwise else matrices, self._heads, self._along)
+        if self._blocks.names and ROW_AVERAGE in self.state_names:
+            beta = next(each["normuon_beta"] for each in self._groups if each.get("normuon_beta") is not None)
+            expected = f"needs whole rows, and tensor ranks have blocks of {min(self._blocks.names)}"
+            hint = 'leave it out, or set "tp_mode": "blockwise"'
+            raise ConfigError([Problem("optimizer.params.normuon_beta", beta, expected, hint)])
         return {each.fqn: self._granule(each) for each in matrices}
 
     def costs(self, params: Sequence[ParamSpec]) -> Mapping[str, int]:
@@ -118,7 +137,7 @@ class MuonOptimizer(SliceOptimizer):
         here: list[_Update] = []
         gathered: list[tuple[ParamSpec, Tensor, Tensor]] = []
         for run in shard.runs:
-            master, wanted = self._begin(shard, run, group, grad_scale)
+            master, wanted, averages = self._begin(shard, run, group, grad_scale)
             for piece in shard.slices:
                 if not run.offset <= piece.shard_offset < run.offset + run.numel:
                     continue
@@ -129,13 +148,15 @@ class MuonOptimizer(SliceOptimizer):
                     continue
                 shape = matrices_of(spec.shape, self._heads.get(spec.fqn, 0))
                 rate = -group["lr"] * shape.scale(rule_of(group))
-                here.append(_Update(shape, wanted[window], master[window], rate))
+                own = None if averages is None else averages[window]
+                here.append(_Update(shape, wanted[window], master[window], rate, own))
         if gathered:
             self._update_blocks(shard.bucket.kind.cut, gathered, group)
         self._update_matrices(here, group)
 
-    def _begin(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> tuple[Tensor, Tensor]:
-        """Move the momentum of a run and decay its weights; return the weights, and what is to be orthogonalised."""
+    def _begin(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Move the momentum of a run and decay its weights; return the weights, what is to be orthogonalised, and the
+        averages of rows if there are any."""
         master, gradient, _, states = shard.cut(run)
         momentum: Tensor = states[MUON_STATES[0]].raw
         grad: Tensor = gradient.raw.to(momentum.dtype)  # nothing reads it again
@@ -144,7 +165,8 @@ class MuonOptimizer(SliceOptimizer):
         momentum.lerp_(grad, 1 - group["momentum"])
         weights: Tensor = master.raw
         weights.mul_(1 - group["lr"] * group["weight_decay"])
-        return weights, grad.lerp_(momentum, group["momentum"]) if group["nesterov"] else momentum
+        averages = states[ROW_AVERAGE].raw if ROW_AVERAGE in states else None
+        return weights, grad.lerp_(momentum, group["momentum"]) if group["nesterov"] else momentum, averages
 
     def _update_blocks(
         self, cut: tuple[str, ...], given: Sequence[tuple[ParamSpec, Tensor, Tensor]], group: Group
@@ -170,25 +192,30 @@ class MuonOptimizer(SliceOptimizer):
 
     def _update_matrices(self, updates: Sequence[_Update], group: Group) -> None:
         """Add the orthogonalised matrices to their targets, those of one shape in batches."""
-        by_shape: dict[tuple[int, int, float], list[tuple[Tensor, Tensor]]] = {}
+        by_shape: dict[tuple[int, int, float], list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         for each in updates:
-            sides = each.shape.rows, each.shape.columns
-            found = zip(each.wanted.view(-1, *sides), each.target.view(-1, *sides), strict=True)
-            by_shape.setdefault((*sides, each.rate), []).extend(found)
-        for (rows, columns, rate), pairs in by_shape.items():
+            by_shape.setdefault((each.shape.rows, each.shape.columns, each.rate), []).extend(each.matrices())
+        for (rows, columns, rate), members in by_shape.items():
             numel = max(1, rows * columns)
             if self._device.type == "cpu" and numel > _SMALL_NUMEL:
-                for wanted, target in pairs:
-                    change = self._orthogonalized(wanted, group)
-                    target.add_(change.to(target.device, target.dtype), alpha=rate)
+                for wanted, target, averages in members:
+                    _add(target, self._orthogonalized(wanted, group), averages, rate, group)
                 continue
             most = max(1, _BATCH_NUMEL // numel)
-            for first in range(0, len(pairs), most):
-                part = pairs[first : first + most]
-                changes = self._orthogonalized(torch.stack([wanted for wanted, _ in part]), group)
-                for (_, target), change in zip(part, changes, strict=True):
-                    target.add_(change.to(target.device, target.dtype), alpha=rate)
+            for first in range(0, len(members), most):
+                part = members[first : first + most]
+                changes = self._orthogonalized(torch.stack([wanted for wanted, _, _ in part]), group)
+                for (_, target, averages), change in zip(part, changes, strict=True):
+                    _add(target, change, averages, rate, group)
 
     def _orthogonalized(self, matrices: Tensor, group: Group) -> Tensor:
         dtype = update_dtype(self._device, matrices.dtype, group.get("ns_dtype"))
         return orthogonalize(matrices.to(self._device), group["ns_steps"], dtype, group["ns_method"])
+
+
+def _add(target: Tensor, change: Tensor, averages: Tensor | None, rate: float, group: Group) -> None:
+    """Add an orthogonalised matrix to its target, with scaled rows where there are averages of rows."""
+    change = change.to(target.device, target.dtype)
+    if averages is not None:
+        change = scale_rows(change, averages, group["normuon_beta"])
+    target.add_(change, alpha=rate)

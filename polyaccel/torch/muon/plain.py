@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from polyaccel.engine.policies.muon import ROW_AVERAGE
 from polyaccel.torch.muon.groups import MuonGroups
 from polyaccel.torch.muon.matrices import matrices_of, rule_of
 from polyaccel.torch.muon.newton_schulz import orthogonalize, update_dtype
+from polyaccel.torch.muon.normuon import scale_rows
 
 
 class Muon(torch.optim.Optimizer):
@@ -50,6 +52,10 @@ class Muon(torch.optim.Optimizer):
         dtype = update_dtype(wanted.device, wanted.dtype, group.get("ns_dtype"))
         each = wanted.reshape(own.count, own.rows, own.columns)
         update = orthogonalize(each, group["ns_steps"], dtype, group["ns_method"])
+        if (beta := group.get("normuon_beta")) is not None:
+            if ROW_AVERAGE not in state:
+                state[ROW_AVERAGE] = torch.zeros_like(parameter)
+            update = scale_rows(update, state[ROW_AVERAGE].view_as(each), beta)
         scale = own.scale(rule_of(group))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update.reshape(parameter.shape).to(parameter.dtype), alpha=-group["lr"] * scale)
