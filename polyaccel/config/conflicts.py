@@ -117,11 +117,17 @@ def _travel(config: Config) -> list[Problem]:
     given = {
         name: value
         for name, field in ZeroConfig.model_fields.items()
-        if name.startswith(("zero_quantized", "zero_hpz")) and (value := getattr(zero, name)) != field.default
+        if name.startswith(("zero_quantized", "zero_hpz", "zeropp")) and (value := getattr(zero, name)) != field.default
     }
     if given and config.mesh.capacity is not None:
         expected = f"gives ranks unequal parts, and zero_optimization.{next(iter(given))} needs equal ones"
         return [Problem("mesh.capacity", list(config.mesh.capacity), expected, "use one of the two")]
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        key, hint = "zero_optimization.zeropp_loco_param", "set zero_optimization.zero_quantized_gradients"
+        return [Problem(key, True, "is about gradients in codes, and they are not", hint)]
+    if zero.zeropp_loco_param is not None and config.checkpoint.in_memory_section is not None:
+        expected = "saves after each step, when errors of zero_optimization.zeropp_loco_param begin at zero"
+        return [Problem("checkpoint.in_memory", True, expected, "use one of the two")]
     return [
         Problem(f"zero_optimization.{name}", value, f"is for stage 3, not {zero.stage}", 'use "stage": 3')
         for name, value in given.items()

@@ -18,7 +18,6 @@ DROP_IN_KEYS = (
     *("amp", "graph_harvesting", "nebula"),
     "quantize_training",
     *("zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather"),
-    "zero_optimization.zeropp_loco_param",
 )
 """Keys that the drop-in refuses and the core does not know: their hint names the drop-in, not a key that is similar."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.groups import forget_mesh, set_mesh
+from polyaccel.comm.wrappers.error_feedback import ErrorFeedback
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.core.mesh import Mesh
 from polyaccel.zero.plan.layout import ShardLayout
@@ -78,11 +79,21 @@ def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> Sh
         if near is not None:
             near.barrier()  # every rank has joined before any may leave
 
+    feedback = None
+    if (errors := traffic.feedback) is not None:
+        feedback = ErrorFeedback(
+            communicator.accelerator, beta=errors.beta, reset_every=errors.reset_every, block_numel=BLOCK_NUMEL
+        )
+
     def quantised(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
         if gather_bits is None and reduce_bits is None:
             return communicator
         return QuantizedCommunicator(
-            communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
+            communicator,
+            gather_bits=gather_bits,
+            reduce_bits=reduce_bits,
+            block_numel=BLOCK_NUMEL,
+            feedback=None if reduce_bits is None else feedback,
         )
 
     return ShardGroups(
@@ -90,5 +101,6 @@ def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> Sh
         trained=quantised(traffic.trained_bits, None),
         frozen=quantised(traffic.frozen_bits, None),
         gradients=quantised(None, traffic.gradient_bits),
+        forget_errors=None if feedback is None else feedback.forget,
         hpz_group=near,
     )

@@ -91,8 +91,11 @@ class EngineBuilder(MeshGroups):
             replica_group=self.replica_group,
         )
 
-    def attend_outer_steps(self, engine: Engine) -> None:
-        """Let the weights of replica groups meet, where there are some. Collective over all groups."""
+    def attend_exchanges(self, engine: Engine) -> None:
+        """Let the weights of replica groups meet, where there are some, and errors of quantised gradients follow the
+        loss scale. Collective over all groups."""
+        if isinstance(engine.zero, ZeroEngine) and engine.zero.plan.traffic.feedback is not None:
+            engine.after_update.append(_ErrorsFollowScale(engine))
         group, policy = self.replica_group, self.step_policy.outer
         if group is not None and policy is not None and isinstance(engine.zero, ZeroEngine):
             outer = OuterStep(engine.zero, group, policy, lambda: engine.counters.global_steps)
@@ -221,6 +224,20 @@ class EngineBuilder(MeshGroups):
         """The storage that `checkpoint.storage` names, at `location`."""
         name, options = self.config.checkpoint.storage_plugin
         return open_storage(name, location, options)
+
+
+class _ErrorsFollowScale:
+    """Lets errors of quantised gradients begin at zero when the loss scale changes, of which they are multiples."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scale = engine.loss_scaler.loss_scale
+
+    def __call__(self, applied: bool) -> None:
+        del applied
+        if (scale := self._engine.loss_scaler.loss_scale) != self._scale and isinstance(self._engine.zero, ZeroEngine):
+            self._scale = scale
+            self._engine.zero.forget_errors()
 
 
 def build(

@@ -120,7 +120,7 @@ def initialize(
         begun.resume(engine)
     if run is not None:
         record_engine(run, engine)
-    runtime.attend_outer_steps(engine)
+    runtime.attend_exchanges(engine)
     return engine
 
 

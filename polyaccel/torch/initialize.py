@@ -140,7 +140,7 @@ def initialize(
     _attend_step_inputs(runtime, model, engine, is_verified=run is not None)
     _attend_token_drop(runtime, model, engine, is_verified=run is not None)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
-    runtime.attend_outer_steps(engine)
+    runtime.attend_exchanges(engine)
     if training_data is not None:
         engine.training_dataloader = loader_of(engine, training_data, collate_fn)
     if run is not None:

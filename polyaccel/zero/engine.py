@@ -149,6 +149,10 @@ class ZeroEngine:
                 hint="leave the block of engine.averaged_weights() first",
             )
 
+    def forget_errors(self) -> None:
+        """Let errors of quantised gradients begin at zero: gradients have another scale, or were not finite."""
+        self._communicators.forget_errors()
+
     def discard_gradients(self) -> None:
         """Forget all gradients, reduced or not, and the pass that they come from if it did not end."""
         self.reducer.discard()
@@ -193,6 +197,7 @@ class ZeroEngine:
         if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
             self._states.forget_fetched()
             self.discard_gradients()
+            self.forget_errors()
             return StepResult(False, norm.norm, norm.norm, norm.first_nonfinite_param)
         result = self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
         if self.noise is None:
@@ -243,6 +248,9 @@ class ZeroEngine:
                     yield slot, name, piece.start, state.view(piece.shard_offset, piece.length)
 
     def _settle(self) -> None:
+        """Bring states to where a checkpoint has them. Errors of quantised gradients are in none: a run that is saved
+        begins with none, as the resumed one does."""
+        self.forget_errors()
         for call in self.before_states_move:
             call()
 

@@ -4,7 +4,7 @@ place."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -34,6 +34,8 @@ class ShardGroups:
     frozen: Communicator
     gradients: Communicator
     hpz_group: Communicator | None = None
+    forget_errors: Callable[[], None] | None = None
+    """Lets errors of quantised gradients begin at zero; None where none are kept."""
 
     @classmethod
     def plain(cls, communicator: Communicator) -> ShardGroups:
@@ -80,6 +82,12 @@ class Communicators:
                 "no parameters are gathered, for they are persistent or in memory that the ranks share: "
                 "zero_quantized_weights, zero_quantized_nontrainable_weights and zero_hpz_partition_size change nothing"
             )
+
+    def forget_errors(self) -> None:
+        """Let errors of quantised gradients begin at zero."""
+        for group in self.groups.values():
+            if group.forget_errors is not None:
+                group.forget_errors()
 
     def close(self) -> None:
         """Leave the groups of near ranks, which belong to this step alone."""

@@ -18,7 +18,6 @@ REMOVED = {
     "quantize_training": "quantisation together with compression_training.weight_quantization",
     "zero_optimization.mics_shard_size": "MiCS",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS",
-    "zero_optimization.zeropp_loco_param": "LoCo",
 }
 """The features of the removed keys."""
 _HINTS = {"amp": "use bf16, fp16 or torch_autocast"}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-LOCO = "gradients are quantised without an error that is carried on"
 SUPER_OFFLOAD = "offload_optimizer updates on the host, without SuperOffload's overlap"
 ZENFLOW = "offload_optimizer updates on the host, without ZenFlow's choice of gradients"
 
-TO_COME = (*(LOCO, SUPER_OFFLOAD, ZENFLOW),)
+TO_COME = (SUPER_OFFLOAD, ZENFLOW)
 """All of them. A feature that exists takes its reason away; none is added."""

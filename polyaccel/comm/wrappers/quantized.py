@@ -17,6 +17,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import UNEVEN_PARTS, Collective, Operation, ended
 from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import CombinedWork, Work
+from polyaccel.comm.wrappers.error_feedback import ErrorFeedback
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.core.buffer import Buffer
 from polyaccel.core.types import DType, ReduceOp
@@ -31,13 +32,20 @@ _ADDING = (ReduceOp.SUM, ReduceOp.AVG)
 class QuantizedCommunicator(WrappedCommunicator):
     """`inner` whose collectives on floating buffers send codes: all-gathers of `gather_bits` and sums and averages by
     reduce-scatter of `reduce_bits` an element (None: as they are), with a float32 scale for every `block_numel`
-    elements. Everything else is `inner`'s. See [Note: Quantised collective semantics].
+    elements. Everything else is `inner`'s. `feedback` keeps what the codes of reductions leave out. See
+    [Note: Quantised collective semantics].
     """
 
     native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
 
     def __init__(
-        self, inner: Communicator, *, gather_bits: Bits | None, reduce_bits: Bits | None, block_numel: int
+        self,
+        inner: Communicator,
+        *,
+        gather_bits: Bits | None,
+        reduce_bits: Bits | None,
+        block_numel: int,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         if block_numel < 2 or block_numel % 2:
             raise ShardingError(f"blocks of {block_numel} elements", hint="use an even number", value=block_numel)
@@ -47,6 +55,7 @@ class QuantizedCommunicator(WrappedCommunicator):
         self._gather_bits = gather_bits
         self._reduce_bits = reduce_bits
         self._block_numel = block_numel
+        self._feedback = feedback
         self._scratch = ScratchPool(inner.accelerator)
 
     def start(self, collective: Collective) -> Work:
@@ -80,8 +89,12 @@ class QuantizedCommunicator(WrappedCommunicator):
 
     def _reduce_scatter(self, collective: Collective, out: Buffer, source: Buffer, bits: Bits) -> Work:
         outgoing, incoming = (_Coded(self, bits, out.numel) for _ in range(2))
-        for rank in range(self.world_size):
-            outgoing.quantize(source.view(rank * out.numel, out.numel), rank)
+        parts = [source.view(rank * out.numel, out.numel) for rank in range(self.world_size)]
+        if self._feedback is None:
+            for rank, part in enumerate(parts):
+                outgoing.quantize(part, rank)
+        else:
+            self._quantize_with_errors(parts, outgoing, collective.bucket, self._feedback)
         works = [
             self.inner.all_to_all(
                 arrived, sent, async_op=collective.async_op, label=collective.label, bucket=collective.bucket
@@ -95,6 +108,24 @@ class QuantizedCommunicator(WrappedCommunicator):
             incoming.give_back()
 
         return CombinedWork(works, finish)
+
+    def _quantize_with_errors(
+        self, parts: Sequence[Buffer], outgoing: _Coded, bucket: int | None, feedback: ErrorFeedback
+    ) -> None:
+        """Code each part and its error before, and keep the error of that."""
+        numel = parts[0].numel
+        blocks = [self._scratch.take(numel, DType.FLOAT32) for _ in range(2)]
+        wanted, sent = (block.view(0, numel) for block in blocks)
+        feedback.begin(bucket, numel, len(parts))
+        for rank, part in enumerate(parts):
+            wanted.copy_from(part)
+            feedback.add_to(wanted, sent, bucket, rank)
+            outgoing.quantize(wanted, rank)
+            outgoing.dequantize(sent, rank)
+            feedback.keep(wanted, sent, bucket, rank)
+        feedback.end(bucket, numel)
+        for block in blocks:
+            self._scratch.give_back(block)
 
     def _add(self, coded: _Coded, out: Buffer, op: ReduceOp) -> None:
         kernels = self.accelerator.kernels()
@@ -116,7 +147,7 @@ class QuantizedCommunicator(WrappedCommunicator):
             return None
         return QuantizedCommunicator(
             part, gather_bits=self._gather_bits, reduce_bits=self._reduce_bits, block_numel=self._block_numel
-        )
+        )  # whose buckets have no errors yet
 
 
 class _Coded:

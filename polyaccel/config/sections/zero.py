@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,15 @@ class LeafModuleConfig(Section):
     """Modules, by full name in the model, for example `model.layers.0.mlp`."""
     name_suffixes: Listed[tuple[str, ...]] = ()
     """Modules, by the end of their full name, for example `mlp`."""
+
+
+class LoCoConfig(Section):
+    """Errors of quantised gradients that are added to the next ones (LoCo, Xie et al. 2024)."""
+
+    err_beta: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    """What is kept of an error in a reduction; the rest is what this reduction leaves out."""
+    reset_T: PositiveInt = 1024  # noqa: N815 - DeepSpeed's spelling
+    """Reductions of a bucket after which its errors begin at zero."""
 
 
 class ZeroConfig(Section):
@@ -113,6 +122,8 @@ class ZeroConfig(Section):
     zero_quantized_nontrainable_weights: bool = False
     """Stage 3, ZeRO++: gather frozen parameters as 8-bit integers (`zero_quantized_weights` does so too). Each rank's
     slice stays as it is, so checkpoints lose nothing and memory is not saved."""
+    zeropp_loco_param: LoCoConfig | None = None
+    """Add what `zero_quantized_gradients` leaves out of gradients to the next ones (LoCo); null does not."""
     zero_quantized_gradients: bool = False
     """Stage 3, ZeRO++ qgZ: send gradients as 4-bit integers, with a scale for every 256, and add them in float32. Also
     on a single host, where DeepSpeed does not."""

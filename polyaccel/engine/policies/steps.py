@@ -23,6 +23,7 @@ from polyaccel.zero.plan.layout import Granule, ShardLayout, plan_layout
 from polyaccel.zero.plan.placement import Offload, Place, first_shards, offloaded_buckets
 from polyaccel.zero.plan.policy import (
     UNQUANTIZED,
+    FeedbackPolicy,
     GatherPolicy,
     OuterPolicy,
     Placement,
@@ -159,10 +160,12 @@ def traffic_policy_of(config: ResolvedConfig) -> TrafficPolicy:
     zero = config.zero_optimization
     if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
         return UNQUANTIZED
+    errors = zero.zeropp_loco_param
     return TrafficPolicy(
         trained_bits=8 if zero.zero_quantized_weights else None,
         frozen_bits=8 if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights else None,
         gradient_bits=4 if zero.zero_quantized_gradients else None,
+        feedback=None if errors is None else FeedbackPolicy(errors.err_beta, errors.reset_T),
         near_ranks=zero.zero_hpz_partition_size,
     )
 

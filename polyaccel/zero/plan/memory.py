@@ -263,6 +263,8 @@ def _codes_nbytes(plan: StepPlan) -> int:
     parts = 0
     if traffic.gradient_bits is not None:
         parts = 2 * max((each.bucket.max_shard_numel for each in plan.trained), default=0) * DType.FLOAT32.itemsize
+    if traffic.feedback is not None:
+        parts += sum(whole(each, 8) for each in plan.trained)  # the errors that wait for the next gradients
     return most + ahead + sum(gradients[: plan.policy.reduction.most_in_flight]) + parts
 
 

@@ -192,6 +192,15 @@ _SCALE_NBYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class FeedbackPolicy:
+    """Errors of quantised gradients, added to the next ones (LoCo): `beta` is what is kept of an error in a reduction,
+    and after `reset_every` reductions of a bucket they begin at zero."""
+
+    beta: float
+    reset_every: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrafficPolicy:
     """How sharded parameters and gradients travel between ranks (ZeRO++, Wang et al. 2023).
 
@@ -204,6 +213,8 @@ class TrafficPolicy:
     frozen_bits: Bits | None = None
     gradient_bits: Bits | None = None
     near_ranks: int = 1
+    feedback: FeedbackPolicy | None = None
+    """How what the codes of gradients leave out is carried on; None: it is lost."""
 
     def gathered_bits(self, *, trainable: bool) -> Bits | None:
         """Bits an element of a bucket that is gathered for a pass."""

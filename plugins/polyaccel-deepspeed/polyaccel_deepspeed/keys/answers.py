@@ -53,7 +53,6 @@ TRANSLATED = {
 ABSENT_FEATURES: dict[str, str] = {
     "weight_quantization": 'init_inference(dtype="int8") holds weights in few bits',
     "zero_optimization.zenflow": to_come.ZENFLOW,
-    "zero_optimization.zeropp_loco_param": to_come.LOCO,
 }
 """Keys whose feature is not here, with what is below them, and why they are refused. This list only shrinks."""
 _TABLES = {"bfloat16.": "bf16.", "tensor_parallel.tensor_parallel.": "tensor_parallel.tp."}
