@@ -212,7 +212,7 @@ def mpi_pool() -> Iterator[Callable[..., MpiRankPool]]:
     pools: dict[tuple[int, HostArrays], MpiRankPool] = {}
 
     def pool(world_size: int, memory: HostArrays = "torch") -> MpiRankPool:
-        return pools.setdefault((world_size, memory), MpiRankPool(world_size, memory=memory))
+        return pools.setdefault((world_size, memory), MpiRankPool(world_size, comm_timeout_s=120.0, memory=memory))
 
     yield pool
     for one in pools.values():

@@ -27,7 +27,7 @@ from polyaccel.errors import InvariantError, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.ranks.worker import work_for_pool
 
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 0.2
 _END_TIMEOUT_S = 10.0
 

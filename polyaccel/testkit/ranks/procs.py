@@ -29,7 +29,7 @@ from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.job.ports import free_port
 from polyaccel.testkit.ranks.worker import SHOW_STACK, Doing, Task, work_for_pool
 
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 120.0
 _GRACE_S = 2.0
 _END_TIMEOUT_S = 20.0  # from the end of a worker's pipe until the fork server sends its exit code
 _STACK_TIMEOUT_S = 1.0

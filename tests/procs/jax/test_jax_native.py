@@ -362,7 +362,7 @@ def late_here(communicator):
 
 
 def test_processes_that_meet_too_late_are_told_so():
-    with RankPool(2) as pool:
+    with RankPool(2, comm_timeout_s=PATIENCE_S) as pool:
         assert pool.run(late_here, timeout_s=PATIENCE_S) == [True, True]
 
 

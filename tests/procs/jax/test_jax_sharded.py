@@ -121,7 +121,7 @@ def lose_a_rank(communicator):
 
 
 def test_a_failed_collective_ends_the_step_on_every_rank():
-    with RankPool(2) as pool:
+    with RankPool(2, comm_timeout_s=PATIENCE_S) as pool:
         survivor, culprit = pool.run(lose_a_rank, timeout_s=PATIENCE_S)
     assert culprit == "the cable was pulled"
     assert survivor not in ("nothing", culprit)
