@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dropin_mixtures import batch, built
 from polyaccel_deepspeed.exchange.experts import owners
 from polyaccel_deepspeed.exchange.exporting import write
 from polyaccel_deepspeed.exchange.importing import read
+from safetensors.torch import load_file
 from torch import nn
 
 from polyaccel.checkpoint import open_checkpoint
@@ -129,13 +131,7 @@ def test_state_dicts_of_single_experts_are_loaded() -> None:
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.normal_()
-    theirs: dict[str, torch.Tensor] = {}
-    for name, value in source.state_dict().items():
-        prefix, _, last = name.rpartition(".")
-        single = {} if not prefix.endswith(".experts") else {
-            f"{prefix}.deepspeed_experts.{number}.{last.replace('_', '.')}": each for number, each in enumerate(value)
-        }  # fmt: skip
-        theirs |= single or {name: value}
+    theirs = source.state_dict()
     assert "deepspeed_moe.experts.deepspeed_experts.2.1.bias" in theirs
     model.load_state_dict(theirs)
     assert all(torch.equal(value, source.state_dict()[name]) for name, value in model.state_dict().items())
@@ -153,3 +149,53 @@ def test_state_dicts_of_single_experts_are_loaded() -> None:
     with pytest.raises(CheckpointError):
         engine.load_module_state_dict(theirs)
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_dicts_have_single_experts(stage: int, tmp_path: Path) -> None:
+    """Under DeepSpeed's names, of a layer by itself, of an engine whose ranks share experts, and in its file."""
+    torch.manual_seed(5)
+    models = [_residual_layer()]
+    models.append(deepcopy(models[0]))
+    source = {name: value.clone() for name, value in models[0].state_dict().items()}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+
+    def save(communicator: Communicator) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+        model = models[communicator.rank]
+        engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        engine.save_16bit_model(str(tmp_path), "model.bin")
+        engine.save_16bit_model(str(tmp_path), "model.safetensors")
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        found = engine.module_state_dict(), own, engine._zero3_consolidated_16bit_state_dict()
+        engine.destroy()
+        return found
+
+    (whole, first, consolidated), (_, second, nothing) = run_threads(2, save)
+    assert nothing is None
+    names = {name for name in source if ".experts." in name}
+    assert names == {
+        f"deepspeed_moe.experts.deepspeed_experts.{number}.{layer}.{kind}"
+        for number in (0, 1)
+        for layer in (0, 1)
+        for kind in ("weight", "bias")
+    }
+    files = torch.load(tmp_path / "model.bin"), load_file(tmp_path / "model.safetensors")
+    for state in (whole, consolidated, *files):
+        assert state.keys() == source.keys()
+        assert all(torch.equal(value, source[name]) for name, value in state.items())
+    for rank, state in enumerate((first, second)):  # of one of two experts, whose number there is 0
+        assert {name for name in state if ".experts." in name} == {name for name in names if "_experts.0." in name}
+        for name in (name for name in state if ".experts." in name):
+            assert torch.equal(state[name], source[name.replace("_experts.0.", f"_experts.{rank}.")])
+    plain = _residual_layer()
+    plain.load_state_dict(files[0])
+    assert all(torch.equal(value, source[name]) for name, value in plain.state_dict().items())
+
+
+def _residual_layer() -> MoE:
+    expert = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    return MoE(4, expert, num_experts=2, ep_size=2, use_residual=True)

@@ -33,6 +33,7 @@ from polyaccel_deepspeed.engine.unmanaged import CallerAccumulates
 from polyaccel_deepspeed.engine.wrappers import wrap
 from polyaccel_deepspeed.exchange.experts import with_stacks
 from polyaccel_deepspeed.exchange.loading import universal_as_ours
+from polyaccel_deepspeed.experts.layer import single_names, stacks_in_state_dicts, with_single_experts
 from polyaccel_deepspeed.recovery import has_saves, write_recovery_script
 
 log = getLogger("polyaccel.deepspeed")
@@ -133,6 +134,16 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         entries = self._entries_of_writer(exclude_frozen=exclude_frozen_parameters)
         return entries if self.communicator.rank == 0 else None
 
+    def _entries_of_writer(self, *, exclude_frozen: bool) -> dict[str, Any]:
+        """As that of `TorchEngine`, with single experts."""
+        names = self._single_names()
+        with stacks_in_state_dicts():
+            return with_single_experts(super()._entries_of_writer(exclude_frozen=exclude_frozen), names)
+
+    def _single_names(self) -> dict[str, tuple[str, str]]:
+        """`single_names` of the whole model. Collective."""
+        return single_names(self.adapter.module)
+
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
@@ -147,7 +158,9 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """As `TorchEngine.module_state_dict`, added to `destination` under names that begin with `prefix`."""
-        whole = super().module_state_dict(exclude_frozen_parameters)
+        names = self._single_names()
+        with stacks_in_state_dicts():
+            whole = with_single_experts(super().module_state_dict(exclude_frozen_parameters), names)
         found = {} if destination is None else destination
         found.update({f"{prefix}{name}": value for name, value in whole.items()})
         return found
@@ -165,9 +178,10 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         `custom_load_fn(src=, dst=)` may write into a copy of the module."""
         state = checkpoint.get("module")
         state = state if isinstance(state, Mapping) else checkpoint
-        if loading := CustomLoading.prepare(custom_load_fn, self.adapter, self.zero):
-            self.adapter.adopt_changes()
-            state = loading.state_dict(self.adapter, state)
+        with stacks_in_state_dicts():
+            if loading := CustomLoading.prepare(custom_load_fn, self.adapter, self.zero):
+                self.adapter.adopt_changes()
+                state = loading.state_dict(self.adapter, state)
         super().load_module_state_dict(with_stacks(state), strict)
 
     # Data.
@@ -293,7 +307,8 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
             if self.communicator.rank == 0:
                 log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
             return None, None
-        return super().load_checkpoint(load_dir, tag, **options)
+        with stacks_in_state_dicts():
+            return super().load_checkpoint(load_dir, tag, **options)
 
     def _is_there(self, load_dir: str, tag: str | None) -> bool:
         """Whether rank 0 sees anything of the checkpoint, whole or not. Collective.

@@ -6,6 +6,9 @@ layers becomes the axis `expert` of the mesh. What a layer computes does not dep
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
@@ -17,6 +20,39 @@ from polyaccel.torch.experts.layer import StackedExperts
 from polyaccel_deepspeed.experts.gates import TopKGate
 
 _POLICIES = (None, "None", "Jitter", "RSample")
+_keeps_stacks = ContextVar("keeps_stacks", default=False)
+
+
+@contextmanager
+def stacks_in_state_dicts() -> Iterator[None]:
+    """State dicts meanwhile have the stacks of experts, as the engine that gathers them needs."""
+    token = _keeps_stacks.set(True)
+    try:
+        yield
+    finally:
+        _keeps_stacks.reset(token)
+
+
+def single_names(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """What stands before and behind an expert's number in DeepSpeed's names, by the name of each stack in `model`."""
+    return {
+        f"{prefix}.{own}".removeprefix("."): (f"{prefix}.deepspeed_experts.".removeprefix("."), f".{name}")
+        for prefix, part in model.named_modules(remove_duplicate=False)
+        if isinstance(part, Experts)
+        for name, own in part.names.items()
+    }
+
+
+def with_single_experts(state: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """`state` with views of each stack under the names of its experts."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if name in names:
+            before, behind = names[name]
+            found |= {f"{before}{number}{behind}": each for number, each in enumerate(value.unbind())}
+        else:
+            found[name] = value
+    return found
 
 
 class Experts(StackedExperts):
@@ -32,6 +68,14 @@ class Experts(StackedExperts):
     def num_local_experts(self) -> int:
         """The experts of this rank."""
         return self.num_experts
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Under DeepSpeed's names, as views of the stacks; the stacks themselves with `keep_vars`."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars and not _keeps_stacks.get():
+            for name, own in self.names.items():
+                for number, value in enumerate(destination.pop(f"{prefix}{own}").unbind()):
+                    destination[f"{prefix}deepspeed_experts.{number}.{name}"] = value
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also from the names of DeepSpeed, where each expert has its own."""

@@ -45,6 +45,9 @@ TRANSLATED = {
     "tensor_parallel.partition_config.layer_specs[].model_types": "specs of other types of models are left out",
     "zero_optimization.mics_hierarchical_params_gather": "no effect: gathers are by host",
     "zero_optimization.mics_shard_size": "= zero_optimization.zero_hpz_partition_size; all ranks share states",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        "false too: save_model and save_16bit_model write the whole model, which rank 0 gathers in host memory"
+    ),
     "zero_optimization.sub_group_size": "= reduce_bucket_size where the host updates; no effect elsewhere",
     "tensor_parallel.partition_config.strict_mode": "true: a linear layer without a spec is an error",
     "tensor_parallel.tensor_parallel": "= tensor_parallel.tp",

@@ -72,6 +72,11 @@ class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self._micro_batches: int | None = None
 
+    def _single_names(self) -> dict[str, tuple[str, str]]:
+        """As `DeepSpeedEngine`'s, of all stages."""
+        own = super()._single_names()
+        return dict(pair for each in self._line.all_gather_object(own) for pair in each.items())
+
     pipeline_parallelism, enable_backward_allreduce = True, False
 
     # Data.
