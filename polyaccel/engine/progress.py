@@ -149,8 +149,8 @@ class RunProgress:
             samples: Over how many samples it grows.
 
         Raises:
-            ConfigError: A size on the way is no multiple of micro-batch size times data-parallel ranks, or the optimizer
-                needs one micro-batch a step.
+            ConfigError: A size on the way is no multiple of micro-batch size times data-parallel ranks, or the
+                optimizer needs one micro-batch a step.
         """
         each = self.train_micro_batch_size_per_gpu() * self._data_ranks
         ramp = BatchRamp(start, increment, samples, self.train_batch_size())

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polyaccel.data.curriculum import CurriculumOrder, Metric
 from polyaccel.errors import CheckpointError, ConfigError, Problem
-from polyaccel.torch.data import EngineLoader
+from polyaccel.torch.engine_loader import EngineLoader
 
 _KEY = "data_efficiency.data_sampling.curriculum_learning"
 

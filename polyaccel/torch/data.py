@@ -25,17 +25,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.errors import CheckpointError, ConfigError, PolyaccelError, Problem
+from polyaccel.torch.engine_loader import EngineLoader, PositionedLoader, announce_epoch
 
 _LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_PRIME = 1_000_003
-
-
-class EngineLoader:
-    """A loader that an engine builds. The state of one rank is that of all, and any number of them continues there."""
-
-    state_is_shared: ClassVar[bool] = True
 
 
 def is_stateful(loader: Any) -> bool:
@@ -113,7 +107,7 @@ class PositionedSampler(DistributedSampler[Any]):
         return indices
 
 
-class ShardedDataLoader(EngineLoader, Generic[_T]):
+class ShardedDataLoader(PositionedLoader, Generic[_T]):
     """Loader of this rank's micro-batches of a dataset, which resumes at any number of ranks. See
     [Note: Loader positions].
 
@@ -179,21 +173,14 @@ class ShardedDataLoader(EngineLoader, Generic[_T]):
             problems.append(Problem("rank", rank, f"expected 0 to {world_size - 1}"))
         if problems:
             raise ConfigError(problems, source="training_data")
+        super().__init__(micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=seed)
         self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
-        self.world_size = world_size
-        self.rank = rank
-        self.seed = seed
-        self.epoch = 0
-        self.position = 0
         self.reshuffles = reshuffles
-        self._resuming = False
         self.sampler: PositionedSampler | None = None
         _refuse_no_dataset(dataset)
         if not isinstance(dataset, IterableDataset):
             self.sampler = self._make_sampler(drop_last=drop_last, shuffle=shuffle)
             self._refuse_empty(self.sampler)
-        self._worker_seeds = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=micro_batch_size,
@@ -216,20 +203,13 @@ class ShardedDataLoader(EngineLoader, Generic[_T]):
             drop_last=drop_last,
         )
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of a micro-batch of all ranks together."""
-        return self.micro_batch_size * self.world_size
-
     def __len__(self) -> int:
         """Return the micro-batches of a whole epoch on each rank. Raises TypeError for a dataset without a length."""
         return self.sampler.micro_batches_from(0) if self.sampler else len(self._loader)
 
     def __iter__(self) -> Iterator[_T]:
-        if self.position and not self._resuming:
-            self._end_epoch()
-        self._resuming = False
-        return self._sampled(self.sampler) if self.sampler else self._streamed()
+        self._begin()
+        return self._sampled(self.sampler) if self.sampler else self._stream_epoch(self._rest_of_stream)
 
     def _sampled(self, sampler: PositionedSampler) -> Iterator[_T]:
         if not sampler.micro_batches_from(self.position):  # less is left than one micro-batch of the present size
@@ -248,26 +228,16 @@ class ShardedDataLoader(EngineLoader, Generic[_T]):
                 self.position += self.global_batch_size
             yield micro_batch
 
-    def _streamed(self) -> Iterator[_T]:
-        handed_out = False
-        while not handed_out:
-            seen, rest = divmod(self.position, self.global_batch_size)
-            if rest:
-                _LOG.warning("an IterableDataset resumes at whole micro-batches: %d samples come again", rest)
-            if seen:
-                _LOG.info("reading past %d micro-batches of an IterableDataset to resume", seen)
-            self.position = seen * self.global_batch_size
-            set_epoch = getattr(self.dataset, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(self.epoch)
-            self._seed_workers()
-            for micro_batch in islice(self._loader, seen, None):
-                handed_out = True
-                self.position += self.global_batch_size
-                yield micro_batch
-            self._end_epoch()
-            if not seen:
-                return  # a whole epoch, even if it was empty; resumed at its very end, there is the next one to give
+    def _rest_of_stream(self) -> Iterator[_T]:
+        seen, rest = divmod(self.position, self.global_batch_size)
+        if rest:
+            _LOG.warning("an IterableDataset resumes at whole micro-batches: %d samples come again", rest)
+        if seen:
+            _LOG.info("reading past %d micro-batches of an IterableDataset to resume", seen)
+        self.position = seen * self.global_batch_size
+        announce_epoch(self.dataset, self.epoch)
+        self._seed_workers()
+        return islice(self._loader, seen, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next micro-batch, in samples of all ranks; it is equal on all ranks."""
@@ -307,15 +277,6 @@ class ShardedDataLoader(EngineLoader, Generic[_T]):
         if self.sampler is None:
             return {"samples": None, "seed": None, "shuffle": None}
         return {"samples": self.sampler.total_samples, "seed": self.seed, "shuffle": self.sampler.shuffle}
-
-    def _end_epoch(self) -> None:
-        self.epoch += 1
-        self.position = 0
-
-    def _seed_workers(self) -> None:
-        # DataLoader draws one base seed an epoch from this generator and adds the worker's number to it.
-        parts = ((self.seed * _PRIME + self.epoch) * _PRIME + self.position) * _PRIME + self.rank
-        self._worker_seeds.manual_seed(parts % 2**63)
 
     def _refuse_empty(self, sampler: PositionedSampler) -> None:
         if not sampler.micro_batches_from(0):

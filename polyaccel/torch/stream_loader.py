@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from polyaccel.core.tagged_json import is_serializable
 from polyaccel.data.streams import WholeStream
 from polyaccel.errors import CheckpointError, ConfigError, Problem
-from polyaccel.torch.data import EngineLoader
+from polyaccel.torch.engine_loader import PositionedLoader, announce_epoch
 
 _LOG = logging.getLogger(__name__)
-_PRIME = 1_000_003
 
 
-class StreamDataLoader(EngineLoader):
+class StreamDataLoader(PositionedLoader):
     """Micro-batches of this rank from a `WholeStream`. See [Note: Positions in streams].
 
     One iteration is one epoch. Each `iter` begins a new epoch, even if the last one was not finished; only the first
@@ -60,15 +58,12 @@ class StreamDataLoader(EngineLoader):
         if num_workers > 1:
             hint = "use 1, or 0 to read in this process"
             raise ConfigError([Problem("num_workers", num_workers, "would divide a whole stream", hint)])
-        self.dataset, self.micro_batch_size, self.rank, self.world_size = stream, micro_batch_size, rank, world_size
-        self.seed, self.epoch, self.position = seed, 0, 0
-        self._global = micro_batch_size * world_size
-        self._resuming = False
-        self._begin: Any = None
+        super().__init__(micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=seed)
+        self.dataset = stream
+        self._saved: Any = None
         """The stream's own state to begin with; None begins at its beginning."""
         self._knows_state = stream.resumes_by_state and num_workers == 0
         self._reads = False
-        self._worker_seeds = torch.Generator()
         self._arguments: dict[str, Any] = {
             "batch_size": micro_batch_size,
             "drop_last": True,
@@ -78,32 +73,22 @@ class StreamDataLoader(EngineLoader):
         }
 
     def __iter__(self) -> Iterator[Any]:
-        if self.position and not self._resuming:
-            self._end_epoch()
-        self._resuming = False
-        stream = self.dataset.stream
-        handed_out = False
-        while not handed_out:
-            seen, begin = self.position, self._begin
-            set_epoch = getattr(stream, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(self.epoch)
-            if begin is not None:
-                stream.load_state_dict(begin)  # type: ignore[attr-defined]
-            elif seen:
-                _LOG.info("reading past %d samples of a stream to resume", seen)
-            parts = (self.seed * _PRIME + self.epoch) * _PRIME + seen
-            self._worker_seeds.manual_seed((parts * _PRIME + self.rank) % 2**63)
-            dealt = _Dealt(self.dataset, self.rank, self.world_size, self._global, 0 if begin is not None else seen)
-            loader: DataLoader[Any] = DataLoader(dealt, generator=self._worker_seeds, **self._arguments)
-            self._reads = True
-            for micro_batch in loader:
-                handed_out = True
-                self.position += self._global
-                yield micro_batch
-            self._end_epoch()
-            if not seen:
-                return  # a whole epoch, even if it was empty; resumed at its very end, there is the next one to give
+        self._begin()
+        return self._stream_epoch(self._rest_of_stream)
+
+    def _rest_of_stream(self) -> Iterator[Any]:
+        announce_epoch(self.dataset.stream, self.epoch)
+        seen = self.position
+        if self._saved is not None:
+            self.dataset.stream.load_state_dict(self._saved)  # type: ignore[attr-defined]
+            seen = 0
+        elif seen:
+            _LOG.info("reading past %d samples of a stream to resume", seen)
+        self._seed_workers()
+        dealt = _Dealt(self.dataset, self.rank, self.world_size, self.global_batch_size, seen)
+        loader: DataLoader[Any] = DataLoader(dealt, generator=self._worker_seeds, **self._arguments)
+        self._reads = True
+        return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next micro-batch; it is equal on all ranks.
@@ -114,7 +99,7 @@ class StreamDataLoader(EngineLoader):
         Raises:
             CheckpointError: The state of the stream is not plain values.
         """
-        own = None if self._reads else self._begin
+        own = None if self._reads else self._saved
         if self._knows_state and self._reads and self.position:
             own = self.dataset.stream.state_dict()  # type: ignore[attr-defined]
         if not is_serializable(own):
@@ -141,11 +126,12 @@ class StreamDataLoader(EngineLoader):
                 value=sorted(state_dict),
             )
         self.epoch, self.position = state_dict["epoch"], state_dict["position"]
-        self._begin = state_dict["stream"] if self.dataset.resumes_by_state else None
+        self._saved = state_dict["stream"] if self.dataset.resumes_by_state else None
         self._resuming, self._reads = True, False
 
     def _end_epoch(self) -> None:
-        self.epoch, self.position, self._begin, self._reads = self.epoch + 1, 0, None, False
+        super()._end_epoch()
+        self._saved, self._reads = None, False
 
 
 class _Dealt(IterableDataset[Any]):

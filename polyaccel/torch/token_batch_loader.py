@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from polyaccel.data.token_batches import LR_SCALES, ORDERS, TokenBatches, group_by_tokens
 from polyaccel.errors import CheckpointError, ConfigError, PolyaccelError, Problem
-from polyaccel.torch.data import EngineLoader
+from polyaccel.torch.engine_loader import EngineLoader
 
 KEY = "data_efficiency.data_sampling.dynamic_batching"
 _LOG = getLogger(__name__)

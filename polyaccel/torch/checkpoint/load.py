@@ -34,7 +34,7 @@ from polyaccel.torch.checkpoint.saved_buffers import (
     saved_extra_states,
     set_extra_states,
 )
-from polyaccel.torch.data import EngineLoader
+from polyaccel.torch.engine_loader import EngineLoader
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.policy import ENGINE_STATES
 from polyaccel.zero.trained_state import over_stages

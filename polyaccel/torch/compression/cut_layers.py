@@ -24,8 +24,8 @@ from polyaccel.torch.sharding.tensor_shard import blocks_of, gather_blocks, loca
 
 
 class CutLayer:
-    """The `weight` block of a layer on `ranks`, and that of its bias; None for a whole bias. `splits_inputs` says that a
-    rank has some features of the input. Making it is collective."""
+    """The `weight` block of a layer on `ranks`, and its bias's; None for a whole bias. `splits_inputs` says that a rank
+    has some features of the input. Making it is collective."""
 
     def __init__(self, weight: Block, bias: Block | None, ranks: Communicator, *, splits_inputs: bool) -> None:
         self._weight, self._bias, self._ranks = weight, bias, ranks

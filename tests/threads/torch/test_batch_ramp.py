@@ -25,7 +25,9 @@ def of_megatron(seen: int, start: int, increment: int, samples: int, target: int
     return min(start + int(seen / each) * increment, target)
 
 
-@pytest.mark.parametrize(("start", "increment", "samples", "target"), [(4, 4, 24, 12), (16, 16, 300, 96), (8, 8, 7, 64)])
+@pytest.mark.parametrize(
+    ("start", "increment", "samples", "target"), [(4, 4, 24, 12), (16, 16, 300, 96), (8, 8, 7, 64)]
+)
 def test_sizes_are_those_of_megatron(start: int, increment: int, samples: int, target: int) -> None:
     ramp = BatchRamp(start, increment, samples, target)
     found = [ramp.at(seen) for seen in range(2 * samples)]

@@ -25,6 +25,7 @@ from polyaccel.accelerators.detect import get_accelerator
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch import data as core
 from polyaccel.torch.data import PositionedSampler, ShardedDataLoader
+from polyaccel.torch.engine_loader import EngineLoader
 
 log = getLogger("polyaccel.deepspeed")
 
@@ -72,7 +73,7 @@ class RepeatingLoader(core.RepeatingLoader[Any]):
         self._epoch = iter(loader)
 
 
-class DeepSpeedDataLoader(core.EngineLoader):
+class DeepSpeedDataLoader(EngineLoader):
     """The micro-batches of this rank, by DeepSpeed's arguments; `engine.deepspeed_io` makes one.
 
     `data_sampler` chooses the samples where there is one. `num_local_io_workers` is 0 if left out: this process reads
