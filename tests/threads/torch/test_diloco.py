@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from replica_models import Config, Model, Outer, make_config, run_steps, train_plainly, weights_of
+from replica_models import Config, Model, Outer, batch, make_config, run_steps, train_plainly, weights_of
 from torch import Tensor, nn
 
 import polyaccel
@@ -122,14 +122,32 @@ def rounded(values: Tensor, bits: int) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_rounding_leaves_out_is_sent_later(bits):
-    """Each exchange of weights that were moved by hand is the formula in float64, with the rest of the one before."""
+CPU = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("bits", "stage", "zero", "more"),
+    [
+        (4, 1, {}, {}),
+        (8, 1, {}, {}),
+        (8, 3, {}, {"bf16": {"enabled": True}}),
+        (32, 2, CPU, {"fp16": {"enabled": True, "loss_scale": 16}}),
+        (32, 3, CPU | {"offload_param": {"device": "cpu"}}, {"bf16": {"enabled": True}}),
+    ],
+)
+def test_what_rounding_leaves_out_is_sent_later(bits, stage, zero, more):
+    """Each exchange of weights that were moved by hand is the formula in float64, with the rest of the one before.
+    Master weights may stand apart from parameters, and in host memory."""
     exchanges = 3
+    dtype = torch.float16 if "fp16" in more else torch.bfloat16 if "bf16" in more else torch.float32
+
+    def state(shard: Any, name: str) -> Tensor:
+        return shard.states[name].raw.clone() if name in shard.states else torch.zeros(shard.master.numel)
 
     def work(model: nn.Module) -> list[list[tuple[Tensor, ...]]]:
         section = Outer(every=1, lr=1.0, momentum=0.0).section | {"quantization_bits": bits}
-        config = make_config(1, 2, section)
+        config = make_config(stage, 2, section, **more)
+        config["zero_optimization"] |= zero
         config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
         engine, *_ = polyaccel.initialize(model=model, config=config)
         generator = torch.Generator().manual_seed(polyaccel.comm.get_rank())
@@ -140,13 +158,20 @@ def test_what_rounding_leaves_out_is_sent_later(bits):
                 for piece in shard.slices:
                     window = slice(piece.shard_offset, piece.shard_offset + piece.length)
                     shard.master.raw[window] += torch.randn(piece.length, generator=generator)
-                outer, rest = (shard.states[name].raw.clone() for name in ("outer_weights", "outer_error"))
-                moved.append((outer, shard.master.raw.clone(), rest))
-            run_steps(engine, number + 1, number + 1)
+                moved.append((state(shard, "outer_weights"), shard.master.raw.clone(), state(shard, "outer_error")))
+            value = batch(number, polyaccel.comm.get_rank()).to(dtype)
+            engine.backward((engine(value) - value[:, :3]).square().mean())
+            engine.step()
             for index, shard in enumerate(engine.zero.shards):
-                after = (shard.states[name].raw.clone() for name in ("outer_weights", "outer_error"))
-                moved[index] = (*moved[index], *after, shard.master.raw.clone())
+                after = state(shard, "outer_weights"), state(shard, "outer_error"), shard.master.raw.clone()
+                moved[index] = (*moved[index], *after)
             found.append(moved)
+        weights = engine.module_state_dict()
+        for shard in engine.zero.shards:
+            for piece in shard.slices:
+                part = shard.master.raw[piece.shard_offset : piece.shard_offset + piece.length].to(dtype)
+                seen = weights[piece.fqn].flatten()[piece.start : piece.start + piece.length]
+                assert torch.equal(seen, part), piece
         engine.destroy()
         return found
 
@@ -154,7 +179,7 @@ def test_what_rounding_leaves_out_is_sent_later(bits):
     for number in range(exchanges):
         for ours in zip(*(group[number] for group in groups), strict=True):
             wanted = [(outer - master).double() + rest.double() for outer, master, rest, *_ in ours]
-            sent = [rounded(one, bits) for one in wanted]
+            sent = wanted if bits == 32 else [rounded(one, bits) for one in wanted]
             for (outer, _, _, after, rest, master), want, gives in zip(ours, wanted, sent, strict=True):
                 new = outer.double() - torch.stack(sent).mean(0)
                 torch.testing.assert_close(after.double(), new, rtol=1e-5, atol=1e-5)
