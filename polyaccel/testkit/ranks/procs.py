@@ -32,7 +32,7 @@ from polyaccel.testkit.ranks.worker import SHOW_STACK, Doing, Task, work_for_poo
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 2.0
 _END_TIMEOUT_S = 20.0  # from the end of a worker's pipe until the fork server sends its exit code
-_STACK_TIMEOUT_S = 1.0
+_STACK_TIMEOUT_S = 10.0
 _PRELOAD = (
     "polyaccel.comm.backends.torch.exchange",
     "polyaccel.accelerators.memory.torch",
