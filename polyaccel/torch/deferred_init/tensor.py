@@ -41,7 +41,8 @@ from polyaccel.torch.deferred_init.mapped import joins_files
 
 _aten = torch.ops.aten
 _OWN = ("_memory", "_meta", "_is_param")
-_NEEDS_MEMORY = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.share_memory_)
+_READS = (Tensor.numpy, Tensor.__array__)
+_NEEDS_MEMORY = (Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.share_memory_)
 
 
 class DeferredTensor(Tensor):
@@ -84,6 +85,11 @@ class DeferredTensor(Tensor):
                 hint="use polyaccel.torch.deferred_init.values.value_of(tensor), or do it after polyaccel.initialize",
                 value=func.__name__,
             )
+        if func in _READS:
+            value = replay(args[0].place).requires_grad_(args[0].requires_grad)
+            array = func(value, *args[1:], **(kwargs or {}))
+            array.setflags(write=False)  # what is written there would be lost
+            return array
         if func == Tensor.tolist:
             return replay(args[0].place).tolist()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]

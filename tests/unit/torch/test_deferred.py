@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -270,15 +271,26 @@ def test_an_unplaced_model_computes_on_real_data():
     assert torch.equal(found[0](inputs), wanted[0](inputs))
 
 
-@pytest.mark.parametrize(
-    "use", [Tensor.numpy, Tensor.data_ptr, copy.copy, lambda tensor: torch.save(tensor, "/dev/null")]
-)
+@pytest.mark.parametrize("use", [Tensor.data_ptr, copy.copy, lambda tensor: torch.save(tensor, "/dev/null")])
 def test_what_needs_memory_says_so(use):
     with zero.Init():
         tensor = torch.ones(2000)
     with pytest.raises(PolyaccelError) as caught:
         use(tensor)
     assert "value_of" in str(caught.value)
+
+
+def test_an_array_has_the_values_and_takes_none():
+    """TRL hashes a model that way before there is an engine."""
+    with zero.Init():
+        tensor = torch.arange(3000.0).mul(0.5)[1::2]
+    wanted = torch.arange(3000.0).mul(0.5)[1::2]
+    for array in (tensor.numpy(), np.asarray(tensor), tensor.detach().cpu().numpy()):
+        assert np.array_equal(array, wanted.numpy())
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1.0
+    with pytest.raises(RuntimeError):
+        tensor.requires_grad_().numpy()
 
 
 def test_changing_the_shape_in_place_is_refused():
