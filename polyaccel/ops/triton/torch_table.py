@@ -37,6 +37,7 @@ from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
 from polyaccel.ops.recorded import RECORDED_UPDATE
 from polyaccel.ops.rounding import halves
 from polyaccel.ops.torch.rounding import signed
+from polyaccel.ops.triton import keeps_subnormals
 from polyaccel.ops.triton.blocks import add_up, dequantize_blocks, partial_square_sums, quantize_blocks
 from polyaccel.ops.triton.numbers import BFLOAT16, FLOAT16, NOTHING, PLAIN
 from polyaccel.ops.triton.updates import SWEEPS, recorded_sweep, sweep
@@ -72,6 +73,8 @@ def triton_kernels(fallback: KernelTable, device_type: str) -> KernelTable:
 @cache
 def why_not(device_type: str) -> str | None:
     """The reason why Triton compiles nothing for this device; None where a trial kernel ran."""
+    if device_type != "cpu" and not keeps_subnormals(triton.__version__):  # its interpreter rounds as numpy
+        return f"Triton {triton.__version__} takes subnormal numbers for zeros"
     try:
         code = torch.tensor([3], dtype=torch.int8, device=device_type)
         scale, out = (torch.ones(1, device=device_type) for _ in range(2))

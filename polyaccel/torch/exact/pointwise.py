@@ -58,4 +58,6 @@ def apply_padded(function: Callable[..., Any], args: Sequence[Any], named: Mappi
 
 def is_in_place(function: Any) -> bool:
     """Whether an operation of aten writes to its first argument."""
-    return torch.Tag.inplace in function.tags or function._schema.name.endswith("_")
+    schema = function._schema  # torch 2.8 has no tag that says so
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    return first is not None and first.is_write and not any(each.is_out for each in schema.arguments)

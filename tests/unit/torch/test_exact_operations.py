@@ -15,7 +15,7 @@ from polyaccel.ops.base import GROUPED_LINEAR
 from polyaccel.torch.exact.forward import ExactForward
 from polyaccel.torch.exact.mode import ExactMode
 from polyaccel.torch.exact.operations import ExactOperations
-from polyaccel.torch.exact.pointwise import padded_numel
+from polyaccel.torch.exact.pointwise import is_in_place, padded_numel
 
 WIDTH = 21
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -142,3 +142,9 @@ def test_an_accelerator_without_such_a_product_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         ExactForward(torch.nn.Linear(2, 2), CpuAccelerator("numpy"))
     assert [problem.key for problem in caught.value.problems] == ["generation.exact"]
+
+
+def test_operations_that_write_to_their_first_argument_are_known() -> None:
+    aten = torch.ops.aten
+    assert all(map(is_in_place, (aten.add_.Tensor, aten.tanh_.default, aten.__ixor__.Tensor)))
+    assert not any(map(is_in_place, (aten.add.Tensor, aten.add.out, aten.__xor__.Tensor, aten.rand.default)))
