@@ -23,7 +23,7 @@ from polyaccel.core.types import DType, ReduceOp
 from polyaccel.errors import CommError
 from polyaccel.job.host_topology import HostTopology
 
-API_VERSION = (3, 0)
+API_VERSION = (3, 1)
 DEFAULT_TIMEOUT_S = 600.0
 # Looking a member of an enumeration up in its class takes longer than a name of the module.
 _SUM = ReduceOp.SUM
@@ -454,6 +454,17 @@ class Communicator(ObjectCollectives):
 
         Returns:
             The shared memory; None, on all ranks, where it is not supported.
+        """
+        return None
+
+    def new_host_group(self) -> Communicator | None:
+        """Make a communicator of the same ranks for host memory, whose calls do not wait for the device. Collective.
+
+        Ranks agree there on what they know without the device, while streams carry out the calls of this group.
+
+        Returns:
+            The communicator, which the caller closes. None, on all ranks, where there is none, or where the calls of
+            this group run on the host themselves.
         """
         return None
 

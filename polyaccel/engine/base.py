@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from logging import INFO, WARNING, getLogger
+from logging import getLogger
 from typing import Any, TypeVar
 
 from polyaccel.accelerators.base import Accelerator
@@ -24,6 +24,7 @@ from polyaccel.engine.recording import StepRecorder
 from polyaccel.engine.replica_groups import folder_of
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.engine.rewrites import AppliedRewrite, BaseContext
+from polyaccel.engine.update_results import UpdateResults
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.observability.metrics import ExpertFigures, MetricSink
@@ -88,7 +89,7 @@ class Engine(RunProgress, ABC):
     """What gives the figures of a step's experts, on all ranks; None where nothing records them."""
     timer: PhaseTimer
     _rewrites: BaseContext
-    _has_applied_not_finite = False
+    _results: UpdateResults
     _replicates_in_background = True
     """Whether buffers of pieces count their writes, and stay where they are while nothing is updated."""
 
@@ -189,6 +190,7 @@ class Engine(RunProgress, ABC):
         self.client_state = {}
         self.before_update, self.after_update, self.after_step = [], [], []
         self.loss_scaler = parts.loss_scaler
+        self._results = UpdateResults(parts.loss_scaler, speaks=parts.communicator.rank == 0)
         self.counters = StepCounters(
             gradient_accumulation_steps=parts.settings.accumulation_steps,
             train_batch_size=parts.settings.train_batch_size,
@@ -236,9 +238,10 @@ class Engine(RunProgress, ABC):
     def _replicate(self) -> None:
         """Copy the state after a step to where it survives this process, if the config says so. Collective."""
         if self._replicas is not None:
+            self._results.settle()
             culprit = (
                 ""
-                if self._result is None or not self._has_applied_not_finite
+                if self._result is None or not self._results.has_applied_not_finite
                 else self._result.first_nonfinite_param or "?"
             )
             self._replicas.replicate(
@@ -263,6 +266,7 @@ class Engine(RunProgress, ABC):
     ) -> bool:
         """Save what `contents` returns for the client state; without a `tag` under the number of the step."""
         self._require_whole_optimizer_step()
+        self._results.settle()
         state = self._state_to_save(client_state)
         with self.timer(OUTSIDE):
             tag = tag or f"global_step{self.global_steps}"
@@ -318,12 +322,14 @@ class Engine(RunProgress, ABC):
                     self._replicas.forget()
             else:
                 loaded = self._replicas.resume(storage, open_saved, load)
-        self.client_state, self._has_applied_not_finite = dict(loaded[1]), False
+        self.client_state = dict(loaded[1])
+        self._results.forget()
         return loaded
 
     def _close_saving(self) -> None:
         """Wait for this rank's part of a save that is under way, and release what saves and replicas hold. Raises
         CheckpointError if the save failed."""
+        self._results.settle()
         if self._replicas is not None:
             self._replicas.close()
         self._saver.close()
@@ -362,26 +368,9 @@ class Engine(RunProgress, ABC):
     def _take_result(self, result: StepResult) -> None:
         """Keep what an update did; the loss scale follows."""
         self._result = result
-        self.loss_scaler.update(not result.applied, result.first_nonfinite_param)
-        if result.first_nonfinite_param is not None and self.communicator.rank == 0:
-            self._tell_not_finite(result)
+        self._results.add(self.global_steps + 1, result)
         for follow in self.after_update:
             follow(result.applied)
-
-    def _tell_not_finite(self, result: StepResult) -> None:
-        """Say which gradient was not finite: once in a while under a loss scale that is still being found, that is
-        usual."""
-        step, culprit = self.global_steps + 1, result.first_nonfinite_param
-        if not result.applied:
-            is_news = self.loss_scaler.skips_in_a_row == 1 and not self.loss_scaler.dynamic
-            log.log(WARNING if is_news else INFO, "step %d skipped: the gradient of %s is not finite", step, culprit)
-        elif not self._has_applied_not_finite:
-            self._has_applied_not_finite = True
-            log.warning(
-                "step %d applied gradients that are not finite, the first of %s: weights are NaN from here on, and no "
-                "checkpoint of them becomes the one to resume from (said once)",
-                step, culprit,
-            )  # fmt: skip
 
     def _end_step(
         self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any], steps: int = 1

@@ -63,11 +63,15 @@ class MeshGroups:
             group.close()
         self._groups.clear()
 
-    def communicators(self, layout: ShardLayout, traffic: TrafficPolicy) -> Communicators:
-        """Return the communicators of `layout`'s parameters and gradients by `traffic`. Collective if cut or hpZ."""
+    def communicators(self, layout: ShardLayout, traffic: TrafficPolicy, *, has_streams: bool) -> Communicators:
+        """Return the communicators of `layout`'s parameters and gradients by `traffic`. Collective.
+
+        `has_streams`: what ranks agree on over the device would wait for the work in its streams.
+        """
         cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
         groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}
-        return Communicators(self.communicator, groups, self.model_parallel_group)
+        host = self.communicator.new_host_group() if has_streams and self.communicator.world_size > 1 else None
+        return Communicators(self.communicator, groups, self.model_parallel_group, host)
 
 
 def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> ShardGroups:

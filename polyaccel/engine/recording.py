@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator, MemoryStats
@@ -55,7 +55,10 @@ class StepRecorder:
         self.rank = communicator.rank
         marks = (reporting.phases or alarms is not None) and accelerator.capabilities().streams
         self.timer = PhaseTimer(DevicePhaseTimer(lambda: accelerator.current_stream().record()) if marks else None)
-        self.last: StepMetrics | None = None
+        self.figures: StepMetrics | None = None
+        """Those of the last step, without a norm that the host has not read."""
+        self._unread: StepResult | None = None
+        """The update whose norm is missing there."""
         self._accelerator = accelerator
         self._communicator = communicator
         self._reporting = reporting
@@ -81,6 +84,14 @@ class StepRecorder:
         if self.trace is not None:
             self.trace.after_step(0)
 
+    @property
+    def last(self) -> StepMetrics | None:
+        """The figures of the last step; None before the first. Waits for a norm that is on the device still."""
+        if self.figures is not None and self._unread is not None:
+            norm, clipped = self._unread.grad_norm, self._unread.clipped_norm
+            self.figures, self._unread = replace(self.figures, grad_norm=norm, grad_norm_clipped=clipped), None
+        return self.figures
+
     def record(
         self,
         result: StepResult,
@@ -91,9 +102,9 @@ class StepRecorder:
         loss_scale: float,
         experts: Mapping[str, ExpertFigures],
         steps: int = 1,
-    ) -> StepMetrics:
-        """The figures of the step that has just ended; time and traffic count from the last call, and are means over
-        so many `steps`."""
+    ) -> None:
+        """Make the figures of the step that has just ended; time and traffic count from the last call, and are means
+        over so many `steps`. A norm on the device is left there, unless these figures are shown."""
         report_to_launcher(os.environ, self._communicator.ranks[self._communicator.rank], STEP)
         sent = self._communicator.sent_numel
         if self.work.needs_peak():
@@ -104,12 +115,15 @@ class StepRecorder:
         phase_s = {phase: seconds / steps for phase, seconds in self.timer.take().items()}
         elapsed = sum(phase_s.values())
         memory = self._accelerator.memory_stats()
-        self.last = StepMetrics(
+        prints = self._print_every is not None and counters.global_steps % self._print_every < steps
+        shows = prints or self._monitor.takes_steps or self.alarms is not None
+        self._unread = None if shows or result.has_arrived else result
+        self.figures = figures = StepMetrics(
             step=counters.global_steps,
             loss=loss,
             lr=lr,
-            grad_norm=result.grad_norm,
-            grad_norm_clipped=result.clipped_norm,
+            grad_norm=None if self._unread else result.grad_norm,
+            grad_norm_clipped=None if self._unread else result.clipped_norm,
             gradient_noise_scale=None if result.noise_ratio is None else result.noise_ratio * counters.step_samples,
             loss_scale=loss_scale,
             skipped=not result.applied,
@@ -127,16 +141,15 @@ class StepRecorder:
             **self.work.take(elapsed),
         )
         self._sent_before = sent
-        self._monitor.write(self.last)
+        self._monitor.write(figures)
         if self.alarms is not None:
             with self.timer("reduce"):
-                self.alarms.after_step(self.last, memory)
+                self.alarms.after_step(figures, memory)
         if self.trace is not None:
             with self.timer(OUTSIDE):
-                self.trace.after_step(self.last.step)
-        if self._print_every is not None and self.last.step % self._print_every < steps:
-            self._print(self.last)
-        return self.last
+                self.trace.after_step(figures.step)
+        if prints:
+            self._print(figures)
 
     def _memory_by_purpose(self, memory: MemoryStats) -> dict[str, int]:
         """What is in use, where anybody looks at it."""

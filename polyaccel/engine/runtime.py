@@ -166,7 +166,9 @@ class EngineBuilder(MeshGroups):
         plan = step_plan_for(self.config, layout, is_remote=is_remote, rank=rank, **states)
         run = self.accelerator, self.communicator, self.trace
         tiers = open_tiers(self.config, plan.offload, *run, resident=resident)
-        parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)
+        has_streams = self.accelerator.capabilities().streams
+        communicators = self.communicators(layout, plan.traffic, has_streams=has_streams)
+        parts = StepResources(self.accelerator, communicators, tiers)
         return ZeroEngine(plan, parts, adapter, optimizer, groups, timer)
 
     def _require_parts_of_batches(self) -> None:

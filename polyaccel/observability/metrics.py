@@ -192,6 +192,10 @@ class MetricSink(Protocol):
     def enabled(self) -> bool:
         """Whether a monitor writes what is handed over."""
 
+    @property
+    def takes_steps(self) -> bool:
+        """Whether anything takes the steps of this rank."""
+
     def write(self, metrics: StepMetrics) -> None:
         """Hand over the figures of a step. Does not block.
 

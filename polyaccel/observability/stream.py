@@ -63,6 +63,11 @@ class MonitorStream:
         """Whether anybody writes down what is handed over: on rank 0, while a monitor is left."""
         return any(not lane.is_dropped for lane in self._lanes)
 
+    @property
+    def takes_steps(self) -> bool:
+        """Whether anybody writes down the steps of this rank."""
+        return any(not lane.is_dropped for lane in self._all_lanes)
+
     def write(self, metrics: StepMetrics) -> None:
         """Hand over the figures of a step."""
         for lane in self._all_lanes:

@@ -29,10 +29,12 @@ from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.resources import Staging, StepResources
 from polyaccel.zero.update.block_states import memory_of
 from polyaccel.zero.update.consistency import Consistency
+from polyaccel.zero.update.global_norm import GradientNorm
 from polyaccel.zero.update.grad_norm import Flags, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.noise_scale import NoiseMeter
 from polyaccel.zero.update.optimizer_step import OptimizerState, OptimizerStep, StepResult
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
+from polyaccel.zero.update.unread_norm import UnreadNorm
 
 WaitingPhase = Literal["reduce", "publish"]
 
@@ -83,12 +85,13 @@ class ZeroEngine:
             is_active=self.params.is_any_sharded,
             warn=plan.policy.gathering.warn_of_deviations,
             is_fixed=plan.policy.gathering.is_fixed,
+            host=parts.communicators.host,
         )
         self._states = OptimizerState(plan, parts, self.params, optimizer, groups, self._staging)
         self.memory = StepMemory(plan, self.params, self.reducer, self._states, self._staging)
         self._facts = GradNormReducer(
             *(plan.layout, self.reducer, communicator, parts.accelerator, self._staging),
-            parts.communicators.model_parallel_group,
+            *(parts.communicators.model_parallel_group, parts.communicators.host),
         )
         self.noise: NoiseMeter | None = None
         if plan.policy.noise_decay is not None:
@@ -179,8 +182,12 @@ class ZeroEngine:
         if self._update.is_queued:
             self.reducer.finish_reductions()
             self._states.fetch_gradients(self.reducer)
+        norm: GradientNorm | UnreadNorm | None = None
         if self._update.is_early:
-            arrivals, norm = self._facts.agree_on_arrivals(flags), None
+            arrivals = self._facts.agree_on_arrivals(flags)
+        elif self._update.spares_wait:
+            arrivals = self._facts.agree_on_arrivals(flags)
+            norm = self._facts.start_norm(loss_scale) if self._update.measures else GradientNorm(0.0, None)
         else:
             self.reducer.finish_reductions()
             arrivals, norm = self._facts.all_reduce_norm_and_flags(loss_scale, flags, measure=self._update.measures)
@@ -194,11 +201,11 @@ class ZeroEngine:
         self.reducer.mark_incomplete()
         self.params.wait_all_gathers()
         self.unsharder.end_step(learn=arrivals.flags.has_deviated)
-        if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
+        if isinstance(norm, GradientNorm) and norm.overflow and self.plan.policy.skip_overflow:
             self._states.forget_fetched()
             self.discard_gradients()
             self.forget_errors()
-            return StepResult(False, norm.norm, norm.norm, norm.first_nonfinite_param)
+            return StepResult(False, norm)
         result = self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
         if self.noise is None:
             return result

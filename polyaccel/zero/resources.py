@@ -65,6 +65,8 @@ class Communicators:
     groups: Mapping[tuple[str, ...], ShardGroups]
     model_parallel_group: Communicator | None = None
     """Process group of the other pipeline stages, or None without pipeline parallelism."""
+    host: Communicator | None = None
+    """All ranks once more, for what they agree on without the device; None: `world` is as good."""
 
     @classmethod
     def plain(cls, communicator: Communicator) -> Communicators:
@@ -90,7 +92,9 @@ class Communicators:
                 group.forget_errors()
 
     def close(self) -> None:
-        """Leave the groups of near ranks, which belong to this step alone."""
+        """Leave the groups of near ranks and of hosts, which belong to this step alone."""
+        if self.host is not None:
+            self.host.close()
         for group in self.groups.values():
             if group.hpz_group is not None:
                 group.hpz_group.close()

@@ -63,6 +63,14 @@ EXPERTS_WITH_STAGES: dict[str, tuple[Any, Any]] = {
     "experts and stages": ({"stage": 1}, {**EXPERTS, "pipeline": {"stages": 2}}),
 }
 BF16_SETTINGS = {f"{name}, bf16": (zero, BF16, resume) for name, (zero, _, resume) in FP32_SETTINGS.items()}
+AWAITED = {"bf16": {"enabled": True}, "gradient_clipping": 0.0}
+UNREAD = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
+UNREAD_SETTINGS = {  # the host waits for the norm of the first, and begins the updates of the others without it
+    "1, bf16, awaited": ({"stage": 1}, AWAITED, False),
+    **{f"{stage}, bf16, unread": ({"stage": stage}, UNREAD, stage == 2) for stage in range(4)},
+    "3, sharded, unread": ({"stage": 3, "stage3_param_persistence_threshold": 0}, UNREAD, False),
+    "3, fixed, unread": (FP32_SETTINGS["3, fixed order"][0], UNREAD, False),
+}
 
 
 def train(
@@ -87,9 +95,9 @@ def train(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_stages_and_places_of_states_change_nothing(world: int) -> None:
-    found = train(world, {**FP32_SETTINGS, **HOST_SETTINGS, **EARLY_SETTINGS, **BF16_SETTINGS})
+    found = train(world, {**FP32_SETTINGS, **HOST_SETTINGS, **EARLY_SETTINGS, **BF16_SETTINGS, **UNREAD_SETTINGS})
     # The host's kernels round in another order, so that those are compared among themselves.
-    for settings in (FP32_SETTINGS, HOST_SETTINGS, EARLY_SETTINGS, BF16_SETTINGS):
+    for settings in (FP32_SETTINGS, HOST_SETTINGS, EARLY_SETTINGS, BF16_SETTINGS, UNREAD_SETTINGS):
         names = iter(settings)
         first = found[next(names)]
         assert [name for name in names if found[name] != first] == []

@@ -11,20 +11,23 @@ from test_training import BF16, OFFLOADED, PARAMS_TOO, train
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "host_waits.md"
 CLIPPED = {**BF16, "gradient_clipping": 0.5}
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+EVERY_PARAM = {"stage": 3, "stage3_param_persistence_threshold": 0}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 ALONE: dict[str, tuple[Any, Any]] = {
     "stage 0, one rank": ({"stage": 0}, BF16),
     "stage 3, one rank": ({"stage": 3}, BF16),
+    "stage 3, unchecked, one rank": ({"stage": 3}, UNCHECKED),
     "stage 2, states on the host, one rank": ({"stage": 2, **OFFLOADED}, BF16),
     "stage 2, states on the host, fp32, one rank": ({"stage": 2, **OFFLOADED}, {}),
 }
 SHARED: dict[str, tuple[Any, Any]] = {
     **{f"stage {stage}": ({"stage": stage}, BF16) for stage in range(4)},
-    "stage 3, every parameter sharded": ({"stage": 3, "stage3_param_persistence_threshold": 0}, BF16),
-    "stage 3, every parameter sharded, fixed order": (
-        {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_fixed_order": True},
-        BF16,
-    ),
+    **{f"stage {stage}, unchecked": ({"stage": stage}, UNCHECKED) for stage in range(4)},
+    "stage 2, fp32": ({"stage": 2}, {}),
+    "stage 3, every parameter sharded": (EVERY_PARAM, BF16),
+    "stage 3, every parameter sharded, unchecked": (EVERY_PARAM, UNCHECKED),
+    "stage 3, every parameter sharded, fixed order": ({**EVERY_PARAM, "stage3_fixed_order": True}, BF16),
     "stage 0, clipped": ({"stage": 0}, CLIPPED),
     "stage 3, clipped": ({"stage": 3}, CLIPPED),
     "stage 1, fp16": ({"stage": 1}, FP16),
@@ -46,6 +49,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
         {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
         BF16,
     ),
+    "stage 2, recorded updates, unchecked": ({"stage": 2}, {**UNCHECKED, "graphs": "update"}),
     "stage 2, recorded updates": ({"stage": 2}, {**BF16, "graphs": "update"}),
     "stage 3, recorded updates, clipped": ({"stage": 3}, {**CLIPPED, "graphs": "update"}),
     "stage 3, quantised gradients": ({"stage": 3, "zero_quantized_gradients": True}, BF16),
@@ -71,7 +75,7 @@ def row(name: str, waits: dict[str, int]) -> str:
         if module.startswith("polyaccel."):
             places[f"`{module.rpartition('.')[2]}.{function}`"] += count
     shown = ", ".join(f"{place} {count}" for place, count in sorted(places.items()))
-    return f"| {name} | {places.total()} | {shown} |"
+    return f"| {name} | {places.total()} | {shown or 'none'} |"
 
 
 @pytest.mark.parametrize(("world", "settings"), [(1, ALONE), (2, SHARED)])

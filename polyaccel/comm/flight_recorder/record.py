@@ -183,8 +183,15 @@ class RecordingCommunicator(WrappedCommunicator):
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         with self._recorded(Collective(Operation.SPLIT, members=tuple(ranks))):
             part = self.inner.split(ranks)
-        if part is None:
-            return None
+        return None if part is None else self._record(part)
+
+    def new_host_group(self) -> Communicator | None:
+        with self._recorded(Collective(Operation.SPLIT, members=tuple(range(self.world_size)))):
+            group = self.inner.new_host_group()
+        return None if group is None else self._record(group)
+
+    def _record(self, part: Communicator) -> RecordingCommunicator:
+        """Record the calls of another group of the same process too."""
         # One watchdog a process: it reports the last call on every group.
         group = RecordingCommunicator(part, self.recorder, debug=self.debug, watch_s=None)
         group.log = self.log

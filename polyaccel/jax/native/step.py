@@ -20,6 +20,7 @@ from polyaccel.jax.native.rows import RoundingKeys
 from polyaccel.jax.optax_optimizer import OptaxOptimizer, TransformationOptimizer
 from polyaccel.zero.plan.layout import Bucket, ShardLayout, Slot
 from polyaccel.zero.update.consistency import Consistency
+from polyaccel.zero.update.global_norm import GradientNorm
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 
@@ -212,7 +213,7 @@ class NativeStep:
             if isinstance(self.optimizer, OptaxOptimizer) and found.numbers:
                 self.optimizer.numbers = {name: float(value) for name, value in found.numbers.items()}
         factor = float(found.clip_factor) if applied else 1.0
-        return StepResult(applied, norm, norm * factor, self._culprit(found.bad))
+        return StepResult(applied, GradientNorm(norm, self._culprit(found.bad)), factor)
 
     def _culprit(self, bad: Any) -> str | None:
         """The first parameter whose gradient is not finite."""

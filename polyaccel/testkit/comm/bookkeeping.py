@@ -1,4 +1,5 @@
-"""A communicator's bookkeeping as tests: it notes that a result was written, and keeps nothing of ended calls."""
+"""A communicator's bookkeeping as tests: it notes that a result was written, keeps nothing of ended calls, and has a
+group for what hosts know."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from typing import TypeVar
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import DoneWork, Work
 from polyaccel.core.buffer import Buffer
-from polyaccel.core.types import DType
+from polyaccel.core.types import DType, ReduceOp
+from polyaccel.testkit.comm.values import combined, expect, put, values_of
 from polyaccel.testkit.growth import host_nbytes, keeps_nothing
 
 T = TypeVar("T")
@@ -84,6 +86,25 @@ def calls_keep_no_memory(comm: Communicator) -> int:
 
     keeps_nothing(use, 8 << 20, f"memory of rank {comm.rank} after collectives", held=held, agree=agreed)
     return 1
+
+
+def host_groups_work_next_to_their_parent(comm: Communicator) -> int:
+    everybody = put(comm, values_of(comm.rank, 7), DType.FLOAT32)
+    outer = comm.all_reduce(everybody, async_op=True)
+    hosts = comm.new_host_group()
+    if hosts is not None:
+        if (hosts.ranks, hosts.rank) != (comm.ranks, comm.rank):
+            raise AssertionError(f"the host group of ranks {comm.ranks} has {hosts.ranks}, rank {hosts.rank}")
+        own = put(hosts, values_of(comm.rank, 5), DType.FLOAT64)
+        hosts.all_reduce(own)
+        expect(hosts, own, combined(comm, 5, ReduceOp.SUM), "all_reduce in host memory")
+        if hosts.all_gather_object(comm.rank) != list(range(comm.world_size)):
+            raise AssertionError("objects of the ranks in a host group")
+        hosts.close()
+    outer.wait()
+    if len(set(comm.all_gather_object(hosts is None))) != 1:
+        raise AssertionError("a host group is there on some ranks only")
+    return expect(comm, everybody, combined(comm, 7, ReduceOp.SUM), "the parent's all_reduce")
 
 
 def _call_everything(comm: Communicator) -> list[weakref.ref[Work | Buffer]]:

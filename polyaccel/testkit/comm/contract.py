@@ -27,6 +27,7 @@ from polyaccel.errors import CommError, PolyaccelError, ShardingError
 from polyaccel.testkit.comm.bookkeeping import (
     calls_keep_no_memory,
     finished_calls_leave_nothing_behind,
+    host_groups_work_next_to_their_parent,
     results_are_marked_written,
 )
 from polyaccel.testkit.comm.even import (
@@ -150,6 +151,10 @@ class CommContract(ABC):
         """Groups of some ranks work together with that of all, and a group can be split again: meshes are made so."""
         self.check(sub_groups_work_beside_their_parent)
         self.check(groups_of_groups_that_overlap_work, world_sizes=self.world_sizes[-1:])
+
+    def test_host_group(self) -> None:
+        """Ranks agree in host memory while calls are under way."""
+        self.check(host_groups_work_next_to_their_parent)
 
     def test_many_in_flight(self) -> None:
         """Many calls under way at once, waited for in another order, keep their own data: the engine overlaps

@@ -44,6 +44,7 @@ from polyaccel.torch.verify.states import plain_states
 from polyaccel.torch.weight_transfer.sends import SentWeights
 from polyaccel.verify.variant import ActiveRun
 from polyaccel.zero.fragments import GRAD, PARAM
+from polyaccel.zero.update.global_norm import GradientNorm
 from polyaccel.zero.update.optimizer_step import StepResult
 
 _TORCH = {"adagrad": "Adagrad", "adam": "Adam", "adamax": "Adamax", "adamw": "AdamW", "sgd": "SGD"}
@@ -244,7 +245,8 @@ class PlainEngine(TorchEngine):
         if clipping:
             nn.utils.clip_grads_with_norm_(trained, clipping, norm)
         self.torch_optimizer.step()
-        self._take_result(StepResult(True, float(norm), min(float(norm), clipping or float("inf")), None))
+        found = GradientNorm(float(norm), None)
+        self._take_result(StepResult(True, found, found.clip_factor(clipping)))
         self._recording.after_update(float(norm))
         self.zero_grad()
 

@@ -54,8 +54,7 @@ from polyaccel.zero.plan.gather_schedule import (
 
 log = getLogger(__name__)
 
-_MOST_EVENTS = 1 << 20
-"""A step without an update for so long is not learned."""
+_MOST_EVENTS = 1 << 20  # a longer step without an update is not learned
 
 
 class GatherConsensus:
@@ -119,8 +118,8 @@ class Unsharder:
     """Unshards and reshards buckets for the code of this rank, whichever way it takes; all that hooks call.
 
     It owns the order of use ([Note: Schedule of unshard events]); `gathered` owns what is whole at present. `reducer`
-    launches the reductions of released buckets. With `warn`, every step in another order than the last one is logged,
-    instead of the first.
+    launches the reductions of released buckets, `host` joins the ranks for votes. With `warn`, every step in another
+    order than the last one is logged, not only the first.
     """
 
     def __init__(
@@ -132,6 +131,7 @@ class Unsharder:
         is_active: bool,
         warn: bool,
         is_fixed: bool = False,
+        host: Communicator | None = None,
     ) -> None:
         self.gathered = gathered
         self.learns = True
@@ -141,7 +141,7 @@ class Unsharder:
         self._is_active = is_active
         self._is_fixed = is_fixed
         self._is_settled = False  # the last step went by its schedule on all ranks
-        self._votes = GatherConsensus(communicator)
+        self._votes = GatherConsensus(host or communicator)
         self._order = OrderChangeLog(warn=warn)
         self._record: list[Record] | None = []
         """What this rank did up to each meeting of the present step; None where that is too much to be kept."""

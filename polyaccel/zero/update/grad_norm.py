@@ -15,11 +15,9 @@ alone, so they cannot disagree.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum, isfinite, sqrt
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
@@ -31,7 +29,9 @@ from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.buckets.user_grad_edits import require_equal, require_same_edits, require_shown_whole
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.resources import Staging, sum_dtype
+from polyaccel.zero.update.global_norm import GradientNorm
 from polyaccel.zero.update.stage_rows import StageRow, StageRows
+from polyaccel.zero.update.unread_norm import NormReader, UnreadNorm
 
 
 def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
@@ -65,11 +65,11 @@ class SquareSums:
         compute.kernels()[REDUCE](self._sums[compute], sums, ReduceOp.SUM)
 
     def write_to(self, vector: Buffer, accelerator: Accelerator) -> None:
-        """Write the sums to `vector`, in the memory of `accelerator`. The host waits for no device, unless several
-        accelerators hold sums."""
+        """Write the sums to `vector`, zeros in the memory of `accelerator`. The host waits for no device, unless
+        several accelerators hold sums."""
         if self._sums.keys() == {accelerator}:
             vector.copy_from(self._sums[accelerator])
-        else:
+        elif self._sums:
             write_sums(vector, self.read())
 
     def are_read_from(self, accelerator: Accelerator) -> bool:
@@ -95,50 +95,6 @@ def read_sums(sums: Buffer) -> array[float]:
 def write_sums(sums: Buffer, values: array[float]) -> None:
     """Overwrite the vector from the host."""
     sums.from_bytes(array("d" if sums.dtype is DType.FLOAT64 else "f", values).tobytes())
-
-
-@dataclass(frozen=True, slots=True)
-class GradientNorm:
-    """The norm of all ranks' gradients, loss scale divided out.
-
-    `first_nonfinite_param` is the first parameter, in layout order, whose gradient is not finite.
-    """
-
-    norm: float
-    first_nonfinite_param: str | None
-
-    @classmethod
-    def from_squares(
-        cls, names: Sequence[Sequence[str]], squares: Sequence[Sequence[float]], loss_scale: float
-    ) -> GradientNorm:
-        """Add up the squared norms of all parameters, those of each pipeline stage in the order of their `names`."""
-        stages = list(zip(names, squares, strict=True))
-        bad = [(name, value) for stage in stages for name, value in zip(*stage, strict=True) if not isfinite(value)]
-        if not bad:
-            return cls(_float32(sqrt(fsum(fsum(values) for values in squares)) / loss_scale), None)
-        is_nan = any(value != value for _, value in bad)
-        return cls(float("nan" if is_nan else "inf"), bad[0][0])
-
-    @property
-    def overflow(self) -> bool:
-        return self.first_nonfinite_param is not None
-
-    def clip_factor(self, max_norm: float) -> float:
-        """The factor that brings the norm to at most `max_norm`; 1 when that is 0 (off).
-
-        NaN for a norm that is NaN, so that the fault stays visible.
-        """
-        if max_norm <= 0.0:
-            return 1.0
-        factor = max_norm / (self.norm + 1e-6)
-        return 1.0 if factor > 1.0 else factor
-
-
-def _float32(value: float) -> float:
-    """`value` rounded to float32: differences in the order of float64 additions vanish."""
-    if not isfinite(value) or abs(value) > 3.4e38:
-        return value
-    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +131,11 @@ class GradNormReducer:
         accelerator: Accelerator,
         staging: Staging,
         beyond: Communicator | None = None,
+        host: Communicator | None = None,
     ) -> None:
+        """`beyond` joins the stages of a pipeline, `host` the ranks for what they know without the device."""
+        self._host = host
+        self._reader = NormReader(accelerator)
         self._staging = staging
         self._layout = layout
         self.buckets = reducer.buckets
@@ -199,6 +159,18 @@ class GradNormReducer:
         """The norm over all ranks, where `sums` has the gradients of all buckets."""
         _, stages = self._exchange_norms(array("d"), "norms", sums)
         return self._of_all(stages, loss_scale)
+
+    @property
+    def agrees_on_host(self) -> bool:
+        """Whether ranks agree on arrivals without the device."""
+        return self._host is not None or self._communicator.world_size == 1
+
+    def start_norm(self, loss_scale: float) -> UnreadNorm:
+        """Compute the norm over all ranks of the gradients of all buckets, whose reductions have ended. The host does
+        not wait for it. See [Note: Unread norms]."""
+        sums = self._sums(measure=True)
+        vector = self._add_up(array("d"), "norms", sums)
+        return self._reader.start(vector, lambda arrived: self._of_all(self._cut(read_sums(arrived))[1], loss_scale))
 
     def all_reduce_norm_and_flags(
         self, loss_scale: float, flags: Flags, *, measure: bool
@@ -293,6 +265,11 @@ class GradNormReducer:
         """The sums over all ranks of `values`. A single rank exchanges nothing."""
         if self._communicator.world_size == 1:
             return values
+        if self._host is not None:
+            vector = self._host.allocate(len(values), DType.FLOAT64)
+            write_sums(vector, values)
+            self._host.all_reduce(vector, label=label)
+            return read_sums(vector)
         copies = self._staging.join()
         sums = allocate_sums(self._accelerator, self._communicator, len(values))
         write_sums(sums, values)
@@ -306,12 +283,19 @@ class GradNormReducer:
     ) -> tuple[array[float], list[StageRow]]:
         """The sums over all ranks of `values`, those of `_counts` or none, and of `squares`, by pipeline stage. The
         host waits for a device once, for all of it; where nothing is exchanged, for its `squares` alone."""
-        copies, count, numel = self._staging.join(), len(self._names), len(self._names) + len(values)
+        copies = self._staging.join()
         if self._communicator.world_size == 1 and self._stages is None:
             own = squares.read()
             if squares.are_read_from(self._accelerator):
                 self._staging.know(copies)
             return values, [StageRow(own)]
+        found = read_sums(self._add_up(values, label, squares))
+        self._staging.know(copies)
+        return self._cut(found, len(values))
+
+    def _add_up(self, values: array[float], label: str, squares: SquareSums) -> Buffer:
+        """A vector of the device with the sums over all ranks of `squares` and `values`, then what each stage gives."""
+        count, numel = len(self._names), len(self._names) + len(values)
         rows_numel = 0 if self._stages is None else self._stages.numel
         sums = allocate_sums(self._accelerator, self._communicator, numel + rows_numel)
         own_sums = sums.view(0, numel)
@@ -323,7 +307,11 @@ class GradNormReducer:
         if self._stages is not None:
             late = own_sums.view(2 * count, len(self.buckets)) if values else None
             self._stages.gather(sums.view(numel, rows_numel), own_sums.view(0, count), late)
-        found = read_sums(sums)
-        self._staging.know(copies)
+        return sums
+
+    def _cut(self, found: array[float], others: int = 0) -> tuple[array[float], list[StageRow]]:
+        """What `_add_up` gives, on the host: the `others` of its values, and the squared norms of each stage."""
+        count = len(self._names)
+        numel = count + others
         rows = [StageRow(found[:count])] if self._stages is None else self._stages.cut(found[numel:])
         return found[count:numel], rows

@@ -40,20 +40,44 @@ from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.resources import Copies, Staging, StepResources
 from polyaccel.zero.update.averaging import average_weights
 from polyaccel.zero.update.consistency import Consistency
-from polyaccel.zero.update.grad_norm import GradientNorm, GradNormReducer, ReadyGrads
+from polyaccel.zero.update.global_norm import GradientNorm
+from polyaccel.zero.update.grad_norm import GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizers import Group, Run, Shard, SliceOptimizer
+from polyaccel.zero.update.unread_norm import UnreadNorm
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of an update. `grad_norm` is before clipping, `clipped_norm` after."""
+    """The outcome of an update. Where the norm is on the device still, to look at it waits ([Note: Unread norms])."""
 
     applied: bool
-    grad_norm: float
-    clipped_norm: float
-    first_nonfinite_param: str | None
+    norm: GradientNorm | UnreadNorm
+    clip_factor: float = 1.0
     noise_ratio: float | None = None
     """The gradient noise scale in batches; None where it is not measured, or not known yet."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the host has the norm, or may read it without waiting for the device."""
+        return isinstance(self.norm, GradientNorm) or self.norm.has_arrived()
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm before clipping."""
+        return self._read().norm
+
+    @property
+    def clipped_norm(self) -> float:
+        """The norm after clipping."""
+        return self._read().norm * self.clip_factor
+
+    @property
+    def first_nonfinite_param(self) -> str | None:
+        """The first parameter whose gradient is not finite; None where all are."""
+        return self._read().first_nonfinite_param
+
+    def _read(self) -> GradientNorm:
+        return self.norm if isinstance(self.norm, GradientNorm) else self.norm.read()
 
 
 class OptimizerState:
@@ -285,12 +309,16 @@ class OptimizerStep:
         self.is_early = gains and not (policy.norm_decides or policy.defer_publish)
         """Whether the update begins before all gradients have arrived, and the norm is agreed on last: not where the
         norm decides something, where it would wait for what may be published later, or where nothing is gained."""
+        decides = policy.norm_decides or policy.noise_decay is not None or bool(plan.offload.states)
+        self.spares_wait = self.is_queued and facts.agrees_on_host and not (self.is_early or decides)
+        """Whether the update begins without anything of the device: not where the host decides by the norm, or computes
+        with gradients."""
 
     def apply(
         self,
         groups: Sequence[Group],
         arrivals: ReadyGrads,
-        norm: GradientNorm | None,
+        norm: GradientNorm | UnreadNorm | None,
         loss_scale: float,
         discard_gradients: Callable[[], None],
     ) -> StepResult:
@@ -302,7 +330,7 @@ class OptimizerStep:
         before = dict(self._steps)
         for fqn in arrivals.params:
             self._steps[fqn] += 1
-        factor = 1.0 if norm is None else norm.clip_factor(self._policy.clip_norm)
+        factor = norm.clip_factor(self._policy.clip_norm) if isinstance(norm, GradientNorm) else 1.0
         sums = self._facts.new_sums()
 
         def prepare(shard: Shard) -> None:
@@ -345,7 +373,7 @@ class OptimizerStep:
         self._consistency.mark_consistent()
         if unwritten is not None:
             raise unwritten
-        return StepResult(True, norm.norm, norm.norm * factor, norm.first_nonfinite_param)
+        return StepResult(True, norm, factor)
 
     def _counted(self, shards: Iterable[Shard]) -> Iterator[Shard]:
         for shard in shards:

@@ -108,8 +108,8 @@ class DeepSpeedEngine(CallerAccumulates, Attributes, Settings, FusesAdapters, To
         self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any], steps: int = 1
     ) -> None:
         super()._end_step(groups, loss, lr_kwargs, steps)
-        if self.metrics is not None:
-            self.tput_timer.count(self.metrics, self.gradient_accumulation_steps(), self.train_batch_size())
+        if self._recorder.figures is not None:
+            self.tput_timer.count(self._recorder.figures, self.gradient_accumulation_steps(), self.train_batch_size())
         if self.monitor.enabled and self.metrics is not None:
             scales = self.fp16_enabled()
             self.monitor.write_events(step_events(self.metrics, scales=scales, with_times=self.wall_clock_breakdown()))

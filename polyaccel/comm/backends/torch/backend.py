@@ -104,14 +104,15 @@ class TorchBackend(CommBackend):
         if rendezvous.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
         # These import torch, which this module must not.
-        from polyaccel.comm.backends.torch.communicator import TorchCommunicator, new_group
+        from polyaccel.comm.backends.torch.communicator import new_group
+        from polyaccel.comm.backends.torch.device import DeviceCommunicator
         from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
         from polyaccel.comm.wrappers.staged import StagedCommunicator
 
         ranks = tuple(range(rendezvous.world_size))
         is_staged = self.name == "gloo" and accelerator.torch_device_type != "cpu"
         worker = host_accelerator(accelerator) if is_staged else accelerator
-        kind = ExchangeCommunicator if self.name == "gloo" else TorchCommunicator
+        kind = ExchangeCommunicator if self.name == "gloo" else DeviceCommunicator
 
         def make() -> Any:
             enter()

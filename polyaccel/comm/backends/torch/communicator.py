@@ -164,7 +164,7 @@ class TorchCommunicator(Communicator):
             return SingleCommunicator(
                 self.accelerator, timeout_s=self.timeout_s, global_rank=outer[0], backend=self.backend
             )
-        name = _name_of_split(self.group)
+        name = name_of_split(self.group)
         if self.world_size < dist.get_world_size() and self.rank not in members:
             return None
         everybody = self.world_size == dist.get_world_size()
@@ -233,7 +233,7 @@ _splits: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary
 """Counts the splits of each group."""
 
 
-def _name_of_split(group: dist.ProcessGroup) -> str:
+def name_of_split(group: dist.ProcessGroup) -> str:
     """Name the next group of ranks of `group`, equally on all of them. See [Note: Names of process groups]."""
     return f"{group.group_name}/{next(_splits.setdefault(group, count()))}"
 
