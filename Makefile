@@ -156,6 +156,10 @@ test-loaders: ## resume loaders and streams of torchdata, Hugging Face and WebDa
 	$(MAKE) environment VENV=$(VENV)-loaders EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools torchdata datasets webdataset'
 	$(VENV)-loaders/bin/python -m pytest tests/threads/loaders $(ARGS)
 
+test-mosaic: ## resume Mosaic's streams, in a separate environment
+	$(MAKE) environment VENV=$(VENV)-mosaic EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools mosaicml-streaming'
+	$(VENV)-mosaic/bin/python -m pytest tests/procs/loaders $(ARGS)
+
 test-page: $(STAMP) ## look at the page of `polyaccel watch` in a headless Chromium (apt-get install chromium); PICTURES=docs/guide/pictures renews the guide's
 	TESTS_PAGE=1 PAGE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/procs/dashboard $(ARGS)
 

@@ -17,7 +17,6 @@ whatever lies between both layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,7 +87,8 @@ class Mask:
     @property
     def scores(self) -> Tensor | None:
         """The scores that are trained; None where magnitudes decide once."""
-        return parameter_of(self.layer, f"{self.name}_scores")
+        found: Tensor | None = parameter_of(self.layer, f"{self.name}_scores")
+        return found
 
     @property
     def values(self) -> Tensor:
@@ -238,7 +238,7 @@ class CompressedLayer(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The layer's own forward, with compressed inputs and weight."""
         how, own = self.compression, self.__dict__
-        before = {name: own[name] for name in ("weight", "bias") if name in own}
+        before: dict[str, Any] = {name: own[name] for name in ("weight", "bias") if name in own}
         if inputs and isinstance(inputs[0], Tensor):
             inputs = (straight_through(inputs[0], how.quantized_input(self, inputs[0])), *inputs[1:])
         for name in _INPUTS if not inputs else ():
@@ -381,21 +381,6 @@ def compressed_class(own: type) -> type:
     if own not in _CLASSES:
         _CLASSES[own] = type(f"Compressed{own.__name__}", (CompressedLayer, own), {"__module__": __name__})
     return _CLASSES[own]
-
-
-@contextmanager
-def without_compression(model: nn.Module) -> Iterator[None]:
-    """Inside, the compressed layers of `model` are instances of their own classes, which may get others there."""
-    layers = [part for part in model.modules() if isinstance(part, CompressedLayer)]
-    kept = [layer.__dict__.pop("compression") for layer in layers]
-    for layer in layers:
-        layer.__class__ = own_class(layer)
-    try:
-        yield
-    finally:
-        for layer, how in zip(layers, kept, strict=True):
-            layer.__class__ = compressed_class(type(layer))
-            layer.compression = how
 
 
 def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from polyaccel.torch.compression.layers import (
     as_matrix,
     compressed_class,
     compressed_layers,
+    own_class,
 )
 from polyaccel.torch.compression.students import copy_layers
 from polyaccel.torch.deferred_init.values import is_deferred, value_of
@@ -193,6 +195,21 @@ def compress(model: nn.Module, policy: CompressionPolicy) -> tuple[str, ...]:
         _prune(layers, row)
     keep_calls(model)
     return tuple(name for name in layers if name in found)
+
+
+@contextmanager
+def without_compression(model: nn.Module) -> Iterator[None]:
+    """Inside, the compressed layers of `model` are instances of their own classes, which may get others there."""
+    layers = [part for part in model.modules() if isinstance(part, CompressedLayer)]
+    kept = [layer.__dict__.pop("compression") for layer in layers]
+    for layer in layers:
+        layer.__class__ = own_class(layer)
+    try:
+        yield
+    finally:
+        for layer, how in zip(layers, kept, strict=True):
+            layer.__class__ = compressed_class(type(layer))
+            layer.compression = how
 
 
 # Converting them.

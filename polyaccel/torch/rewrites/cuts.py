@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyaccel.engine.policies.modules import cut_rules_of
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.torch.compression.layers import without_compression
+from polyaccel.torch.compression.models import without_compression
 from polyaccel.torch.experts.models import has_experts, spread_experts
 from polyaccel.torch.rewrites.base import AppliedRewrite, Rewrite, RewriteContext
 from polyaccel.torch.rewrites.compression import follow_cuts
