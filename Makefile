@@ -150,7 +150,7 @@ test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitor
 
 test-quantized: ## train over weights that bitsandbytes and torchao have quantised, in a separate environment
 	$(MAKE) environment VENV=$(VENV)-quantized EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers peft bitsandbytes torchao'
-	$(VENV)-quantized/bin/python -m pytest tests/threads/quantized $(ARGS)
+	TORCHDYNAMO_DISABLE=1 $(VENV)-quantized/bin/python -m pytest tests/threads/quantized $(ARGS)
 
 test-loaders: ## resume loaders and streams of torchdata, Hugging Face and WebDataset, in a separate environment
 	$(MAKE) environment VENV=$(VENV)-loaders EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools torchdata datasets webdataset'
