@@ -27,6 +27,7 @@ from polyaccel.planner.autotune.hardware_probe import USUAL, HardwareRates
 from polyaccel.planner.autotune.records import TrialRecord
 from polyaccel.planner.forecast import layout_of, step_plan
 from polyaccel.planner.model import ModelShape, comm_seconds
+from polyaccel.planner.optimizer_needs import OptimizerNeeds
 from polyaccel.zero.plan.memory import estimate_memory
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.traffic import step_traffic
@@ -123,12 +124,13 @@ class CostEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Of a candidate's own plan: bytes of states by place, elements that a rank updates, their bytes on the way from
-    and to where they rest, and the seconds of its collectives."""
+    """Of a candidate's own plan: bytes of states by place, elements that a rank updates, the operations of products in
+    that, bytes on the way from and to where they rest, and the seconds of its collectives."""
 
     device_nbytes: int
     host_nbytes: int
     updated_numel: int
+    operations: int
     linked_nbytes: int
     filed_nbytes: int
     comm_s: float
@@ -193,7 +195,10 @@ class CostModel:
         plan = step_plan(config, layout, is_remote=self._is_remote)
         memory = estimate_memory(plan)
         updated = sum(spec.numel for spec in specs if spec.trainable)
-        updated = updated if candidate.stage == 0 else -(-updated // max(1, self._world_size // candidate.tensor))
+        costs = OptimizerNeeds.of(config, specs).costs
+        operations = sum(spec.numel * costs.get(spec.fqn, 0) for spec in specs)
+        ranks = 1 if candidate.stage == 0 else max(1, self._world_size // candidate.tensor)
+        updated, operations = -(-updated // ranks), -(-operations // ranks)
         states_nbytes = 4 * updated * 3  # float32 weights and Adam's two states, as good as any guess
         linked = 2 * 4 * updated if candidate.offload != "none" and self._is_remote else 0
         if candidate.offload_param != "none" and self._is_remote:
@@ -207,7 +212,7 @@ class CostModel:
         if comm_s is None:
             comm_s = step_traffic(plan).total_nbytes / _USUAL_NBYTES_PER_S
         device, host = memory.peak_nbytes(Place.DEVICE), memory.peak_nbytes(Place.HOST)
-        return _Plan(device, host, updated, linked, filed, comm_s)
+        return _Plan(device, host, updated, operations, linked, filed, comm_s)
 
     def _rest(self, record: TrialRecord) -> float:
         """What a trial had in use in addition to the planned states and the process itself."""
@@ -225,7 +230,7 @@ class CostModel:
             "micro-batches": candidate.accumulation,
             "recomputed": samples * candidate.recomputes,
             "recomputed micro-batches": candidate.accumulation * candidate.recomputes,
-            "updates": plan.updated_numel * elsewhere,
+            "updates": plan.updated_numel * elsewhere + plan.operations * rates.operation_s,
             "collectives": plan.comm_s,
             "gathering": samples * (candidate.stage == 3),
             "link": plan.linked_nbytes * rates.link_s,

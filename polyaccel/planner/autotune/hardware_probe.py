@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+import numpy as np
+
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import choose_accelerator, host_accelerator
 from polyaccel.core.buffer import Buffer
@@ -22,6 +24,7 @@ from polyaccel.ops.base import UPDATE
 from polyaccel.ops.optimizers import OPTIMIZERS
 
 _NUMEL = 1 << 22
+_SIDE = 512
 _ROUNDS = 5
 _FILE_NBYTES = 32 << 20
 _LIMIT_S = 120.0
@@ -30,16 +33,18 @@ _LIMIT_S = 120.0
 @dataclass(frozen=True, slots=True)
 class HardwareRates:
     """Seconds that an element's update takes on the device and on the host, and a byte on its way between the two, and
-    between memory and a file. The last one is written and read."""
+    between memory and a file. The last one is written and read. `operation_s` is that of an operation in a product of
+    matrices on the device."""
 
     update_device_s: float
     update_host_s: float
     link_s: float
     file_s: float
+    operation_s: float = 1e-13
 
 
 USUAL = HardwareRates(1e-10, 1e-9, 1e-10, 1e-9)
-"""Without measurements: a device of 300 GB/s, a host of 30, a link of 10 and a disk of 1."""
+"""Without measurements: a device of 300 GB/s and 10 TFLOP/s, a host of 30 GB/s, a link of 10 and a disk of 1."""
 
 
 def measured_rates(accelerator: Accelerator, folder: Path | None = None) -> HardwareRates:
@@ -48,7 +53,8 @@ def measured_rates(accelerator: Accelerator, folder: Path | None = None) -> Hard
     device_s = _update_s(accelerator)
     host_s = device_s if host is accelerator else _update_s(host)
     link_s = 0.0 if host is accelerator else _link_s(accelerator, host)
-    return HardwareRates(device_s, host_s, link_s, _file_s(folder))
+    operation_s = _operation_s() if host is accelerator else USUAL.operation_s
+    return HardwareRates(device_s, host_s, link_s, _file_s(folder), operation_s)
 
 
 def rates_here(folder: Path) -> HardwareRates:
@@ -66,6 +72,17 @@ def _update_s(accelerator: Accelerator) -> float:
     update, buffers = accelerator.kernels()[UPDATE], [_zeros(accelerator) for _ in range(4)]
     weights, gradient, *states = buffers
     return _timed(accelerator, lambda: update(rule, weights, gradient, tuple(states), None, 1.0)) / _NUMEL
+
+
+def _operation_s() -> float:
+    """Of an operation in a product of matrices on the host, by numpy."""
+    matrix = np.ones((_SIDE, _SIDE), np.float32)
+    found = []
+    for _ in range(_ROUNDS + 1):
+        began = perf_counter()
+        np.matmul(matrix, matrix)
+        found.append(perf_counter() - began)
+    return median(found[1:]) / (2 * _SIDE**3)
 
 
 def _link_s(accelerator: Accelerator, host: Accelerator) -> float:

@@ -17,6 +17,7 @@ def test_a_host_has_no_link_to_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.update_device_s == found.update_host_s > 0
     assert found.link_s == 0
     assert found.file_s > 0
+    assert found.operation_s > 0
     assert list(tmp_path.iterdir()) == []
 
 

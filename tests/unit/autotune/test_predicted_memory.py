@@ -9,8 +9,10 @@ import pytest
 
 from polyaccel.config import load_config, resolve_config
 from polyaccel.core.types import DType, ParamSpec
+from polyaccel.engine.policies.muon import element_cost
 from polyaccel.planner.autotune.candidates import Candidate
 from polyaccel.planner.autotune.cost_model import CostModel
+from polyaccel.planner.autotune.hardware_probe import USUAL
 from polyaccel.planner.autotune.records import TrialRecord
 from polyaccel.planner.model import ModelShape
 
@@ -74,3 +76,18 @@ def test_the_memory_of_settings_that_nobody_tried_is_foretold(
     )
     for one, mib in MEASURED_MIB.items():
         assert cost_model.predict(setting(*one)).device_nbytes / MIB == pytest.approx(mib, rel=error), one
+
+
+def test_muon_s_products_count_as_time_of_the_update() -> None:
+    """A matrix of m x n takes its iteration's operations, shared out over the ranks that update."""
+    found = {}
+    for kind in ("AdamW", "Muon"):
+        config = resolve_config(load_config({"train_batch_size": 16, "optimizer": {"type": kind}}), world_size=2)
+        model = ModelShape("two matrices", tuple(ParamSpec(name, (64, 64), DType.FLOAT32) for name in "ab"), {})
+        for stage in (0, 1):
+            estimates = CostModel(config, model, 2, is_remote=False)
+            found[kind, stage] = estimates._time_features(setting(stage, 8, False))["updates"]
+    operations = 2 * 64 * 64 * element_cost(64, 64, 5)
+    for stage, ranks in ((0, 1), (1, 2)):
+        more = found["Muon", stage] - found["AdamW", stage]
+        assert more == pytest.approx(operations / ranks * USUAL.operation_s)
