@@ -10,7 +10,10 @@ not used meanwhile is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +33,15 @@ from polyaccel.torch.sharding.ownership import record_of
 from polyaccel_deepspeed.engine.parameters import AWAITS_ENGINE, describe_parameter
 from polyaccel_deepspeed.initialize import init_distributed
 
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Init(DeferredInit):
     """`polyaccel.zero.Init` by DeepSpeed's arguments, in DeepSpeed's order.
 
-    Where parameters live and in which type is set by the config of `deepspeed.initialize`: `remote_device`,
-    `pin_memory`, `mpu` and the groups are accepted and mean nothing, and so does a config.
+    Where parameters live is set by the config of `deepspeed.initialize`: `remote_device`, `pin_memory`, `mpu` and the
+    groups are accepted and mean nothing. A config here decides the dtype of parameters, where `dtype` does not: that of
+    its fp16 or bf16. So master weights begin with values of 16 bits, as in DeepSpeed.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Init(DeferredInit):
             if value:
                 hint = f'write "zero_optimization": {{"{name}": true}}'
                 raise ConfigError([Problem(name, value, "is read in the config only", hint)], source="zero.Init")
+        dtype = dtype or _dtype_of(config if config_dict_or_path is None else config_dict_or_path)
         super().__init__(module, enabled=enabled, dtype=dtype, mem_efficient_linear=mem_efficient_linear)
 
     def __enter__(self) -> Init:
@@ -75,6 +82,19 @@ class Init(DeferredInit):
             self.callback(register_module_parameter_registration_hook(_describe_new).remove)
             self.callback(register_module_module_registration_hook(_describe_replaced).remove)
         return self
+
+
+def _dtype_of(source: Any) -> torch.dtype | None:
+    """The 16-bit type that a config enables, by its dict or the path of its file."""
+    if isinstance(source, str | PathLike) and Path(source).is_file():
+        source = json.loads(Path(source).read_text(encoding="utf-8"))
+    if not isinstance(source, Mapping):
+        return None
+    for name, dtype in _DTYPES.items():
+        section = source.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return dtype
+    return None
 
 
 def _describe_new(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

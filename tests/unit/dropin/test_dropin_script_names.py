@@ -277,6 +277,21 @@ def test_parameters_have_deepspeeds_attributes_before_and_after_initialize(layer
     engine.destroy()
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_config_of_init_decides_the_dtype_of_parameters(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = config_of(3) | {name: {"enabled": True}}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    for source in (config, file, str(file)):
+        with deepspeed.zero.Init(config_dict_or_path=source):
+            model = nn.Linear(64, 64)
+        assert {one.dtype for one in model.parameters()} == {dtype}
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.float32):
+        assert nn.Linear(64, 64).weight.dtype == torch.float32
+    with deepspeed.zero.Init(config_dict_or_path=config_of(3) | {name: {"enabled": "auto"}}):
+        assert nn.Linear(64, 64).weight.dtype == torch.float32
+
+
 def test_parameters_without_a_shape_yet_are_left_alone() -> None:
     with deepspeed.zero.Init():
         lazy = nn.LazyLinear(3)
