@@ -149,7 +149,7 @@ class RunProgress:
             samples: Over how many samples it grows.
 
         Raises:
-            ConfigError: A size on the way is no multiple of micro-batch size times data-parallel ranks, or the
+            ConfigError: A size on the way is not a multiple of micro-batch size times data-parallel ranks, or the
                 optimizer needs one micro-batch a step.
         """
         each = self.train_micro_batch_size_per_gpu() * self._data_ranks
