@@ -50,14 +50,14 @@ def symmetric_product(
         return _compiled(added, left, right, beta, alpha)
     if not is_on_host or size < 2 * _BLOCK:
         if added is None:
-            return left @ right
+            return left @ right if alpha == 1.0 else (left @ right).mul_(alpha)
         add = torch.addmm if left.dim() == 2 else torch.baddbmm
         return add(added, left, right, beta=beta, alpha=alpha)
     out = left.new_empty(size, size)
     for first in range(0, size, _BLOCK):
         rows, end = slice(first, first + _BLOCK), min(size, first + _BLOCK)
         if added is None:
-            torch.mm(left[rows], right[:, :end], out=out[rows, :end])
+            torch.mm(left[rows], right[:, :end], out=out[rows, :end]).mul_(alpha)
         else:
             torch.addmm(added[rows, :end], left[rows], right[:, :end], beta=beta, alpha=alpha, out=out[rows, :end])
         if first:

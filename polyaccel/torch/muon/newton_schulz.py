@@ -21,6 +21,8 @@ from polyaccel.ops.torch.symmetric import symmetric_product
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the quintic: of all that keep singular values near 1, those with the largest slope at 0."""
 _EPS = 1e-7
+_MOST_SIZE = 1e9
+"""Norm of a matrix whose product with itself has room in float32."""
 
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype, method: str = "gram") -> Tensor:
@@ -34,11 +36,34 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype, method: str 
     shape = x.shape
     x = x.reshape(-1, *shape[-2:]) if x.dim() != 2 else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + _EPS)
-    is_exact = dtype in (torch.float32, torch.float64)
-    by_gram = method == "gram" and is_exact and gains_by_gram(x.size(-1) / max(1, x.size(-2)), steps)
-    x = _by_gram(x, steps) if by_gram else _standard(x, steps)
+    if _is_by_gram(x, steps, method):
+        factor = _gram_factor(symmetric_product(None, x, x.mT), steps)
+        x = x if factor is None else factor @ x
+    else:
+        x = _standard(x, steps)
     x = x.reshape(shape)
     return x.mT if is_tall else x
+
+
+def add_orthogonalized(target: Tensor, matrix: Tensor, rate: float, steps: int, method: str = "gram") -> bool:
+    """Add `rate` times the orthogonal factor of a matrix to `target`, without tensors of their size; return whether
+    that was possible: by the Gram iteration, in the type of both."""
+    is_tall = matrix.size(-2) > matrix.size(-1)
+    x, into = (matrix.mT, target.mT) if is_tall else (matrix, target)
+    size = x.norm().item() + _EPS
+    if target.dtype is not x.dtype or not _is_by_gram(x, steps, method) or size > _MOST_SIZE:
+        return False
+    factor = _gram_factor(symmetric_product(None, x, x.mT, alpha=size**-2), steps)
+    if factor is None:
+        into.add_(x, alpha=rate / size)
+    else:
+        into.addmm_(factor, x, alpha=rate / size)
+    return True
+
+
+def _is_by_gram(x: Tensor, steps: int, method: str) -> bool:
+    is_exact = x.dtype in (torch.float32, torch.float64)
+    return method == "gram" and is_exact and gains_by_gram(x.size(-1) / max(1, x.size(-2)), steps)
 
 
 def _standard(x: Tensor, steps: int) -> Tensor:
@@ -49,10 +74,10 @@ def _standard(x: Tensor, steps: int) -> Tensor:
     return x
 
 
-def _by_gram(x: Tensor, steps: int) -> Tensor:
-    """See [Note: Gram iteration]."""
+def _gram_factor(gram: Tensor, steps: int) -> Tensor | None:
+    """The product of all factors, by XX'; None without steps. See [Note: Gram iteration]."""
     a, b, c = COEFFICIENTS
-    gram, factor = symmetric_product(None, x, x.mT), None
+    factor = None
     for step in range(steps):
         change = symmetric_product(gram, gram, gram, b, c)
         if factor is None:
@@ -63,7 +88,7 @@ def _by_gram(x: Tensor, steps: int) -> Tensor:
         if step + 1 < steps:
             half = symmetric_product(gram, change, gram, a)
             gram = symmetric_product(half, change, half, a)
-    return x if factor is None else factor @ x
+    return factor
 
 
 def _product(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0) -> Tensor:

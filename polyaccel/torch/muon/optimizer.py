@@ -19,7 +19,7 @@ from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.torch.muon.blocks import Along, TensorBlocks
 from polyaccel.torch.muon.matrices import Matrices, matrices_of, rule_of
-from polyaccel.torch.muon.newton_schulz import orthogonalize, update_dtype
+from polyaccel.torch.muon.newton_schulz import add_orthogonalized, orthogonalize, update_dtype
 from polyaccel.torch.muon.normuon import scale_rows
 from polyaccel.zero.plan.layout import ROW, WHOLE, Granule
 from polyaccel.zero.update.optimizers import ElementwiseOptimizer, Group, Run, Shard, SliceOptimizer
@@ -199,6 +199,9 @@ class MuonOptimizer(SliceOptimizer):
             numel = max(1, rows * columns)
             if self._device.type == "cpu" and numel > _SMALL_NUMEL:
                 for wanted, target, averages in members:
+                    is_own = averages is None and self._dtype(wanted, group) is wanted.dtype
+                    if is_own and add_orthogonalized(target, wanted, rate, group["ns_steps"], group["ns_method"]):
+                        continue
                     _add(target, self._orthogonalized(wanted, group), averages, rate, group)
                 continue
             most = max(1, _BATCH_NUMEL // numel)
@@ -209,8 +212,11 @@ class MuonOptimizer(SliceOptimizer):
                     _add(target, change, averages, rate, group)
 
     def _orthogonalized(self, matrices: Tensor, group: Group) -> Tensor:
-        dtype = update_dtype(self._device, matrices.dtype, group.get("ns_dtype"))
+        dtype = self._dtype(matrices, group)
         return orthogonalize(matrices.to(self._device), group["ns_steps"], dtype, group["ns_method"])
+
+    def _dtype(self, matrices: Tensor, group: Group) -> torch.dtype:
+        return update_dtype(self._device, matrices.dtype, group.get("ns_dtype"))
 
 
 def _add(target: Tensor, change: Tensor, averages: Tensor | None, rate: float, group: Group) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import polyaccel
 from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.muon.newton_schulz import orthogonalize
+from polyaccel.torch.muon.newton_schulz import add_orthogonalized, orthogonalize
 from polyaccel.utils import safe_get_full_optimizer_state
 
 STEPS = 4
@@ -130,6 +130,18 @@ def test_orthogonalisation_moves_singular_values_by_the_polynomial(shape):
         torch.testing.assert_close(one, by_singular_values(whole, 5), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(coarse.double(), one, rtol=0.0, atol=1e-4)
         assert 0.6 < torch.linalg.svdvals(one).min() <= torch.linalg.svdvals(one).max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(70, 130), (130, 70), (90, 90)], ids=str)
+def test_what_is_added_in_place_is_the_orthogonal_factor(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    for size in (1.0, 1e-30, 1e-6, 1e20):
+        target = torch.ones(shape)
+        is_added = add_orthogonalized(target, size * matrix, -0.5, 5)
+        assert is_added == (shape != (90, 90) and size < 1e9)
+        if is_added:
+            wanted = 1 - 0.5 * by_singular_values(size * matrix, 5)
+            assert (target.double() - wanted).norm() <= 1e-4 * wanted.norm()
 
 
 @pytest.mark.parametrize(

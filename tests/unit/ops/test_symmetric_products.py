@@ -22,6 +22,8 @@ def check(size: int, inner: int, dtype: torch.dtype = torch.float32) -> None:
         found = symmetric_product(None, left, left.T)
         assert (found - found.T).norm() <= bound * exact.norm()
         assert (found - exact).norm() <= bound * exact.norm()
+        found = symmetric_product(None, left, left.T, alpha=0.25)
+        assert (found - 0.25 * exact).norm() <= bound * exact.norm()
         found = symmetric_product(added, left, left.T, -2.0, 0.5)
         assert (found - (0.5 * exact - 2 * added.double())).norm() <= bound * exact.norm()
 
