@@ -138,10 +138,15 @@ test-trainers: ## train by Accelerate, transformers and Lightning over plugins/p
 	$(VENV)-trainers/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-trainers
 	$(VENV)-trainers/bin/python -m pytest plugins/polyaccel-trainers/tests $(ARGS)
 
-test-peers: ## run peers' own tests of DeepSpeed over the drop-in, in a separate environment; git fetches them
-	$(MAKE) environment VENV=$(VENV)-peers EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata parameterized'
+test-peers: ## run peers' own tests of DeepSpeed over the drop-in, in two separate environments; git fetches them
+	$(MAKE) environment VENV=$(VENV)-peers EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata parameterized pytest-datadir'
 	$(VENV)-peers/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation ./plugins/polyaccel-deepspeed
-	$(VENV)-peers/bin/python tests/peers $(ARGS)
+	$(VENV)-peers/bin/python tests/peers --suite accelerate --suite lightning --suite trl $(ARGS)
+	$(PYTHON) -m venv $(VENV)-peers-transformers
+	$(VENV)-peers-transformers/bin/python -m pip --disable-pip-version-check install -qq --editable . torch==$(TORCH) \
+		pytest pytest-timeout setuptools wheel accelerate peft datasets evaluate sacrebleu parameterized transformers==5.0.0
+	$(VENV)-peers-transformers/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation ./plugins/polyaccel-deepspeed
+	$(VENV)-peers-transformers/bin/python tests/peers --suite transformers $(ARGS)
 
 test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitors wrote, in a separate environment (1 GB), offline
 	$(MAKE) environment VENV=$(VENV)-monitors EXTRAS=torch,tensorboard,wandb,comet PACKAGES='pytest pytest-timeout setuptools'
@@ -267,7 +272,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-scripts $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-quantized $(VENV)-loaders $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-scripts $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-peers-transformers $(VENV)-quantized $(VENV)-loaders $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

@@ -22,7 +22,7 @@ from stand_ins import make_hub
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "outcomes.json"
-LIMIT_S = 1500
+LIMIT_S = 3600
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Suite:
     files: tuple[str, ...]
     package: str = "."
     """The folder of its package, where the tests are not those of a released one."""
+    choice: str = ""
+    """What the names of tests of DeepSpeed have in them, where files have others too: pytest's `-k`."""
 
 
 SUITES = {
@@ -62,6 +64,20 @@ SUITES = {
             "tests_fabric/plugins/precision/test_deepspeed_integration.py",
         ),
         package="src",
+    ),
+    "transformers": Suite(
+        "https://github.com/huggingface/transformers",
+        "d6a6c82680cba9c51decdacac6dd6315ea4a766a",
+        "tests",
+        ("deepspeed/test_deepspeed.py", "deepspeed/test_alst_ulysses_sp.py"),
+        package="src",
+    ),
+    "trl": Suite(
+        "https://github.com/huggingface/trl",
+        "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+        "tests",
+        ("distributed/test_distributed.py",),
+        choice="zero",
     ),
 }
 
@@ -91,7 +107,7 @@ def outcomes_of(name: str, source: Path, hub: Path, tests: list[str], extra: lis
             "PEERS_SUITE": name,
             "PEERS_OUTCOMES": str(out),
             "PYTHONPATH": os.pathsep.join(
-                [str(HERE), str(where), str(source / suite.package), os.environ.get("PYTHONPATH", "")]
+                [str(HERE), str(where), str(source / suite.package), str(source), os.environ.get("PYTHONPATH", "")]
             ),
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
@@ -100,6 +116,8 @@ def outcomes_of(name: str, source: Path, hub: Path, tests: list[str], extra: lis
             "OMP_NUM_THREADS": "1",
         }
         options = ["-q", "-p", "skips", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(where)]
+        if suite.choice:
+            options += ["-k", suite.choice]
         command = [sys.executable, "-m", "pytest", *options, *extra, *(tests or suite.files)]
         subprocess.run(command, cwd=where, env=environment, timeout=LIMIT_S, check=False)
         rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -113,11 +131,11 @@ def main() -> int:
     parser.add_argument("--suite", choices=SUITES, action="append", help="one suite (repeatable); all without")
     given, extra = parser.parse_known_args()
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    hub = given.sources.resolve() / "hub"
-    make_hub(hub)
     failed = 0
     for name in given.suite or SUITES:
         fetch(SUITES[name], given.sources / name)
+        hub = given.sources.resolve() / "hub" / name
+        make_hub(hub, name, given.sources / name)
         wanted = [] if given.record else recorded[name]
         found = outcomes_of(name, (given.sources / name).resolve(), hub, wanted, extra)
         passed = sorted(test for test, (outcome, _) in found.items() if outcome == "passed")

@@ -6,6 +6,7 @@ import json
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ _DEVICES = (
 )
 
 
+_TRANSFORMERS = ("require_torch_accelerator", "require_torch_multi_accelerator", "require_torch_fp16")
+
+
 def _same(test: Any) -> Any:
     return test
 
@@ -30,6 +34,26 @@ def _take_off(module: str, names: tuple[str, ...]) -> None:
         for name in names:
             if hasattr(home, name):
                 setattr(home, name, _same)
+
+
+def _take_off_transformers() -> None:
+    """Take off skips; two devices are counted, each trainer and each script computes on the CPU."""
+    _take_off("transformers.testing_utils", (*_TRANSFORMERS, "slow"))
+    home: Any = import_module("transformers.testing_utils")
+    home.BACKEND_DEVICE_COUNT["cpu"] = lambda: 2
+    _compute_on_cpu(import_module("transformers").TrainingArguments)
+    start = home.execute_subprocess_async
+    home.execute_subprocess_async = lambda command, **options: start(_through(command), **options)
+
+
+def _compute_on_cpu(arguments: Any) -> None:
+    finish = arguments.__post_init__
+
+    def on_cpu(self: Any) -> None:
+        self.use_cpu = True
+        finish(self)
+
+    arguments.__post_init__ = on_cpu
 
 
 def _take_off_lightning() -> None:
@@ -52,8 +76,26 @@ def pytest_configure(config: pytest.Config) -> None:
     suite = os.environ["PEERS_SUITE"]
     if suite == "lightning":
         _take_off_lightning()
+    elif suite in ("transformers", "trl"):
+        _take_off_transformers()
     else:
         _take_off("accelerate.test_utils.testing", _DEVICES)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the commands of TRL's tests compute on the CPU."""
+    if os.environ["PEERS_SUITE"] == "trl":
+        for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
+            start = module.run_command
+            module.run_command = lambda command, env, start=start: start(_through(command), env)
+
+
+def _through(command: list[str]) -> list[str]:
+    """Return the command with its script run by `on_cpu.py`."""
+    at = next((at for at, part in enumerate(command) if str(part).endswith(".py")), None)
+    if at is None:
+        return command
+    return [*command[:at], str(Path(__file__).with_name("on_cpu.py")), *command[at:]]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
