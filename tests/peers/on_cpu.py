@@ -14,7 +14,7 @@ import transformers
 _load: Any = transformers.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
 
-def _without_map(cls: Any, *args: Any, device_map: Any = None, **options: Any) -> Any:
+def _without_map(cls: Any, /, *args: Any, device_map: Any = None, **options: Any) -> Any:
     return _load(cls, *args, **options)
 
 
@@ -26,5 +26,6 @@ if __name__ == "__main__":
     if sys.argv[0].startswith("trl/"):
         sys.argv.append("--use_cpu")
     else:
-        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+        home: Any = transformers.training_args
+        home.is_torch_bf16_gpu_available = lambda: True
     runpy.run_path(sys.argv[0], run_name="__main__")

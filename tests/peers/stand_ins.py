@@ -62,7 +62,7 @@ def make_hub(cache: Path, suite: str, source: Path) -> None:
 def _make_vision_and_text(cache: Path) -> None:
     import transformers
 
-    sizes = {"vocab_size": 128, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    sizes: dict[str, Any] = {"vocab_size": 128, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
     vision = transformers.MobileViTConfig(hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 8, 16, 16, 16, 32])
     for name in _GPT2:
         _save(cache, name, transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
@@ -76,12 +76,12 @@ def _make_transformers(cache: Path) -> None:
     words += [(chr(code), -3.0) for code in range(33, 127)]
     words += [(f"<extra_id_{number}>", 0.0) for number in reversed(range(100))]
     text = transformers.T5Tokenizer(vocab=words)
-    shape = {"vocab_size": 256, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    start = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    shape: dict[str, Any] = {"vocab_size": 256, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    start: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     for name in ("patrickvonplaten/t5-tiny-random", "google-t5/t5-small"):
         _save(cache, name, transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, **start)), text)
-    sizes = {"vocab_size": 512, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes: dict[str, Any] = {"vocab_size": 512, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    tokens: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens))
     _save(cache, "sshleifer/tiny-gpt2", gpt2, _bytes_of(["<|endoftext|>"], eos_token="<|endoftext|>"))
     gptj = transformers.GPTJConfig(**sizes, **tokens, rotary_dim=4)
@@ -107,9 +107,10 @@ def _make_trl(home: Path) -> None:
         vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, eos_token_id=2, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
+    classifier: Any = transformers.Qwen2ForSequenceClassification
     for name, model in (
         ("tiny-Qwen2ForCausalLM-2.5", transformers.Qwen2ForCausalLM(config)),
-        ("tiny-Qwen2ForSequenceClassification-2.5", transformers.Qwen2ForSequenceClassification(_with_one(config))),
+        ("tiny-Qwen2ForSequenceClassification-2.5", classifier(_with_one(config))),
     ):
         model.save_pretrained(home / name)
         text.save_pretrained(home / name)
@@ -156,7 +157,8 @@ def _bytes_of(special: list[str], **roles: str) -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=64, **roles)
+    made: Any = transformers.PreTrainedTokenizerFast
+    return made(tokenizer_object=inner, model_max_length=64, **roles)
 
 
 def _save(cache: Path, name: str, *parts: Any) -> None:

@@ -287,8 +287,7 @@ def test_an_array_has_the_values_and_takes_none():
     wanted = torch.arange(3000.0).mul(0.5)[1::2]
     for array in (tensor.numpy(), np.asarray(tensor), tensor.detach().cpu().numpy()):
         assert np.array_equal(array, wanted.numpy())
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1.0
+        assert not array.flags.writeable
     with pytest.raises(RuntimeError):
         tensor.requires_grad_().numpy()
 
