@@ -26,7 +26,7 @@ from polyaccel.errors import ConfigError, PolyaccelError, Problem
 _KEY = "data_efficiency.data_routing.random_ltd"
 _PRIME = 1_000_003
 _HIDDEN = "hidden_states"
-_CACHES = ("past_key_value", "past_key_values", "layer_past", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_CACHES = ("cache", "past_key_value", "past_key_values", "layer_past", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 """Named inputs of layers that describe all tokens in ways that do not allow some to be left out."""
 _ENCODER = "encoder_"
 """How names of inputs begin that belong to other tokens, those of an encoder."""
@@ -81,7 +81,9 @@ class TokenDrop:
         if given and not torch.is_grad_enabled():
             return inputs, named  # generation
         if given:
-            hint = "pass use_cache=False" if "past" in given[0] else "leave packing for kernels out"
+            hint = (
+                "pass use_cache=False" if given[0] == "cache" or "past" in given[0] else "leave packing for kernels out"
+            )
             raise PolyaccelError(f"tokens cannot be dropped with {given[0]}", hint=hint, value=given[0])
         if batch == 1 and every.get("position_ids") is not None and number in self._flash:
             hint = "choose sdpa, or more sequences in a micro-batch"

@@ -312,7 +312,7 @@ def test_models_and_inputs_that_do_not_fit_are_refused() -> None:
     engine = polyaccel.initialize(model=model, config=config_for(0))[0]
     with pytest.raises(PolyaccelError) as caught:
         engine(ids(0, 0), labels=ids(0, 0), use_cache=True)
-    assert caught.value.value == "past_key_values"
+    assert caught.value.value in ("past_key_values", "cache")  # the second since transformers 5.24
     engine.destroy()
     sequence = config_for(0) | {"sequence_parallel_size": 2}
 

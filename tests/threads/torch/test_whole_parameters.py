@@ -15,6 +15,8 @@ from polyaccel.testkit.ranks.threads import run_threads
 
 STEPS = 4
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 has no torch.optim.Muon")
+
 
 class Odd(nn.Module):
     """Matrices of odd shapes, one of them tied and one frozen."""
@@ -102,6 +104,7 @@ def test_the_numbers_are_those_of_plain_torch(name, stage, world):
     compare(found, plain(world, Net, WHOLE[name], 6), 2e-6)
 
 
+@needs_muon
 @pytest.mark.parametrize(
     ("stage", "of", "world", "micro_batches"), [(1, 0, 3, 1), (2, 0, 2, 1), (3, 0, 3, 1), (3, 2, 2, 2)]
 )
@@ -112,6 +115,7 @@ def test_muon_of_torch_has_the_bits_of_other_stages(stage, of, world, micro_batc
         assert {name for name, value in wanted.items() if not torch.equal(weights[name], value)} == set()
 
 
+@needs_muon
 def test_muon_of_torch_has_its_numbers_in_plain_torch():
     found = trained(2, 2, Odd, muon, 7)
     compare(found, plain(2, Odd, muon, 7), 2e-3)
@@ -137,6 +141,7 @@ def test_what_looks_at_other_parameters_is_refused(name):
     run_threads(2, go)
 
 
+@needs_muon
 @pytest.mark.parametrize("key", ["zero_quantized_gradients", "zero_quantized_weights"])
 def test_traffic_in_codes_is_refused(key):
     with pytest.raises(ShardingError) as caught:
@@ -145,7 +150,7 @@ def test_traffic_in_codes_is_refused(key):
 
 
 @pytest.mark.parametrize(("first", "second"), [((2, 1), (3, 3)), ((3, 2), (1, 2)), ((2, 3), (2, 0)), ((1, 0), (2, 2))])
-@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+@pytest.mark.parametrize("kind", ["Adafactor", pytest.param("Muon", marks=needs_muon)])
 def test_states_go_along_to_another_size_and_stage(tmp_path, kind, first, second):
     """As if nothing had happened, in steps that see the same data on every rank."""
     make = muon if kind == "Muon" else lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2)
