@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,9 @@ class _File(type(Path())):  # type: ignore[misc]
         file.text = text
         return file
 
-    def __init__(self, *args: object) -> None:
-        pass
+    def __init__(self, text: str) -> None:
+        if sys.version_info >= (3, 12):  # before, a path is made by __new__ alone
+            super().__init__("hosts")
 
     def read_bytes(self) -> bytes:
         return str(self.text).encode()
