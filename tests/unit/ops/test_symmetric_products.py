@@ -29,7 +29,7 @@ def check(size: int, inner: int, dtype: torch.dtype = torch.float32) -> None:
 
 
 @pytest.mark.parametrize(("size", "inner"), [(64, 64), (77, 5), (130, 200)])
-def test_they_are_the_products_of_float64(isa, size, inner):
+def test_they_are_the_products_of_float64(isa: str, size: int, inner: int) -> None:
     check(size, inner)
     one = symmetric(size, 4)
     square = symmetric_product(None, one, one)
@@ -37,13 +37,13 @@ def test_they_are_the_products_of_float64(isa, size, inner):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_torch_computes_those_that_csrc_does_not(dtype, monkeypatch):
+def test_torch_computes_those_that_csrc_does_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyaccel.ops.torch.symmetric._LEAST_SIZE", 10**6)
     check(40, 3, dtype)
     check(300, 70, dtype)
 
 
-def test_threads_change_no_bit_and_infinities_stay():
+def test_threads_change_no_bit_and_infinities_stay() -> None:
     one, before = symmetric(150, 3), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def test_threads_change_no_bit_and_infinities_stay():
     assert not symmetric_product(None, one, one).isfinite().all()
 
 
-def test_batches_and_small_ones_are_those_of_torch():
+def test_batches_and_small_ones_are_those_of_torch() -> None:
     batch = torch.stack([symmetric(20, seed) for seed in range(3)])
     assert torch.equal(symmetric_product(None, batch, batch), batch @ batch)
     assert torch.equal(symmetric_product(batch, batch, batch, 2.0), torch.baddbmm(batch, batch, batch, beta=2.0))
