@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.runner import Option, Settings, Start, begin, launch, parse, table
 
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "diloco": {},
     "diloco-8-bits": {"quantization_bits": 8},
@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
             seconds, cpu = (max(each[name] for each in found) for name in ("seconds", "cpu"))
             mib = sum(each["sent"] for each in found) / len(found) / 2**20
             loss = sum(each["loss"] for each in found) / len(found)
-            rows.append((variant, f"{seconds:.1f}", f"{1e3 * seconds / args.steps:.0f}", f"{cpu:.1f}", f"{mib:.0f}"))
-            rows[-1] += (f"{loss:.4f}",)
+            times = f"{seconds:.1f}", f"{1e3 * seconds / args.steps:.0f}", f"{cpu:.1f}"
+            rows.append((variant, *times, f"{mib:.0f}", f"{loss:.4f}"))
     title = f"{args.size}, {args.steps} steps, {args.hosts} hosts of one rank, {args.link}"
     table(title, ("variant", "seconds", "ms a step", "CPU s a rank", "MiB sent a rank", "loss of other text"), rows)
     return 0
