@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -235,6 +236,6 @@ def _wholes(name: str, sample: int, value: Any) -> NDArray[np.int64]:
 
 
 def _replace(file: Path, write: Callable[[str], Any]) -> None:
-    unfinished = f"{file}.{os.getpid()}.unfinished{file.suffix}"
+    unfinished = f"{file}.{uuid4().hex}.unfinished{file.suffix}"  # hosts and threads may write at once
     write(unfinished)
     os.replace(unfinished, file)

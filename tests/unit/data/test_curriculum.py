@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,25 @@ def test_an_analysis_continues_where_it_was_interrupted(tmp_path: Path) -> None:
     analysis.map(worker=0, workers=2)
     analysis.reduce()
     assert analysis.done() == 57
+
+
+def test_two_writers_at_once_leave_whole_files(tmp_path, monkeypatch):
+    """A second rank comes between the writing of a file and its name, in the same process or on another host."""
+    data, replace, steps = [[1] * (at + 1) for at in range(5)], os.replace, []
+
+    def interrupted(source, target):
+        if not steps:
+            steps.append(target)
+            DataAnalysis(data, tmp_path, metrics={"seqlen": len}, chunk=2).map()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    analysis = DataAnalysis(data, tmp_path, metrics={"seqlen": len}, chunk=2)
+    analysis.map()
+    analysis.reduce()
+    assert steps
+    assert [int(one[0]) for one in IndexedDataset(f"{tmp_path}/seqlen/seqlen_sample_to_metric")] == [1, 2, 3, 4, 5]
+    assert not list(tmp_path.rglob("*unfinished*"))
 
 
 def test_bad_analyses_are_refused(tmp_path: Path) -> None:
