@@ -221,7 +221,9 @@ def test_a_log_directory_that_cannot_be_made_starts_nothing(tmp_path: Path) -> N
 def test_on_a_terminal_the_first_rank_owns_it_and_ctrl_c_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal, sys\nprint(sys.stdout.isatty(), os.environ['RANK'])\nwhile True: signal.pause()\n"
+        "import os, signal, sys\n"
+        "sys.stdout.write(f'{sys.stdout.isatty()} {os.environ[\"RANK\"]}\\n')\n"  # one line at once
+        "while True: signal.pause()\n"
     )
     keyboard, terminal = pty.openpty()
 
@@ -251,6 +253,7 @@ def test_on_a_terminal_the_first_rank_owns_it_and_ctrl_c_ends_the_job(tmp_path: 
         watchdog.cancel()
         process.kill()
         process.wait()
+        process.stderr.close()  # or another test is blamed for it
         os.close(keyboard)
         os.close(terminal)
     assert process.returncode == 128 + signal.SIGINT
