@@ -20,7 +20,7 @@ from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.core.block import Block
 from polyaccel.core.types import ReduceOp
-from polyaccel.torch.sharding.tensor_shard import blocks_of, gather_blocks, local_slice
+from polyaccel.torch.sharding.tensor_shard import blocks_of, gather_blocks, local_slice, scale_gradient
 
 
 class CutLayer:
@@ -55,7 +55,7 @@ class CutLayer:
         Each rank finds a part of its gradient. See [Note: Gradient means over ranks].
         """
         if mask.requires_grad:
-            mask = _Counted.apply(mask, self._ranks.world_size)  # type: ignore[no-untyped-call]
+            mask = scale_gradient(mask, self._ranks.world_size)
         return self.own(mask) if dim is None else _taken(mask.repeat_interleave(block), self._weight, dim)
 
     def own_outputs(self, mask: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class CutLayer:
         if self._bias is None:
             return mask
         if mask.requires_grad:
-            mask = _Counted.apply(mask, self._ranks.world_size)  # type: ignore[no-untyped-call]
+            mask = scale_gradient(mask, self._ranks.world_size)
         return _taken(mask, self._bias, 0)
 
     def largest_input(self, largest_of_part: Tensor) -> Tensor:
@@ -73,19 +73,6 @@ class CutLayer:
         found = largest_of_part.contiguous().clone()
         self._ranks.all_reduce(wrap_torch(found.view(-1)), ReduceOp.MAX, label="ranges of inputs")
         return found
-
-
-class _Counted(torch.autograd.Function):
-    """The same, with a gradient times the number of ranks that each find a part of it."""
-
-    @staticmethod
-    def forward(ctx: Any, mask: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return mask.view_as(mask)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.ranks, None
 
 
 def _is_run(block: Block) -> bool:

@@ -116,3 +116,19 @@ def cuts_of(module: nn.Module) -> dict[nn.Parameter, TensorShard]:
             if parameter is not None:
                 found[parameter] = cut
     return found
+
+
+def scale_gradient(value: Tensor, factor: int) -> Tensor:
+    """Return `value` with a gradient times `factor`: so many ranks find parts of it, and the engine takes a mean."""
+    return _ScaledGradient.apply(value, factor)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None

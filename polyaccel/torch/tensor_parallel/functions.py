@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from polyaccel.torch.graph_breaks import outside_graphs
+from polyaccel.torch.sharding.tensor_shard import scale_gradient
 from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
 
@@ -72,7 +73,7 @@ def shared_weight(weight: Tensor, ranks: TensorRanks) -> Tensor:
     """Scale a whole weight's gradient by ranks; the engine takes means. See [Note: Gradient means over ranks]."""
     if ranks.size == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
-    return _SharedWeight.apply(weight, ranks.size)  # type: ignore[no-untyped-call, no-any-return]
+    return scale_gradient(weight, ranks.size)
 
 
 class _ToShared(Function):
@@ -155,14 +156,3 @@ class _SummedPart(_Along):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return gathered_shared(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
-
-
-class _SharedWeight(Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.ranks, None
