@@ -160,7 +160,7 @@ test-quantized: ## train over weights that bitsandbytes and torchao have quantis
 	$(MAKE) environment VENV=$(VENV)-quantized EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools transformers peft bitsandbytes torchao'
 	TORCHDYNAMO_DISABLE=1 $(VENV)-quantized/bin/python -m pytest tests/threads/quantized $(ARGS)
 
-test-environments: ## run tests/unit and tests/threads with other versions of Python, torch and JAX: ENVIRONMENTS names them, each has an environment of its own (5 GB)
+test-environments: ## run tests/unit and tests/threads with other versions of Python, torch and JAX: ENVIRONMENTS names them, each has its own environment (5 GB)
 	for each in $(ENVIRONMENTS); do \
 		set -- $$(echo $$each | tr , ' ') \
 			&& $$1 -m venv $(VENV)-torch$$2 \

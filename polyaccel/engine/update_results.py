@@ -11,7 +11,7 @@ from polyaccel.zero.update.optimizer_step import StepResult
 log = getLogger(__name__)
 
 MOST_UNREAD = 8
-"""Updates whose norms are not read. With one more the host waits for the oldest: so late is the news at most."""
+"""The most updates whose norms are not read. With one more the host waits for the oldest."""
 
 
 class UpdateResults:
@@ -49,14 +49,14 @@ class UpdateResults:
     def _tell(self, step: int, result: StepResult) -> None:
         """Say which gradient was not finite: once in a while under a loss scale that is still being found, that is
         usual."""
-        culprit = result.first_nonfinite_param
+        name = result.first_nonfinite_param
         if not result.applied:
             is_news = self._loss_scaler.skips_in_a_row == 1 and not self._loss_scaler.dynamic
-            log.log(WARNING if is_news else INFO, "step %d skipped: the gradient of %s is not finite", step, culprit)
+            log.log(WARNING if is_news else INFO, "step %d skipped: the gradient of %s is not finite", step, name)
         elif not self.has_applied_not_finite:
             self.has_applied_not_finite = True
             log.warning(
                 "step %d applied gradients that are not finite, the first of %s: weights are NaN from here on, and no "
                 "checkpoint of them becomes the one to resume from (said once)",
-                step, culprit,
+                step, name,
             )  # fmt: skip

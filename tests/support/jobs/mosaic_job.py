@@ -14,7 +14,7 @@ import polyaccel
 from polyaccel import comm
 
 BATCH = 8
-mosaic: Any = import_module("streaming")  # which is in an environment of its own
+mosaic: Any = import_module("streaming")  # which has its own environment
 
 
 def main(folder: str, saved: str, first: int, last: int) -> None:

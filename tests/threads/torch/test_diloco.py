@@ -90,7 +90,7 @@ def test_the_first_step_is_compared_with_plain_torch(monkeypatch):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_own_optimizer_and_averages(stage):
-    """A client's AdamW beside an exponential moving average: outer states are the engine's own."""
+    """A client's AdamW with an exponential moving average: outer states are the engine's own."""
 
     def work(model: nn.Module) -> dict[str, Tensor]:
         config = make_config(stage, 2, Outer().section, ema={"decay": 0.5})

@@ -1,4 +1,4 @@
-"""Norms that nobody has read yet: found when they have arrived, when somebody looks, and late at most."""
+"""Norms that are read later: when they have arrived, when they are asked for, and at most some steps late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCELERATOR = CpuAccelerator("numpy")
 
 
 class Point(Event):
-    """A point of a device that gets there when it is told to, or when the host waits."""
+    """A point of a device that is reached when a test says so, or when the host waits."""
 
     def __init__(self) -> None:
         self.reached = False
